@@ -160,10 +160,10 @@ def _explain_option(arguments: Sequence[str], unknown: str, parser: argparse.Arg
     if close := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.75):
         return f"there is no option {option}; did you mean {close[0]}?"
     if any(action.metavar == _SETTINGS for action in parser._actions) and option.startswith("--"):
-        from bapo_megatron.config.paths import schema, suggest
+        from bapo_megatron.config.paths import meant_setting, schema
 
         path = tuple(option.lstrip("-").replace("-", "_").split("."))
-        setting = ".".join(path) if path in schema() else suggest(path)
+        setting = ".".join(path) if path in schema() else meant_setting(path)
         if setting is not None:
             following = arguments[arguments.index(unknown) + 1 :]
             value = value or next((text for text in following[:1] if "=" not in text and text[:1] != "-"), "VALUE")
@@ -494,38 +494,36 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from bapo_megatron.preflight.starter import this_machine, write_config
+    from bapo_megatron.preflight.starter import this_hardware, write_config
 
-    start = write_config(options.model, options.data, options.output, this_machine(), options.settings)
+    start = write_config(options.model, options.data, options.output, this_hardware(), options.settings)
     print(start)
     print(f"{start.file} is written; next: {shlex.join([*program(), 'train', str(start.file)])}")
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
-    from bapo_megatron.config.plan import summarize
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.preflight.report import describe
+    from bapo_megatron.preflight.explain import outline, plan_text
 
     config = load_checked(_given(options), elsewhere=True)
-    print(summarize(config))
+    print(outline(config))
     if config.cluster.gpu is not None:
-        print(describe(config))
+        print(plan_text(config))
     return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from bapo_megatron.config.plan import summarize
     from bapo_megatron.preflight.check import load_checked
-    from bapo_megatron.preflight.report import explain
+    from bapo_megatron.preflight.explain import explain_plan, outline
 
     if options.best:
         return _plan_best(options)
     if options.output:
         raise UserError("-o writes the layout that --best finds; add --best, or leave it out")
     config = load_checked(_given(options), elsewhere=True, memory=False)
-    explanation = explain(config, options.response_tokens)
-    print(f"{explanation.verdict}\n\n{summarize(config)}\n{explanation.needs}")
+    explanation = explain_plan(config, options.response_tokens)
+    print(f"{explanation.verdict}\n\n{outline(config)}\n{explanation.needs}")
     if explanation.problems:
         raise ConfigError("\n".join(explanation.problems))
     return 0
@@ -533,8 +531,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _plan_best(options: argparse.Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.preflight.explain import explain_best
     from bapo_megatron.preflight.plan import CHOSEN
-    from bapo_megatron.preflight.report import explain_best
     from bapo_megatron.runtime.files import explaining_os_errors
 
     file: Path | None = options.output

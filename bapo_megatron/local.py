@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.engines import num_started
 from bapo_megatron.config.load import read_config, split_arguments
-from bapo_megatron.config.plan import divide_cores, num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
@@ -178,7 +178,7 @@ def _train_and_report(config: Config, stop: _Stop, began_s: float) -> int:
         stop.run_dir = run_dir
         is_complete = False  # nothing was cut off by a second signal
         try:
-            count = num_ranks(config)
+            count = config.parallel.size
             share = EngineShare(config.rollout.num_servers, first_gpu=count, num_ranks=count)
             num_standby = count if config.run.standby and config.run.max_restarts else 0
             with (
@@ -339,7 +339,7 @@ def _ranks(
 
     Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
     """
-    count = num_ranks(config)
+    count = config.parallel.size
     command = [sys.executable, "-m", "bapo_megatron.worker", "--run-dir", str(run_dir.path)]
     for url in urls:
         command += ["--engine-url", url]
@@ -368,8 +368,8 @@ def _ranks(
 
 def _threads_of_a_rank(config: Config) -> dict[str, str]:
     """Return the variable that has to be there before a rank imports torch."""
-    num_engine_processes = config.rollout.num_started * config.rollout.server_tensor_parallel
-    threads, _ = divide_cores(config, num_cores(), num_ranks(config), num_engine_processes)
+    num_engine_processes = num_started(config.rollout) * config.rollout.server_tensor_parallel
+    threads, _ = config.divide_cores(num_cores(), config.parallel.size, num_engine_processes)
     return {"OMP_NUM_THREADS": str(threads)}
 
 

@@ -25,6 +25,7 @@ from bapo_megatron.algorithms.bound_search import BoundSearchState
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import sequences_of
 from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
+from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner, UpdatesState
@@ -81,7 +82,7 @@ def train(
     finder = BoundsFinder(config, learner)
     scorers = scorers_of(config, learner, learner.reference)
     HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
-    samples, sampler = config.rollout.engine_kind.samples, None
+    samples, sampler = engine_kind(config.rollout.engine).samples, None
     if layout.rank == 0:
         connect = partial(connect_rollouts, urls=urls, may_have_failed=restart_of(run_dir) is not None)
         sampler = connect(config, model_path) if samples else RecordedRollouts(config, model_path)

@@ -7,12 +7,11 @@ import itertools
 from pathlib import Path
 
 from bapo_megatron.config.load import load_config, shipped_configs
-from bapo_megatron.config.plan import num_ranks, summarize
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.preflight.explain import explain_best, explain_plan, outline, time_text
 from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.plan import make_plan
-from bapo_megatron.preflight.report import amount, explain, explain_best
 from bapo_megatron.preflight.suggest import best_split, smallest_cluster
 
 # Files merged between the model's and the cluster's.
@@ -84,8 +83,8 @@ def _cells(model: str, cluster: str) -> list[str]:
         f"{p.tensor} x {p.pipeline} x {p.data}",
         f"{peak / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
         f"{plan.server.kv_tokens / 1e6:.1f}M" if plan.server else "",
-        f"{plan.sync_bytes / 1e9:.0f} GB, {amount(plan.sync.expected)}",
-        *(f"{amount(each.train.expected)}, {amount(each.rollout.expected)}" for each in plans if each.rollout),
+        f"{plan.sync_bytes / 1e9:.0f} GB, {time_text(plan.sync.expected)}",
+        *(f"{time_text(each.train.expected)}, {time_text(each.rollout.expected)}" for each in plans if each.rollout),
     ]
 
 
@@ -111,21 +110,21 @@ def _split_cells(model: str, nodes: int) -> list[str]:
     p, r, plan = best.config.parallel, best.config.rollout, best.plan
     assert plan.rollout
     return [
-        f"{num_ranks(best.config)} = {p.tensor} x {p.pipeline} x {p.context} x {p.data}",
+        f"{best.config.parallel.size} = {p.tensor} x {p.pipeline} x {p.context} x {p.data}",
         "on" if best.config.train.recompute else "off",
         f"{plan.trainer.total / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
         f"{r.num_servers} x {r.server_tensor_parallel}",
-        f"{amount(plan.train.expected)}, {amount(plan.rollout.expected)}",
-        amount(best.balance.step_s),
+        f"{time_text(plan.train.expected)}, {time_text(plan.rollout.expected)}",
+        time_text(best.balance.step_s),
     ]
 
 
 def example() -> str:
     """Return the example's `bapo plan` output as an indented block."""
     config = load_config(EXAMPLE)
-    plan = explain(config, EXAMPLE_TOKENS)
+    plan = explain_plan(config, EXAMPLE_TOKENS)
     command = f"$ bapo plan {' '.join(EXAMPLE)} --response-tokens {EXAMPLE_TOKENS}"
-    return _indented(command, f"{plan.verdict}\n\n{summarize(config)}\n{plan.needs}")
+    return _indented(command, f"{plan.verdict}\n\n{outline(config)}\n{plan.needs}")
 
 
 def best_example() -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bapo_megatron.config.plan import chunk_rows
+from bapo_megatron.algorithms.chunks import chunk_rows
 
 Backend = Literal["torch", "triton"]
 _CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for the logits and one temporary

@@ -1,0 +1,1 @@
+"""Settings: what each of them is, and how a configuration is read. Whether they fit together, preflight/ checks."""

@@ -105,11 +105,6 @@ REWARD = Seam(
     "def judge(answer, response) -> float, plain or async, with parameters out of prompt, answer, response, source "
     "(they are passed by name)",
 )
-SOURCE = Seam(
-    "data.source",
-    ("chains", "programs", "reasoning_gym", "jsonl", "hub"),
-    'def rows(**options) that returns or yields rows such as {"prompt": "...", "answer": ...}',
-)
 KEEP_GROUP = Seam(
     "rollout.keep_group",
     ("all", "informative"),

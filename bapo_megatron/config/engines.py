@@ -8,9 +8,15 @@ The table is data that the configuration can read; the code of an engine is in e
 A server reports further capabilities itself, in its `server_info` (engines/base.py, Capability).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from bapo_megatron.config.dotted import Seam
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import RolloutConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,8 @@ class EngineKind:
     answers_when_busy: bool = True  # also within a forward pass or a weight update
     cuts: bool = False  # samples with top_p and top_k, and returns log-probs of the distribution that they leave
     max_cut_tokens: int | None = None  # top_k must be set, and to this at most, for such log-probs; None: no such limit
+    needs: Literal["urls", "recordings"] | None = None  # where it finds its servers, or batches: a setting of [rollout]
+    section: Literal["sglang"] | None = None  # the table whose settings its servers are started with
     startup_timeout_s: float = 180.0  # where rollout.startup_timeout_s is unset
 
 
@@ -41,10 +49,11 @@ ENGINES = {
         answers_when_busy=False,
         cuts=True,
         max_cut_tokens=4096,  # its --sampling-mask-max-tokens
+        section="sglang",
         startup_timeout_s=1800.0,
     ),
-    "attach": EngineKind("attached server", tensor_parallel=True, cuts=True),
-    "recorded": EngineKind("recorded rollout", samples=False, tensor_parallel=True),
+    "attach": EngineKind("attached server", tensor_parallel=True, cuts=True, needs="urls"),
+    "recorded": EngineKind("recorded rollout", samples=False, tensor_parallel=True, needs="recordings"),
 }
 
 ENGINE = Seam(
@@ -79,6 +88,21 @@ def engine_kind(name: str) -> EngineKind:
     if not isinstance(kind, EngineKind):
         raise ENGINE.error(name, f"it is of type {type(kind).__name__}, not EngineKind")
     return kind
+
+
+def startup_limit_s(rollout: RolloutConfig) -> float:
+    """Return `startup_timeout_s`, or the engine's own default. Raises UserError: see `engine_kind`."""
+    return rollout.startup_timeout_s or engine_kind(rollout.engine).startup_timeout_s
+
+
+def num_started(rollout: RolloutConfig) -> int:
+    """Count the servers that the run starts itself. Raises UserError: see `engine_kind`."""
+    return rollout.num_servers if engine_kind(rollout.engine).specs else 0
+
+
+def num_server_gpus(rollout: RolloutConfig) -> int:
+    """Count the GPUs that these servers take. Raises UserError: see `engine_kind`."""
+    return num_started(rollout) * rollout.server_tensor_parallel if engine_kind(rollout.engine).on_gpus else 0
 
 
 def check_engine(name: str) -> None:

@@ -445,14 +445,14 @@ def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
     """Return the path itself if it is a misspelt section, or a value; else the settings below it, such as actor.lr."""
     if not isinstance(value, dict) or not value:
         return [path]
-    section = paths.suggest(path)
+    section = paths.meant_setting(path)
     if section and all((section, key) in paths.schema() for key in value):
         return [path]
     return [leaf for key in value for leaf in _most_telling((*path, key), value[key])]
 
 
 def _unknown(path: paths.Path, origins: Origins) -> Violation:
-    name, suggestion = ".".join(path), paths.suggest(path)
+    name, suggestion = ".".join(path), paths.meant_setting(path)
     remedy = f"did you mean {suggestion}?" if suggestion else ""
     return Violation((name,), f"no such setting: {escaped(name)} ({_source(path, origins)})", remedy)
 

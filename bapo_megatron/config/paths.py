@@ -70,7 +70,7 @@ def choices(path: Path) -> list[str]:
     return names + (["true", "false"] if bool in kinds else [])
 
 
-def suggest(path: Path) -> str | None:
+def meant_setting(path: Path) -> str | None:
     """Return the setting that a wrong path most likely meant; within a list of tables, one of its entries' only.
 
     In order: the same name in lower case; the name of another framework (coming_from.toml); a typo within the section;

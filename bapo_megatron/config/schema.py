@@ -1,6 +1,6 @@
 """Every setting, with its type, default and meaning. One TOML table per section.
 
-Checks of one field live here; checks across sections (layout, batch arithmetic, model shapes) live in `plan.py`.
+Checks of one field live here; checks across sections (layout, batch arithmetic, model shapes) in preflight/checks.
 """
 
 import difflib
@@ -23,13 +23,13 @@ from bapo_megatron.config.base import (
     Violation,
     Whole,
 )
-from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, SOURCE
-from bapo_megatron.config.engines import ENGINE, EngineKind, engine_kind
-from bapo_megatron.config.families import FAMILY, own_family
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD
+from bapo_megatron.config.engines import ENGINE
+from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
 from bapo_megatron.config.schema_loss import ClipBoundConfig, RuleReads
+from bapo_megatron.config.sources import OWN_ROWS, SOURCE, SourceKind, source_kind
 from bapo_megatron.config.system_calls import known_calls
-from bapo_megatron.hf.families import Family
 
 
 class RunConfig(Section):
@@ -68,11 +68,6 @@ class ModelConfig(Section):
     """Layers of the trainer. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only ones with FP8;
     local: Megatron's own linears and our packed attention; auto: the first where it is installed and can be used."""
 
-    @property
-    def own_family(self) -> Family | None:
-        """The user's own family, if `family` names one. Raises UserError for a bad dotted path."""
-        return own_family(self.family)
-
 
 class PrecisionConfig(Section):
     """FP8 inside the layers, through Transformer Engine: see docs/precision.md. The embedding, the output layer,
@@ -102,7 +97,6 @@ EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_len
 
 
 _FIELDS = ("prompt", "answer")  # what a question is made from
-_PROCEDURAL = ("chains", "programs", "reasoning_gym")
 
 
 def _columns_of_fields(columns: dict[str, str]) -> dict[str, str]:
@@ -145,19 +139,24 @@ class SourceConfig(Section):
     """Number of prompts that a procedural source makes before it starts over in a new order."""
 
     @property
+    def kind(self) -> SourceKind:
+        """What `source` reads."""
+        return source_kind(self.source)
+
+    @property
     def has_rows(self) -> bool:
         """Whether the prompts are rows, of a file, the hub or a function, and not made as needed."""
-        return self.source not in _PROCEDURAL
+        return self.kind.has_rows
 
     @property
     def needs_path(self) -> bool:
         """Whether `path` names the rows."""
-        return self.source in ("jsonl", "hub")
+        return self.kind.path is not None
 
     @property
     def is_own_function(self) -> bool:
         """Whether your own function gives the rows."""
-        return self.source not in SOURCE.names
+        return self.kind is OWN_ROWS
 
     @property
     def origin(self) -> str:
@@ -352,26 +351,6 @@ class RolloutConfig(Section):
         """Whether `top_p` or `top_k` may leave tokens out."""
         return self.top_p < 1 or self.top_k is not None
 
-    @property
-    def engine_kind(self) -> EngineKind:
-        """The capabilities of `engine`. Raises UserError for a bad dotted path."""
-        return engine_kind(self.engine)
-
-    @property
-    def startup_limit_s(self) -> float:
-        """`startup_timeout_s`, or the engine's own default."""
-        return self.startup_timeout_s or self.engine_kind.startup_timeout_s
-
-    @property
-    def num_started(self) -> int:
-        """Servers that the run starts itself."""
-        return self.num_servers if self.engine_kind.specs else 0
-
-    @property
-    def num_server_gpus(self) -> int:
-        """GPUs that these servers take."""
-        return self.num_started * self.server_tensor_parallel if self.engine_kind.on_gpus else 0
-
 
 class AdvantageConfig(Section):
     """From the rewards of a group to advantages."""
@@ -455,7 +434,7 @@ class OptimizerConfig(Section):
     distributed optimizer does. The same update for less memory."""
 
 
-FORWARDS_FIRST_MEMORY_SHARE = 0.1  # of a device: what train.schedule = "auto" lets the layer inputs of an update take
+_FORWARDS_FIRST_SHARE = 0.1  # of a device: what train.schedule = "auto" lets the layer inputs of an update take
 
 
 class TrainConfig(Section):
@@ -499,6 +478,27 @@ class TrainConfig(Section):
         """Whether nothing but the layers' inputs is kept."""
         return self.recompute and self.recompute_layers is None and not self.recompute_modules
 
+    def forwards_first(
+        self, num_microbatches: int, *, num_stages: int, layer_input_bytes: float, memory_bytes: float | None
+    ) -> bool:
+        """Return whether `schedule` puts all forward passes of a mini-batch before its backward passes.
+
+        `auto` does so if it needs little more memory than the other order (measured in docs/performance.md): with one
+        micro-batch, or if only the layers' inputs are kept (`recompute`).
+
+        Args:
+            num_stages: `parallel.pipeline`.
+            layer_input_bytes: inputs of a rank's layers for all these micro-batches.
+            memory_bytes: of the smallest device; None if it is not known.
+        """
+        if num_stages > 1 or self.schedule == "interleaved":
+            return False
+        if self.schedule == "forwards_first" or num_microbatches == 1:
+            return True
+        if not self.recomputes_all or memory_bytes is None:
+            return False
+        return layer_input_bytes <= _FORWARDS_FIRST_SHARE * memory_bytes
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.recompute_layers is not None and self.recompute_modules:
@@ -508,7 +508,7 @@ class TrainConfig(Section):
         return self
 
 
-MAX_RANKS = 1_048_576
+_MAX_RANKS = 1_048_576
 
 
 class ParallelConfig(Section):
@@ -539,10 +539,15 @@ class ParallelConfig(Section):
     timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 
+    @property
+    def size(self) -> int:
+        """Number of trainer ranks: tensor x pipeline x context x data."""
+        return self.tensor * self.pipeline * self.context * self.data
+
     @model_validator(mode="before")
     @classmethod
     def _fill_data(cls, value: Any) -> Any:
-        """Derive `data` from num_ranks, so that a cluster's file need not know the split; plan.py checks the rest."""
+        """Derive `data` from num_ranks, so that a cluster's file need not know the split."""
         if not isinstance(value, dict) or "data" in value or not isinstance(value.get("num_ranks"), int):
             return value
         sizes = [value.get(name, 1) for name in ("tensor", "pipeline", "context")]
@@ -554,9 +559,9 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         sizes = {name: getattr(self, name) for name in ("tensor", "pipeline", "context", "data")}
-        if (ranks := math.prod(sizes.values())) > MAX_RANKS:
+        if (ranks := self.size) > _MAX_RANKS:
             product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-            text = f"is one factor of {product} = {ranks} ranks, and there may be {MAX_RANKS} at most"
+            text = f"is one factor of {product} = {ranks} ranks, and there may be {_MAX_RANKS} at most"
             raise ContradictionError(Violation(tuple(sorted(sizes, key=lambda name: -sizes[name])), text))
         return self
 
@@ -838,7 +843,7 @@ class Config(Section):
     def prompt_files(self) -> dict[str, str]:
         """Files of prompts that settings name, by setting, such as "data.path"."""
         tables = {"data": self.data, **self.prompt_sources, **self.eval_sets}
-        files = {f"{table}.path": one.path for table, one in tables.items() if one.source != "hub"}
+        files = {f"{table}.path": one.path for table, one in tables.items() if one.kind.path != "data set"}
         files.setdefault("eval.path", self.eval.path)
         return {setting: path for setting, path in files.items() if path is not None}
 
@@ -848,6 +853,22 @@ class Config(Section):
         sets = self.eval.sets if self.eval.interval_steps is not None else ()
         responses = [self.rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in sets)]
         return self.data.max_prompt_tokens + max(responses)
+
+    def divide_cores(self, num_cores: int, num_ranks: int, num_engine_processes: int) -> tuple[int, int]:
+        """Return the threads of a trainer rank and of an engine process, on a machine with these numbers of them.
+
+        By turns, each side takes all cores. With rollout.overlap both run together, and share them: half each, or what
+        the other side's setting leaves. A process has at least one thread.
+        """
+        per_rank, per_engine = self.parallel.threads_per_rank, self.rollout.engine_threads
+        for_trainer = for_engines = num_cores
+        if self.rollout.overlap and num_ranks and num_engine_processes:
+            for_engines = num_cores // 2 if per_rank is None else num_cores - per_rank * num_ranks
+            for_trainer = num_cores - (for_engines if per_engine is None else per_engine * num_engine_processes)
+        return (
+            per_rank or max(1, for_trainer // max(1, num_ranks)),
+            per_engine or max(1, for_engines // max(1, num_engine_processes)),
+        )
 
     def with_prompts_of(self, source: SourceConfig) -> "Config":
         """Return this configuration with another source of prompts in the place of [data]'s own."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from bapo_megatron.config.engines import ENGINE_CLIENT
+from bapo_megatron.config.engines import ENGINE_CLIENT, engine_kind, startup_limit_s
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine, EngineState, WeightTransport
 from bapo_megatron.engines.http import HttpEngine
@@ -107,8 +107,8 @@ class ConnectedEngines:
             EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s; none is left.
             UserError: the engine's kind names a client that does not fit, or an engine lacks a stream.
         """
-        timeout_s = config.startup_limit_s
-        path = config.engine_kind.client
+        timeout_s = startup_limit_s(config)
+        path = engine_kind(config.engine).client
         make_client = ENGINE_CLIENT.load(path)
         try:
             clients = [make_client(url, config, vocab_size, key) for url in urls]

@@ -8,6 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
+from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.errors import UserError
 from bapo_megatron.runtime.files import regular_file
@@ -35,7 +36,7 @@ def client_key(rollout: RolloutConfig) -> str | None:
         UserError: there is no key in that file.
     """
     key = take_key()
-    if rollout.engine_kind.specs is not None:
+    if engine_kind(rollout.engine).specs is not None:
         return key
     return None if rollout.api_key is None else read_key(rollout.api_key)
 

@@ -11,13 +11,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.plan import divide_cores
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables
 from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
 from bapo_megatron.runtime import num_cores
 from bapo_megatron.runtime.environment import nccl_variables
+
+OWN_ARGUMENTS = {
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "host": 'rollout.engine="attach" for servers elsewhere',
+    "port": 'rollout.engine="attach" for servers of your own',
+    "tensor_parallel_size": "rollout.server_tensor_parallel",
+    "tp_size": "rollout.server_tensor_parallel",
+    "context_length": "rollout.engine_max_context",
+    "max_running_requests": "rollout.max_concurrent_requests",
+    "api_key": 'rollout.engine="attach" and rollout.api_key for servers with a key of your own',
+    "admin_api_key": 'rollout.engine="attach" and rollout.api_key for servers with a key of your own',
+    "tokenizer_worker_num": 'rollout.engine="attach": a server of several workers does not ask for the key of the run',
+    "grpc_port": 'rollout.engine="attach": that port does not ask for the key of the run',
+}
+"""Arguments of SGLang that the launcher sets, and where to set them instead."""
 
 _CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
 _MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait
@@ -99,7 +114,7 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
     if visible:
         mine = gpus(server, r.server_tensor_parallel, share.first_gpu, visible)
         return variables | nccl_variables(config.sglang.extra) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
-    _, threads = divide_cores(config, num_cores(), share.num_ranks, share.count * r.server_tensor_parallel)
+    _, threads = config.divide_cores(num_cores(), share.num_ranks, share.count * r.server_tensor_parallel)
     cpus = cpu_groups(server, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0)))
     variables |= {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -148,7 +163,7 @@ def visible_gpus(count: int) -> list[str]:
 def gpus(server: int, tensor_parallel: int, first_gpu: int, visible: Sequence[str]) -> tuple[str, ...]:
     """Return the GPUs of one server; those before `first_gpu` are the trainer's. Empty without GPUs."""
     first = first_gpu + server * tensor_parallel
-    assert not visible or first + tensor_parallel <= len(visible), "config/plan.py has counted them"
+    assert not visible or first + tensor_parallel <= len(visible), "preflight/checks/layout.py has counted them"
     return tuple(visible[first : first + tensor_parallel])
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bapo_megatron.config.engines import ENGINE_SPECS
-from bapo_megatron.config.plan import divide_cores
+from bapo_megatron.config.engines import ENGINE_SPECS, engine_kind, startup_limit_s
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.processes import EngineShare
@@ -36,16 +35,17 @@ def started_engines(
     `key`.
     """
     r = config.rollout
-    if r.engine_kind.specs is None:
+    kind = engine_kind(r.engine)
+    if kind.specs is None:
         yield StartedEngines(list(r.urls))
         return
-    make_specs = ENGINE_SPECS.load(r.engine_kind.specs)
+    make_specs = ENGINE_SPECS.load(kind.specs)
     logs = [log_dir / f"engine-{share.first + i}.log" for i in range(share.count)]
     with (
         processes.reserved_ports(share.count, share.host) as ports,
         supervised(
             [dataclasses.replace(spec, key=key) for spec in make_specs(config, model_path, logs, ports, share)],
-            startup_timeout_s=r.startup_limit_s,
+            startup_timeout_s=startup_limit_s(r),
             max_restarts=r.max_restarts,
             hang_timeout_s=r.hang_timeout_s,
             tell=lambda text: _tell(text, log_dir / "supervisor.log"),
@@ -59,7 +59,7 @@ def embedded_specs(
 ) -> list[EngineSpec]:
     """Describe embedded engines. Each starts with the weights of `model_path`, as version "default" until a push."""
     r = config.rollout
-    _, threads = divide_cores(config, num_cores(), share.num_ranks, share.count)
+    _, threads = config.divide_cores(num_cores(), share.num_ranks, share.count)
     context = r.engine_max_context or config.longest_sequence
     command = [
         *(sys.executable, "-m", "bapo_megatron.engines.embedded"),

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.engines import num_started
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import hf_folder, is_hf
@@ -76,7 +78,7 @@ def evaluate(
     Raises:
         UserError: the checkpoint, problems, judge or engines do not fit together, or `output` is not empty.
     """
-    if not config.rollout.num_started:
+    if not num_started(config.rollout):
         raise UserError(
             f'rollout.engine="{config.rollout.engine}": an evaluation starts engines with the checkpoint\'s weights; '
             'set rollout.engine to one that is started, such as "embedded" or "sglang"'
@@ -90,7 +92,7 @@ def evaluate(
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed + EVAL_SEED})})
     output.mkdir(parents=True, exist_ok=True)
     with (
-        hf_folder(checkpoint, output / "model", config.model.own_family) as (model_path, version),
+        hf_folder(checkpoint, output / "model", own_family(config.model.family)) as (model_path, version),
         RewardScorer(config) as scorer,
     ):
         asked = _Asking(config, model_path, scorer, limit)
@@ -126,7 +128,7 @@ class _Asking:
     def __init__(self, config: Config, model_path: Path, scorer: RewardScorer, limit: int | None) -> None:
         self._config = config
         self.kind = JudgeSpec.of(config).kind
-        self._tokenizer = load_tokenizer(model_path, config.model.own_family)
+        self._tokenizer = load_tokenizer(model_path, own_family(config.model.family))
         self._judge = TextJudge(scorer, self._tokenizer)
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
         stream = PromptStream(config, self._tokenizer)

@@ -22,6 +22,7 @@ from torch.nn import Module
 
 from bapo_megatron.algorithms.gae import value_loss
 from bapo_megatron.checkpoint.folder import Facts
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
@@ -85,7 +86,7 @@ class Critic(TrainedModel):
 
     def __init__(self, config: Config, hf_path: Path) -> None:
         hf_config, p = load_hf_config(hf_path), config.parallel
-        own = config.model.own_family
+        own = own_family(config.model.family)
         if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline, own=own):
             raise ConfigError(f"critic.path={str(hf_path)!r} does not fit the layout: {'; '.join(problems)}")
         language_model = model_shape(hf_config, own=own)

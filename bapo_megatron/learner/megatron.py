@@ -22,8 +22,8 @@ from bapo_megatron.algorithms.kl import KLCoefficient, reference_kl
 from bapo_megatron.algorithms.losses import LossInputs, ScoredTokens, TokenLoss
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
-from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape, validate_layout
@@ -33,7 +33,7 @@ from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.metrics import TokenMetrics, TokenSums
 from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.learner.parallel import start_processes
-from bapo_megatron.learner.precision import check_machine
+from bapo_megatron.learner.precision import check_machine, this_machine
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
@@ -56,7 +56,7 @@ class MegatronLearner(TrainedModel):
 
     def __init__(self, config: Config, hf_path: str | Path) -> None:
         hf_config, p = load_hf_config(hf_path), config.parallel
-        own = config.model.own_family
+        own = own_family(config.model.family)
         if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline, own=own):
             raise ConfigError("; ".join(problems))
         if config.model.dtype == "bfloat16" and not torch.cuda.is_available():

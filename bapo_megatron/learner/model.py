@@ -35,7 +35,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
-from bapo_megatron.config.precision import this_machine
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
@@ -43,7 +42,7 @@ from bapo_megatron.learner.attention import PackedAttention, PackedSequences, Tr
 from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, rotation_of
 from bapo_megatron.learner.embedding import embed
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.learner.precision import fp8_fields, fusion_fields, uses_transformer_engine
+from bapo_megatron.learner.precision import fp8_fields, fusion_fields, this_machine, uses_transformer_engine
 from bapo_megatron.types import MicroBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,17 +1,319 @@
-"""FP8, fusions and Transformer Engine: the layers to build, and Megatron's options.
+"""FP8, fusions and Transformer Engine: what they need, the layers to build, and Megatron's options.
 
-Pure functions in `config/precision.py` decide what is refused, and why. Written against Megatron-Core 0.16.1 and
-Transformer Engine 2.9 to 2.11.
+docs/precision.md has the table of what is refused, before a process starts and again on each rank. The conditions come
+from Megatron-Core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.9 to 2.11
+(`quantization.py`: check_*_support; `utils.py`: assert_dim_for_fp8_exec, assert_dim_for_all_gather).
 """
 
-import importlib.util
-from typing import Any
+from __future__ import annotations
 
-from bapo_megatron.algorithms.logprobs import Backend
-from bapo_megatron.config.precision import FUSED_ACTIVATIONS, Machine, check_precision
+import importlib.metadata
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import packaging.version
+
+from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.shape import ModelShape
+
+if TYPE_CHECKING:
+    from bapo_megatron.algorithms.logprobs import Backend  # torch takes seconds, and checks of settings need none
+
+Version = tuple[int, ...]
+
+_MAX_MASK_GIB = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The facts about a machine that FP8 depends on; None means absent.
+
+    Example: Machine((9, 0), (12, 9), (2, 11, 0)) is a Hopper GPU, CUDA 12.9 and Transformer Engine 2.11.0.
+    """
+
+    compute_capability: tuple[int, int] | None = None
+    cuda: Version | None = None
+    transformer_engine: Version | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One way to choose scales, and its requirements."""
+
+    transformer_engine: Version  # Megatron's get_fp8_recipe refuses it with an older one
+    dims_multiple: int  # rows and columns of every matrix
+    tokens_multiple: int  # tokens of a micro-batch on one rank
+    gathered_multiple: int  # hidden size, where sequence parallelism gathers quantised activations
+
+
+RECIPES = {
+    "delayed": Recipe((1, 0), 16, 16, 16),
+    "tensorwise": Recipe((2, 2), 16, 16, 16),
+    # scales of blocks that are not full are padded by Transformer Engine, but not what is gathered
+    "blockwise": Recipe((2, 3), 16, 128, 128),
+    "mxfp8": Recipe((2, 1), 32, 32, 32),
+}
+
+
+FUSED_ACTIVATIONS = ("silu",)  # of a model's shape; Megatron has no fused kernel for gelu(gate) x up with tanh
+
+
+def tokens_multiple(config: Config) -> int:
+    """Return the number that must divide a pack's tokens on a rank (a tensor rank, with sequence parallelism)."""
+    return RECIPES[config.precision.recipe].tokens_multiple if config.precision.uses_fp8 else 1
+
+
+def check_precision(config: Config, *, shape: ModelShape | None, machine: Machine | None) -> list[Violation]:
+    """Find settings that cannot be used.
+
+    Args:
+        shape: the model; None leaves its sizes unchecked.
+        machine: where it runs; None leaves hardware and packages unchecked.
+    """
+    found = [*_implementation(config, machine), *_masks(config, machine)]
+    if config.precision.uses_fp8:
+        found += _settings(config)
+        if shape is not None:
+            found += _layers(config, shape)
+            found += _dimensions(config, shape)
+        if machine is not None:
+            found += _machine(config, machine)
+    else:
+        found += _idle(config)
+    return found
+
+
+def _implementation(config: Config, machine: Machine | None) -> Iterator[Violation]:
+    implementation = config.model.implementation
+    if implementation == "transformer_engine":
+        if config.model.dtype != "bfloat16":
+            yield Violation(
+                ("model.dtype", "model.implementation"),
+                'model.implementation="transformer_engine" needs model.dtype="bfloat16": its attention has no kernels '
+                "for float32",
+                'set that, or model.implementation="auto"',
+            )
+        if machine is not None and machine.compute_capability is None:
+            yield Violation(
+                ("model.implementation", "cluster.gpu"),
+                'model.implementation="transformer_engine" needs a GPU',
+                'set model.implementation="auto"',
+            )
+        elif machine is not None and machine.transformer_engine is None:
+            yield Violation(
+                ("model.implementation", "cluster.gpu"),
+                'model.implementation="transformer_engine", but Transformer Engine is not installed',
+                'install bapo-megatron[gpu], or set model.implementation="auto"',
+            )
+    if implementation == "local" and config.precision.uses_fp8:
+        yield Violation(
+            ("model.implementation", "precision.fp8"),
+            f'model.implementation="local" has no FP8, and precision.fp8="{config.precision.fp8}" asks for it',
+            'set model.implementation="auto" or precision.fp8="off"',
+        )
+
+
+def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
+    """Refuse context parallelism of long sequences with local layers, whose attention keeps a mask in every layer."""
+    context, is_float32 = config.parallel.context, config.model.dtype == "float32"
+    lacks_engine = machine is not None and machine.compute_capability is not None and not machine.transformer_engine
+    implementation = config.model.implementation
+    if context == 1 or implementation == "transformer_engine":
+        return
+    if not (is_float32 or lacks_engine or implementation == "local"):
+        return
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    mask_gib = longest / (2 * context) * longest * (4 if is_float32 else 2) / 2**30
+    if mask_gib > _MAX_MASK_GIB:
+        yield Violation(
+            (
+                "model.implementation",
+                "model.dtype",
+                "parallel.context",
+                "data.max_prompt_tokens",
+                "rollout.max_response_tokens",
+            ),
+            f"parallel.context={context} with sequences of {longest} tokens: local layers would keep a mask of "
+            f"{mask_gib:.1f} GiB each",
+            'set model.dtype="bfloat16" and model.implementation="transformer_engine", whose attention needs none, or '
+            "parallel.context=1",
+        )
+
+
+def _idle(config: Config) -> Iterator[Violation]:
+    names = tuple(
+        f"precision.{name}"
+        for name in ("fp8_params", "bf16_layers_at_start", "bf16_layers_at_end")
+        if getattr(config.precision, name)
+    )
+    if names:
+        yield Violation(
+            (*names, "precision.fp8"),
+            f'{", ".join(names)}: nothing is FP8 with precision.fp8="off"',
+            f'set precision.fp8="hybrid", or leave {"it" if len(names) == 1 else "them"} out',
+        )
+
+
+def _settings(config: Config) -> Iterator[Violation]:
+    p = config.precision
+    if config.model.dtype != "bfloat16":
+        yield Violation(
+            ("model.dtype", "precision.fp8"),
+            f'precision.fp8="{p.fp8}" needs model.dtype="bfloat16" for all that is not FP8',
+            'set that, or precision.fp8="off"',
+        )
+    if p.recipe == "delayed" and (p.bf16_layers_at_start or p.bf16_layers_at_end):
+        yield Violation(
+            ("precision.recipe", "precision.bf16_layers_at_start", "precision.bf16_layers_at_end", "precision.fp8"),
+            'precision.recipe="delayed" cannot leave layers in bfloat16: its scales are updated once for all layers',
+            'set precision.recipe="tensorwise", or precision.bf16_layers_at_start=0 and bf16_layers_at_end=0',
+        )
+    if p.fp8_params and not config.optimizer.distributed:
+        yield Violation(
+            ("optimizer.distributed", "precision.fp8_params", "precision.fp8"),
+            "precision.fp8_params=true needs optimizer.distributed=true: only the distributed optimizer of Megatron "
+            "quantises its float32 weights after an update",
+            "set that, or precision.fp8_params=false",
+        )
+    if p.fp8_params and p.recipe == "mxfp8":
+        yield Violation(
+            ("precision.fp8_params", "precision.recipe", "precision.fp8"),
+            'precision.fp8_params=true is not supported with precision.recipe="mxfp8", whose parameters Megatron keeps '
+            "in the gradients' buffer",
+            "set precision.fp8_params=false",
+        )
+
+
+def _layers(config: Config, shape: ModelShape) -> Iterator[Violation]:
+    layers, stages = shape.num_layers, config.parallel.pipeline
+    at_most = layers // stages
+    for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
+        if (number := getattr(config.precision, name)) > at_most:
+            yield Violation(
+                (f"precision.{name}", "parallel.pipeline", "model.path", "precision.fp8"),
+                f"precision.{name}={number} is more than the {layers} / {stages} = {plural(at_most, 'layer')} of a "
+                "pipeline stage",
+                f"set precision.{name}={at_most} or less",
+            )
+
+
+def _dimensions(config: Config, shape: ModelShape) -> Iterator[Violation]:
+    """Check the sizes of the layers' matrices on one rank, as cuBLAS and the quantisers take them."""
+    name, tensor = config.precision.recipe, config.parallel.tensor
+    recipe = RECIPES[name]
+    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = [
+        ("hidden_size", shape.hidden_size, 1),
+        ("num_attention_heads x head_dim", query, tensor),
+        ("(num_attention_heads + 2 x num_key_value_heads) x head_dim", query + 2 * key_value, tensor),
+        *(("intermediate_size", size, tensor) for size in shape.ffn_sizes),
+    ]
+    settings = ("precision.recipe", "precision.fp8", "parallel.tensor", "model.path")
+    for what, size, ranks in sizes:
+        if size % (ranks * recipe.dims_multiple):
+            per_rank = f" / parallel.tensor={ranks} = {size / ranks:g}" if ranks > 1 else ""
+            yield Violation(
+                settings,
+                f'precision.recipe="{name}" needs multiples of {recipe.dims_multiple}, but {what} = {size}{per_rank}',
+                _smaller(name, size, ranks),
+            )
+    sequence = config.parallel.sequence and tensor > 1
+    if sequence and not shape.hidden_size % recipe.dims_multiple and shape.hidden_size % recipe.gathered_multiple:
+        yield Violation(
+            (*settings, "parallel.sequence"),
+            f'precision.recipe="{name}" with parallel.sequence=true gathers quantised activations and needs a '
+            f"hidden_size that is a multiple of {recipe.gathered_multiple}, but it is {shape.hidden_size}",
+            'set parallel.sequence=false or precision.recipe="tensorwise"',
+        )
+
+
+def _smaller(recipe: str, size: int, ranks: int) -> str:
+    """Suggest an alternative: a smaller tensor-parallel size, another recipe, or no FP8."""
+    multiple = RECIPES[recipe].dims_multiple
+    fitting = math.gcd(ranks, size // multiple) if size % multiple == 0 else 0
+    if 0 < fitting < ranks:
+        return f"set parallel.tensor={fitting}"
+    if size % (16 * ranks) == 0:
+        return 'set precision.recipe="tensorwise"'
+    return 'set precision.fp8="off"'
+
+
+def _machine(config: Config, machine: Machine) -> Iterator[Violation]:
+    p, capability, engine = config.precision, machine.compute_capability, machine.transformer_engine
+    if capability is None:
+        problem = f'precision.fp8="{p.fp8}" needs a GPU'
+        yield Violation(("precision.fp8", "cluster.gpu"), problem, 'set precision.fp8="off" on this machine')
+        return
+    facts = (capability, machine.cuda or (), engine or (math.inf,))
+    settings = ("precision.recipe", "precision.fp8", "cluster.gpu")
+    if reason := _hardware(p.recipe, *facts):
+        instead = 'precision.fp8="off"' if _hardware("tensorwise", *facts) else 'precision.recipe="tensorwise"'
+        yield Violation(settings, f'precision.recipe="{p.recipe}" {reason}', f"set {instead}")
+    oldest = RECIPES[p.recipe].transformer_engine
+    if engine is None:
+        yield Violation(
+            ("precision.fp8", "cluster.gpu"),
+            f'precision.fp8="{p.fp8}" needs Transformer Engine',
+            'install bapo-megatron[gpu], or set precision.fp8="off"',
+        )
+    elif engine < oldest:
+        yield Violation(
+            settings,
+            f'precision.recipe="{p.recipe}" needs Transformer Engine {_dotted(oldest)}, and {_dotted(engine)} is '
+            "installed",
+            "install a newer one",
+        )
+
+
+def _hardware(recipe: str, capability: tuple[int, int], cuda: Version, engine: tuple[float, ...]) -> str | None:
+    """Return why a GPU or its CUDA cannot run a recipe (Transformer Engine's check_*_support), or None if they can."""
+    this = f"this GPU has {_dotted(capability)}, with CUDA {_dotted(cuda) or 'unknown'}"
+    if recipe in ("delayed", "tensorwise"):
+        if capability < (8, 9):
+            return f"needs compute capability 8.9 (Ada) or 9.0 (Hopper) and above; {this}"
+        if capability < (9, 0) and cuda < (12, 1):
+            return f"needs CUDA 12.1 on Ada; {this}"
+    if recipe == "blockwise":
+        if capability < (9, 0) or cuda < (12, 9):
+            return f"needs compute capability 9.0 (Hopper) and above, and CUDA 12.9; {this}"
+        if capability >= (10, 0) and engine < (2, 9):
+            return f"needs Transformer Engine 2.9 on GPUs after Hopper; {this}"
+    if recipe == "mxfp8" and not (10, 0) <= capability < (12, 0):
+        return f"needs compute capability 10.x (data-centre Blackwell); {this}"
+    return None
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def this_machine() -> Machine:
+    """Read what FP8 depends on: the current CUDA device, if any, and the installed packages."""
+    import torch  # takes seconds, and most of the checks need only facts
+
+    if not torch.cuda.is_available():
+        return Machine(transformer_engine=_transformer_engine())
+    cuda = version_numbers(torch.version.cuda or "")
+    return Machine(torch.cuda.get_device_capability(), cuda, _transformer_engine())
+
+
+def version_numbers(text: str) -> Version:
+    """Parse the release numbers of a version: "2.11.0+abc" is (2, 11, 0); () where it is none."""
+    try:
+        return packaging.version.parse(text).release
+    except packaging.version.InvalidVersion:
+        return ()
+
+
+def _transformer_engine() -> Version | None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
+    return version_numbers(importlib.metadata.version("transformer_engine"))
 
 
 def check_machine(config: Config, shape: ModelShape, machine: Machine) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.plan import check_reference
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.learner.fit import check_reference
 from bapo_megatron.learner.hf.convert import load_weights
 from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.learner.schedule import Schedule
@@ -39,7 +40,7 @@ class ReferencePolicy(SplitModel):
         hf_config = load_hf_config(folder)
         if problems := [v.message for v in check_reference(config, hf_config, load_hf_config(started_from))]:
             raise ConfigError("; ".join(problems))
-        super().__init__(config, model_shape(hf_config, own=config.model.own_family), PolicyModel)
+        super().__init__(config, model_shape(hf_config, own=own_family(config.model.family)), PolicyModel)
         load_weights(self.model, self.shape, self.layout, folder)
         model, settings = self.model.requires_grad_(False).eval(), self.settings
         chunks: list[Module] = [Float16Module(settings, c) if settings.bf16 else c for c in model]

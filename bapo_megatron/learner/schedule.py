@@ -22,7 +22,6 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
-from bapo_megatron.config.plan import runs_forwards_first
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import logprob_backend
@@ -67,10 +66,10 @@ class Schedule:
         self.forward_time = LocalTime()  # of forward passes whose backward passes follow each
 
     def runs_forwards_first(self, minibatch: MiniBatch) -> bool:
-        """Decide for a mini-batch, alike on all ranks of a replica; see config/plan.py."""
-        return runs_forwards_first(
-            self._config,
+        """Decide for a mini-batch, alike on all ranks of a replica; see `TrainConfig.forwards_first`."""
+        return self._config.train.forwards_first(
             len(minibatch.micro_batches),
+            num_stages=self._config.parallel.pipeline,
             layer_input_bytes=self._layer_input_bytes(minibatch),
             memory_bytes=self._memory_bytes,
         )

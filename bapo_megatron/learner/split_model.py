@@ -18,7 +18,6 @@ from torch.nn import Module, ModuleList
 from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Facts, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
-from bapo_megatron.config.precision import tokens_multiple
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import OUTPUT
@@ -33,6 +32,7 @@ from bapo_megatron.learner.hf.convert import (
 from bapo_megatron.learner.hf.names import place_shard
 from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
+from bapo_megatron.learner.precision import tokens_multiple
 from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.learner.weights import ModelWeights, Unquantised
 from bapo_megatron.runtime.straggler import LocalTime

@@ -26,6 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.monitor.summary import (
     count,
     duration,
@@ -144,11 +145,10 @@ class Screen:
 
 def header(config: Config, run_dir: RunDir) -> dict[str, str]:
     """Return the facts about a run that its start shows."""
-    from bapo_megatron.config.plan import num_ranks
 
     p, r, m = config.parallel, config.rollout, config.monitor
-    num_engines = r.num_started or len(r.urls)
-    engines = f"{num_engines} {r.engine_kind.title}{'s' if num_engines > 1 else ''}"
+    num_engines = num_started(r) or len(r.urls)
+    engines = f"{num_engines} {engine_kind(r.engine).title}{'s' if num_engines > 1 else ''}"
     parts = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "data": p.data}
     layout = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "one model copy"
     dashboards = {
@@ -157,13 +157,13 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
         f"W&B project {m.wandb_project}": "wandb" in m.sinks,
     }
     dashboard = "; ".join(text for text, is_on in dashboards.items() if is_on)
-    ranks = num_ranks(config)
+    ranks = config.parallel.size
     return {
         "run": f"{config.run.name}, {config.train.num_steps} steps, attempt {run_dir.attempt}, "
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}",
         "model": config.model.path,
         "trainer": f"{ranks} rank{'s' if ranks > 1 else ''}: {layout}",
-        "engines": engines if r.engine_kind.samples else "none: recorded rollouts",
+        "engines": engines if engine_kind(r.engine).samples else "none: recorded rollouts",
         "logs": shown_path(run_dir.log_dir),
         "report": f"{shown_path(run_dir.path / 'report.html')}{'' if m.report else ' (bapo report writes it)'}",
         "dashboard": dashboard or "none; set monitor.sinks or monitor.prometheus_port",

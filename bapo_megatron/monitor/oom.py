@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import OutOfMemoryError, UserError
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
+from bapo_megatron.preflight.explain import memory_parts
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import TrainerMemory, trainer_memory
 from bapo_megatron.preflight.plan import make_plan
-from bapo_megatron.preflight.report import memory_parts
 from bapo_megatron.preflight.suggest import lighter, suggest
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 
@@ -63,7 +64,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain(error: BaseException, config: Config, model_path: Path, rank: int, heartbeat: Heartbeat = HEARTBEAT) -> str:
     """Compose the message: place, memory in use, this rank's plan, and changes that save memory, best first."""
     hf_config = load_hf_config(model_path)
-    shape = model_shape(hf_config, own=config.model.own_family)
+    shape = model_shape(hf_config, own=own_family(config.model.family))
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     p = config.parallel
     stage = rank // (p.tensor * p.context * p.data)  # the order of ranks: learner/parallel.py

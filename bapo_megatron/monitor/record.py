@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
-from bapo_megatron.config.plan import num_ranks
-from bapo_megatron.config.plan_slurm import check_time
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.learner.base import StepResult
@@ -25,6 +23,7 @@ from bapo_megatron.monitor.restarts import num_restarts, restart_of
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
 from bapo_megatron.monitor.summary import duration, is_pass_rate, percent, reward_metric
+from bapo_megatron.preflight.checks.slurm import check_time
 from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
@@ -137,7 +136,7 @@ class Recorder:
             metrics["train/tokens_per_s"] = metrics["train/tokens"] / busy_s if busy_s > 0 else math.nan
             spent_s = metrics["time/forward_s"] + metrics["time/optimizer_s"]
             metrics["time/backward_s"] = max(0.0, metrics["time/train_s"] - spent_s)
-            per_gpu = metrics["perf/tflop"] / busy_s / num_ranks(self._config) if busy_s > 0 else math.nan
+            per_gpu = metrics["perf/tflop"] / busy_s / self._config.parallel.size if busy_s > 0 else math.nan
             metrics["perf/tflops_per_gpu"] = per_gpu
             if self._peak_flops is not None:
                 metrics["perf/mfu"] = per_gpu * 1e12 / self._peak_flops

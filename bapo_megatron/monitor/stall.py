@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Beat, Heartbeat
@@ -81,7 +80,7 @@ class StallWatchdog:
             folder,
             timeout_s=timeout_s,
             engine_timeout_s=patience_s,
-            num_ranks=num_ranks(config),
+            num_ranks=config.parallel.size,
             tell=tell,
         )
 

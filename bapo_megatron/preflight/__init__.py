@@ -1,1 +1,1 @@
-"""Checks before a run: its needs (memory, time, layouts), and whether this machine is fit for it."""
+"""Checks before a run: whether its settings fit together, its needs (memory, time, layouts), and the machine."""

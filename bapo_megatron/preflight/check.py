@@ -8,22 +8,24 @@ from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import Violation, overlap, warning
-from bapo_megatron.config.engines import ENGINE_CHECK
+from bapo_megatron.config.engines import ENGINE_CHECK, engine_kind
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.losses import stand_in
-from bapo_megatron.config.plan import check, check_functions
-from bapo_megatron.config.plan_slurm import (
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import ConfigError, UserError, escaped
+from bapo_megatron.hf.shape import load_hf_config, unknown_family
+from bapo_megatron.learner.precision import this_machine
+from bapo_megatron.preflight.checks.all import check_settings
+from bapo_megatron.preflight.checks.functions import check_functions
+from bapo_megatron.preflight.checks.slurm import (
     check_node_gpus,
     check_nodes,
     check_placement,
     check_shares,
     several_nodes,
 )
-from bapo_megatron.config.precision import this_machine
-from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError, UserError, escaped
-from bapo_megatron.hf.shape import load_hf_config, unknown_family
-from bapo_megatron.preflight.inputs import Memory, read_inputs
+from bapo_megatron.preflight.inputs import Findings, read_inputs
 from bapo_megatron.preflight.known import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_open_files, check_room
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
@@ -118,7 +120,7 @@ def violations_of(
     job: CheckJob | None = None,
     given: Collection[str] | None = None,
     unread: Collection[str] = frozenset(),
-    read: Memory | None = None,
+    read: Findings | None = None,
 ) -> list[Violation]:
     """List every violation that can be found before the run starts.
 
@@ -131,7 +133,7 @@ def violations_of(
         memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either, and
             of a model only config.json.
         job: checks the rest of the SLURM job that the run will be in, if there is one.
-        given: see config/plan.py.
+        given: see `check_settings`.
         unread: settings of which only the default is known, as their values could not be read.
         read: findings about data and judge in earlier calls.
     """
@@ -162,7 +164,7 @@ def violations_of(
     }
     num_gpus = nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
     is_known = (
-        hf_config is None or unknown_family(hf_config, config.model.own_family) is None
+        hf_config is None or unknown_family(hf_config, own_family(config.model.family)) is None
     )  # otherwise its tokenizer is not loaded
     tokenizer_from = model if is_known else None
     is_dry = job is not None and not here
@@ -170,7 +172,7 @@ def violations_of(
         Check(lambda: _absent(config, known is not None) if is_dry else ()),
         Check(lambda: _check_installed(config, bool(num_gpus)) if not (elsewhere or is_job) else ()),
         Check(
-            lambda: check(
+            lambda: check_settings(
                 config,
                 hf_config=hf_config,
                 reference_config=hf_configs.get("loss.reference_path"),
@@ -207,7 +209,7 @@ def violations_of(
 
 def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:
     """Check that the engine is installed in this environment."""
-    path = config.rollout.engine_kind.check
+    path = engine_kind(config.rollout.engine).check
     try:
         if path is not None:
             ENGINE_CHECK.load(path)(has_gpu)
@@ -227,7 +229,7 @@ def _absent(config: Config, is_known: bool) -> Iterator[Violation]:
     how = f"; {get}" if (get := origin(config.model.path)) else ""
     yield warning(("model.path",), f"model.path={config.model.path} is not on this machine", f"{needs}{how}")
     for table, one in config.prompt_sources.items():
-        if one.source == "jsonl" and one.path is not None and not Path(one.path).expanduser().exists():
+        if one.kind.path == "file" and one.path is not None and not Path(one.path).expanduser().exists():
             yield warning((f"{table}.path",), f"{table}.path={one.path} is not on this machine", needs)
 
 
@@ -240,7 +242,7 @@ def _with_default(config: Config, table: str, field: str) -> Config:
 
 def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) -> bool:
     """Return whether `bapo check` accepts a changed layout of the same number of ranks, memory aside."""
-    violations = check(config, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if on_gpus else 0)
+    violations = check_settings(config, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if on_gpus else 0)
     if config.cluster.nodes > 1:
         violations += check_placement(config)
     return not any(v.severity == "error" for v in violations)

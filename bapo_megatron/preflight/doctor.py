@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.engines import ENGINE_CHECK, ENGINES, EngineKind
+from bapo_megatron.config.engines import ENGINE_CHECK, ENGINES, EngineKind, engine_kind, num_server_gpus, num_started
 from bapo_megatron.config.families import own_family
-from bapo_megatron.config.plan import num_ranks, server_address
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
+from bapo_megatron.preflight.checks.rollout import server_address
 from bapo_megatron.preflight.group import Rendezvous, started_probes
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
@@ -55,8 +55,8 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
         yield machine.check_disk(Path(config.run.dir if config else "."), _disk_needed(config))
         yield machine.check_shared_memory()
         yield from machine.check_limits()
-        kind = None if config is None else config.rollout.engine_kind
-        yield software.check_sglang(has_gpu, kind is ENGINES["sglang"])
+        kind = None if config is None else engine_kind(config.rollout.engine)
+        yield software.check_sglang(has_gpu, kind is not None and kind.section == "sglang")
         if kind is not None and kind not in ENGINES.values():
             yield _check_engine(kind, has_gpu)
         yield software.check_apex(has_gpu)
@@ -73,7 +73,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
             extra = {} if config is None else config.sglang.extra
             if engine.verdict == "ok" and (config is None or _may_use_engine(config)):
                 yield software.check_attention(extra, *_attention(config))
-            yield software.check_variables(extra, is_attached=config is not None and config.rollout.engine == "attach")
+            yield software.check_variables(extra, is_attached=kind is not None and kind.needs == "urls")
         yield from probes.findings(is_across_nodes=rendezvous is not None and rendezvous.num_nodes > 1)
 
 
@@ -110,7 +110,7 @@ def _gpus_needed(config: Config | None) -> int:
         return config.cluster.gpus_per_node
     if config.model.dtype == "float32":
         return 0
-    return num_ranks(config) + config.rollout.num_server_gpus
+    return config.parallel.size + num_server_gpus(config.rollout)
 
 
 def _disk_needed(config: Config | None) -> int:
@@ -119,7 +119,7 @@ def _disk_needed(config: Config | None) -> int:
         return _LITTLE_DISK_BYTES
     try:
         hf_config = load_hf_config(resolve_model_path(config.model.path))
-        shape = model_shape(hf_config, own=config.model.own_family)
+        shape = model_shape(hf_config, own=own_family(config.model.family))
     except UserError:
         return _LITTLE_DISK_BYTES  # `examine_needs` reports the missing model
     return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * checkpoint_bytes(config, shape)
@@ -137,7 +137,7 @@ def _attention(config: Config | None) -> tuple[int, int, int, int, bool]:
         return common
     try:
         hf_config = load_hf_config(resolve_model_path(config.model.path))
-        shape = model_shape(hf_config, own=config.model.own_family)
+        shape = model_shape(hf_config, own=own_family(config.model.family))
     except UserError:
         return common  # `examine_needs` reports the missing model
     tensor, longest = config.parallel.tensor, config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -166,7 +166,7 @@ def examine_needs(config: Config) -> Iterator[Finding]:
         is_there = Path(path).is_file()
         what, advice = (path, "") if is_there else (f"there is no file {path}", f"put it there, or set {name}")
         yield Finding(name, "ok" if is_there else "error", what, advice)
-    if not config.rollout.num_started:
+    if not num_started(config.rollout):
         for url in config.rollout.urls:
             address = server_address(url)
             if address is None:

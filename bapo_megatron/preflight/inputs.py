@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.assets import SHIPPED_MODELS
 from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.dotted import REWARD
+from bapo_megatron.config.engines import engine_kind
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
 from bapo_megatron.errors import UserError, plural
@@ -29,14 +31,14 @@ if TYPE_CHECKING:
 NUM_ROWS = 256
 """Prompts of each source that are tokenised."""
 
-Memory = dict[str, list[Violation]]
+Findings = dict[str, list[Violation]]
 """Findings by what was read, so that the tasks of a sweep read each thing once."""
 
 Asked = tuple[Config, str, Question]
 """A first question, with the configuration whose judge scores it and the name of its prompt source."""
 
 
-def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: bool) -> list[Violation]:
+def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: bool) -> list[Violation]:
     """Find what is wrong with what the run will read.
 
     Args:
@@ -45,7 +47,7 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
         here: whether files must be on this machine; else a missing one is a warning.
     """
     found: list[Violation] = []
-    if config.rollout.engine_kind.samples:
+    if engine_kind(config.rollout.engine).samples:
         sections = (config.data, config.reward, config.eval)
         values = [section.model_dump_json() for section in sections]
         key = json.dumps([config.run.seed, config.model.path, config.rollout.prompts_per_step, *values, here])
@@ -60,7 +62,7 @@ def read_inputs(config: Config, model: Path | None, memory: Memory, *, here: boo
 def _key(config: Config, here: bool) -> Iterator[Violation]:
     """Read the key of attached servers."""
     path = config.rollout.api_key
-    if path is None or config.rollout.engine != "attach":
+    if path is None or engine_kind(config.rollout.engine).needs != "urls":
         return
     if not here and not Path(path).expanduser().exists():
         problem = f"rollout.api_key={path} is not on this machine, and was not read"
@@ -78,10 +80,10 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
     is_complete = True
     for table, one in _sources_read(config).items():
         alone, settings = config.with_prompts_of(one), _settings_of(config, table)
-        if (one.needs_path and one.path is None) or (one.source == "reasoning_gym" and one.dataset is None):
-            is_complete = False  # config/plan.py reports it
+        if (one.needs_path and one.path is None) or ("dataset" in one.kind.reads and one.dataset is None):
+            is_complete = False  # checks/data.py reports it
             continue
-        if one.source == "jsonl" and not (path := Path(one.path or "").expanduser()).exists():
+        if one.kind.path == "file" and not (path := Path(one.path or "").expanduser()).exists():
             is_complete = False
             named = tuple(name for name in settings if not name.endswith((".format", ".fields")))
             if here:
@@ -95,12 +97,12 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             first = [source[i] for i in range(min(NUM_ROWS, len(source)))]
         except UserError as error:
             is_complete = False
-            severity: Severity = "warning" if one.source == "hub" and not here else "error"
+            severity: Severity = "warning" if one.kind.path == "data set" and not here else "error"
             yield Violation(settings, str(error), severity=severity)
             continue
         is_trained, is_code = table in config.prompt_sources, config.reward.kind == "code"
         name = one.name if isinstance(one, MixedSource) else source.name
-        if not (is_trained and is_code and not one.has_rows):  # config/plan.py reports it
+        if not (is_trained and is_code and not one.has_rows):  # checks/reward.py reports it
             questions.append((config if is_trained and not is_code else alone, name, source[0]))
         if table == "data" and one.has_rows:
             yield from _few_prompts(config, len(source), settings)
@@ -122,12 +124,7 @@ def _few_prompts(config: Config, num_prompts: int, settings: tuple[str, ...]) ->
 def _settings_of(config: Config, table: str) -> tuple[str, ...]:
     """Return the settings that describe the prompts of a table."""
     one = (config.prompt_sources | config.eval_sets)[table]
-    own = ("source", "options", "format", "fields") if one.is_own_function else ("options", "source")
-    fields = {
-        "jsonl": ("path", "source", "format", "fields"),
-        "hub": ("path", "subset", "split", "source", "format", "fields"),
-        "reasoning_gym": ("options", "dataset", "source"),
-    }.get(one.source, own)
+    fields = one.kind.reads
     if table == "eval":  # [data] decides the kind of prompts
         return (*(f"{'eval' if field == 'path' else 'data'}.{field}" for field in fields), "eval.sets")
     return (*(f"{table}.{field}" for field in fields), *(["data.sources"] if table == "data" else []))
@@ -135,7 +132,7 @@ def _settings_of(config: Config, table: str) -> tuple[str, ...]:
 
 def _sources_read(config: Config) -> dict[str, SourceConfig]:
     """Return the sources whose prompts are new to the run, by their table. Evaluation may draw what training draws."""
-    if config.eval.interval_steps is None or not (config.eval.sets or config.data.source == "jsonl"):
+    if config.eval.interval_steps is None or not (config.eval.sets or config.data.kind.path == "file"):
         return config.prompt_sources
     return {**config.prompt_sources, **config.eval_sets}
 
@@ -158,7 +155,7 @@ def _lengths(
     from bapo_megatron.prompts.stream import PromptStream
 
     try:
-        tokenizer = load_tokenizer(model, config.model.own_family)
+        tokenizer = load_tokenizer(model, own_family(config.model.family))
     except UserError as error:
         yield Violation(("model.path",), str(error))
         return
@@ -167,7 +164,7 @@ def _lengths(
         problem = f"model.path={config.model.path}: its tokenizer cannot be loaded: {reason[:300]}"
         yield Violation(("model.path",), problem)
         return
-    if not data.chat_template:  # without one, config/plan.py reports a system prompt
+    if not data.chat_template:  # without one, checks/data.py reports a system prompt
         config = config.model_copy(update={"data": data.model_copy(update={"system_prompt": None})})
     try:
         stream = PromptStream(config, tokenizer, source)
@@ -199,7 +196,7 @@ def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iter
     settings = (*judges, *(f"{table}.{field}" for table in _sources_read(config) for field in asked_about))
     is_reported = kind == "code" and any(not one.has_rows for one in config.prompt_sources.values())
     try:
-        if not is_reported:  # by config/plan.py
+        if not is_reported:  # by checks/reward.py
             by_spec.append((JudgeSpec.of(config), []))
         for alone, name, question in questions:
             spec = JudgeSpec.of(alone)
@@ -264,7 +261,7 @@ def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[V
 def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
     """Read the first recorded step, and see that the last one is there."""
     if config.rollout.recorded_from is None:
-        return  # config/plan.py reports it
+        return  # checks/rollout.py reports it
     folder, settings = Path(config.rollout.recorded_from).expanduser(), ("rollout.recorded_from", "rollout.engine")
     if not folder.exists():
         if here:
@@ -288,7 +285,7 @@ def _passed_on(config: Config) -> Iterator[Violation]:
     """Compare the names of [megatron.extra] and [sglang.extra] with those that the installed packages declare."""
     if config.megatron.extra:
         yield from _unknown("megatron.extra", config.megatron.extra, "TransformerConfig", transformer_settings())
-    if config.sglang.extra and config.rollout.engine == "sglang":
+    if config.sglang.extra and engine_kind(config.rollout.engine).section == "sglang":
         yield from _unknown(
             "sglang.extra", config.sglang.extra, "ServerArgs", server_arguments(), also=("rollout.engine",)
         )

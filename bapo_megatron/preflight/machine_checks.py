@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.engines import num_started
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB
@@ -75,7 +76,7 @@ def check_disk(folder: Path, needed_bytes: int) -> Finding:
 def check_room(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
     """Compare the free space of `run.dir` with a checkpoint, and warn if it is too little for all that are kept."""
     folder = Path(config.run.dir)
-    needed = checkpoint_bytes(config, model_shape(hf_config, own=config.model.own_family))
+    needed = checkpoint_bytes(config, model_shape(hf_config, own=own_family(config.model.family)))
     num_kept = config.checkpoint.keep_last + 1  # an older one is deleted after the newer one is complete
     try:
         free = shutil.disk_usage(_existing(folder)).free
@@ -148,9 +149,9 @@ def open_files_needed(config: Config) -> int:
     num_requests = 0  # rounds send one request to each engine
     if r.overlap or r.abort_tail:
         num_samples = (r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt
-        num_requests = min(num_samples, r.max_concurrent_requests * max(1, r.num_started or len(r.urls)))
+        num_requests = min(num_samples, r.max_concurrent_requests * max(1, num_started(r) or len(r.urls)))
     num_judges = config.reward.concurrency or num_cores()
-    return _BASE_OPEN_FILES + num_requests + _FILES_OF_JUDGE * num_judges + _FILES_OF_RANK * num_ranks(config)
+    return _BASE_OPEN_FILES + num_requests + _FILES_OF_JUDGE * num_judges + _FILES_OF_RANK * config.parallel.size
 
 
 def check_open_files(config: Config) -> Iterator[Violation]:

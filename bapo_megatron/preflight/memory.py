@@ -12,12 +12,12 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from bapo_megatron.config import plan
-from bapo_megatron.config.plan import chunk_rows, max_microbatches
-from bapo_megatron.config.precision import FUSED_ACTIVATIONS
+from bapo_megatron.algorithms.chunks import chunk_rows
+from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, hf_tensors, layer_entries, runs
 from bapo_megatron.hf.splits import Entry
+from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
 from bapo_megatron.preflight.known import GIB
 
 _CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
@@ -190,7 +190,7 @@ def fullest_rank(config: Config, shape: ModelShape, gpu_bytes: int | None = None
     return max((trainer_memory(config, shape, stage=s, gpu_bytes=gpu_bytes) for s in stages), key=lambda m: m.total)
 
 
-def runs_forwards_first(config: Config, shape: ModelShape, gpu_bytes: int | None) -> bool:
+def plans_forwards_first(config: Config, shape: ModelShape, gpu_bytes: int | None) -> bool:
     """Return whether all forward passes of a full-length update come before its backward passes."""
     return forwards_under_way(config, shape, gpu_bytes) == max_microbatches(config)
 
@@ -209,9 +209,23 @@ def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None)
     each = shape.num_layers * hidden
 
     def is_too_many(count: int) -> bool:
-        return not plan.runs_forwards_first(config, count, layer_input_bytes=count * each, memory_bytes=gpu_bytes)
+        stages = config.parallel.pipeline
+        return not config.train.forwards_first(
+            count, num_stages=stages, layer_input_bytes=count * each, memory_bytes=gpu_bytes
+        )
 
     return bisect.bisect_left(range(1, max_microbatches(config) + 1), True, key=is_too_many)
+
+
+def max_microbatches(config: Config) -> int:
+    """Count the micro-batches of one update on one data rank if every prompt and response is as long as allowed."""
+    r = config.rollout
+    per_minibatch = r.prompts_per_step * r.samples_per_prompt // config.train.minibatches_per_step
+    per_rank = -(-per_minibatch // config.parallel.data)
+    longest = config.data.max_prompt_tokens + r.max_response_tokens
+    budget = config.train.max_tokens_per_microbatch * config.parallel.context
+    per_microbatch = max(1, budget // longest)
+    return -(-per_rank // per_microbatch)
 
 
 def recomputed_layers(config: Config, shape: ModelShape) -> int:
@@ -252,7 +266,7 @@ def _sync(config: Config, shape: ModelShape) -> int:
     largest = largest_tensor(shape) * ITEM_BYTES[config.model.dtype]
     bucket = max(int(config.sync.bucket_mib * 2**20), largest)
     gathered = 0 if config.parallel.tensor * config.parallel.pipeline == 1 else 2 * largest
-    if not config.rollout.engine_kind.samples:
+    if not engine_kind(config.rollout.engine).samples:
         return 0
     return 2 * bucket + gathered
 

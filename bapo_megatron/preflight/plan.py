@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.plan import RANKS, max_microbatches, num_ranks
+from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight import work
+from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.known import GIB, GPU, GPUS
-from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, runs_forwards_first
+from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, max_microbatches, plans_forwards_first
 from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
 
 COMPUTE_SHARE = 0.4  # of the peak rate of matrix products
@@ -108,7 +110,7 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """Needs of a run, for a configuration with `cluster.gpu`."""
 
     gpu: GPU
@@ -141,7 +143,7 @@ class Balance:
     servers_idle: float
 
 
-def balance(config: Config, plan: Plan) -> Balance | None:
+def step_balance(config: Config, plan: RunPlan) -> Balance | None:
     """Put training and sampling together in the mode of `config.rollout`; None without SGLang servers.
 
     By turns, each side waits for the other; overlapped, the faster side waits for the slower one.
@@ -154,22 +156,22 @@ def balance(config: Config, plan: Plan) -> Balance | None:
     return Balance(mode, step_s, 1 - train_s / step_s, 1 - rollout_s / step_s if step_s < math.inf else 0.0)
 
 
-def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> Plan:
+def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> RunPlan:
     """Plan memory, work and time. response_tokens: average response length; None takes the maximum."""
     assert config.cluster.gpu is not None
     gpu = GPUS[config.cluster.gpu]
     memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
     tokens = work.StepTokens.of(config, response_tokens)
     trainer = fullest_rank(config, shape, int(memory_gib * GIB))
-    passes = work.num_scoring_passes(config, runs_forwards_first(config, shape, int(memory_gib * GIB)))
+    passes = work.num_scoring_passes(config, plans_forwards_first(config, shape, int(memory_gib * GIB)))
     flops = work.step_flops(config, shape, tokens, passes)
-    server = server_memory(config, shape, memory_gib) if config.rollout.engine_kind.on_gpus else None
+    server = server_memory(config, shape, memory_gib) if engine_kind(config.rollout.engine).on_gpus else None
     rollout = None
     if server is not None:
         least = decode_seconds(config, shape, gpu, server, tokens)
         messages = work.decode_messages_seconds(config, shape, server, tokens)
         rollout = Seconds(least, least / LINK_SHARE + messages)
-    return Plan(
+    return RunPlan(
         gpu=gpu,
         gpu_memory_gib=memory_gib,
         trainer=trainer,
@@ -189,7 +191,7 @@ def check_machines(config: Config) -> Iterator[Violation]:
     if c.gpu is None:
         return
     sizes = {"parallel.tensor": config.parallel.tensor}
-    if r.engine_kind.on_gpus:
+    if engine_kind(r.engine).on_gpus:
         sizes["rollout.server_tensor_parallel"] = r.server_tensor_parallel
     for setting, size in sizes.items():
         if size > c.gpus_per_node:
@@ -205,9 +207,9 @@ def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
     """Check the memory of the cluster's GPUs against a run whose layout is possible."""
     if config.cluster.gpu is None:
         return []
-    found = memory_problems(config, make_plan(config, model_shape(hf_config, own=config.model.own_family)))
+    found = memory_problems(config, make_plan(config, model_shape(hf_config, own=own_family(config.model.family))))
     more = "`bapo plan` shows what it is made of"
-    if config.rollout.engine_kind.on_gpus:
+    if engine_kind(config.rollout.engine).on_gpus:
         more += ", and with --best finds a split of the GPUs that fits, or the smallest cluster"
     return [replace(v, remedy=f"{v.remedy}; {more}") for v in found]
 
@@ -215,7 +217,7 @@ def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
 def check_devices(config: Config) -> Iterator[Violation]:
     """Warn of engines that do not use the cluster's GPUs."""
     c, r = config.cluster, config.rollout
-    if c.gpu is not None and r.num_started and not r.engine_kind.on_gpus:
+    if c.gpu is not None and num_started(r) and not engine_kind(r.engine).on_gpus:
         yield warning(
             ("rollout.engine", "cluster.gpu"),
             f'rollout.engine="{r.engine}" samples on CPUs, and leaves the {c.gpu.upper()} GPUs to the trainer',
@@ -226,17 +228,17 @@ def check_devices(config: Config) -> Iterator[Violation]:
 def check_unused(config: Config) -> Iterator[Violation]:
     """Warn of GPUs of one machine that neither trainer nor servers use; `check_node_gpus` counts those of several."""
     c, r = config.cluster, config.rollout
-    idle = c.gpus_per_node - num_ranks(config) - r.num_server_gpus
+    idle = c.gpus_per_node - config.parallel.size - num_server_gpus(r)
     if c.gpu is not None and c.nodes == 1 and idle > 0:
         yield warning(
             (*SPLIT, "cluster"),
             f"{idle} of cluster.gpus_per_node={c.gpus_per_node} GPUs {'is' if idle == 1 else 'are'} idle",
-            f"raise parallel.data{' or rollout.num_servers' if r.engine_kind.on_gpus else ''}, or set "
+            f"raise parallel.data{' or rollout.num_servers' if engine_kind(r.engine).on_gpus else ''}, or set "
             f"cluster.gpus_per_node={c.gpus_per_node - idle}",
         )
 
 
-def memory_problems(config: Config, plan: Plan) -> list[Violation]:
+def memory_problems(config: Config, plan: RunPlan) -> list[Violation]:
     """List what exceeds the memory, with numbers; empty if everything fits."""
     found, r = [], config.rollout
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
@@ -271,13 +273,13 @@ def _train_seconds(
 ) -> Seconds:
     """Estimate one step's updates and scoring passes."""
     p, t = config.parallel, config.train
-    computing = flops / num_ranks(config) / gpu.flops(config.model.dtype)
+    computing = flops / config.parallel.size / gpu.flops(config.model.dtype)
     computing *= work.bubble(config, _num_microbatches(config, tokens))
     updates = t.minibatches_per_step * t.epochs_per_step
     sharing, stage = p.tensor * p.context, p.tensor * p.context * p.data  # ranks in a row
     sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.nvlink_bytes_per_s
     sending += work.context_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, sharing)
-    sending += work.pipeline_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, num_ranks(config))
+    sending += work.pipeline_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, config.parallel.size)
     sending += updates * work.gradient_bytes(config, parameters) / _link(config, gpu, stage)
     return Seconds(computing + sending, computing / COMPUTE_SHARE + sending / LINK_SHARE)
 
@@ -303,6 +305,6 @@ def _sync_seconds(config: Config, shape: ModelShape, gpu: GPU) -> Seconds:
     p, num_bytes = config.parallel, work.sync_bytes(config, shape)
     gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.nvlink_bytes_per_s
     if p.pipeline > 1:
-        gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(config, gpu, num_ranks(config))
+        gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(config, gpu, config.parallel.size)
     sending = num_bytes / (_network(config) if config.cluster.nodes > 1 else gpu.nvlink_bytes_per_s)
     return Seconds(gathering + sending, (gathering + sending) / LINK_SHARE)

@@ -22,6 +22,7 @@ from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
 from bapo_megatron.config.dotted import is_dotted
 from bapo_megatron.config.load import load_tables, merge, parse_override
 from bapo_megatron.config.schema import SourceConfig
+from bapo_megatron.config.sources import source_kind
 from bapo_megatron.errors import ConfigError, DataError, UserError
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -44,7 +45,7 @@ Table = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Hardware:
     """The GPUs of a machine, all of one kind, and its memory."""
 
     num_gpus: int
@@ -58,20 +59,20 @@ class Machine:
         return next((kind for kind in GPUS if kind in self.gpu_name.lower()), None)
 
 
-def this_machine() -> Machine:
+def this_hardware() -> Hardware:
     """Return the visible GPUs and the memory of this machine."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     num_gpus = num_visible_gpus()
     if not num_gpus:
-        return Machine(0, "", 0.0, memory_gib)
+        return Hardware(0, "", 0.0, memory_gib)
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    return Machine(num_gpus, properties.name, properties.total_memory / GIB, memory_gib)
+    return Hardware(num_gpus, properties.name, properties.total_memory / GIB, memory_gib)
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class WrittenConfig:
     """A configuration that was written, and its first prompt."""
 
     file: Path
@@ -90,7 +91,9 @@ class Start:
         return f"first prompt:\n{shown}\n" + "\n".join(f"{name:<8} {fact}" for name, fact in facts.items())
 
 
-def write_config(model: str, data: Path, output: Path | None, machine: Machine, settings: Sequence[str] = ()) -> Start:
+def write_config(
+    model: str, data: Path, output: Path | None, hardware: Hardware, settings: Sequence[str] = ()
+) -> WrittenConfig:
     """Write a configuration that passes `bapo check` on this machine.
 
     Args:
@@ -113,7 +116,7 @@ def write_config(model: str, data: Path, output: Path | None, machine: Machine, 
             value = {key: value}
         merge(given, value)
     load_tables({"": given})
-    table, (prompt, question) = _table(model, data, name if output is None else _run_name(file, name), machine, given)
+    table, (prompt, question) = _table(model, data, name if output is None else _run_name(file, name), hardware, given)
     if file.parent.resolve() != Path.cwd():  # relative paths begin in the working folder
         _make_absolute(table)
     config = load_tables({str(file): table})
@@ -125,7 +128,7 @@ def write_config(model: str, data: Path, output: Path | None, machine: Machine, 
         file.write_text(text + tomli_w.dumps(table), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}; give another name with -o") from error
-    return Start(file, table, prompt, question.answer)
+    return WrittenConfig(file, table, prompt, question.answer)
 
 
 def _make_absolute(table: Table) -> None:
@@ -133,7 +136,7 @@ def _make_absolute(table: Table) -> None:
     model, data = Path(table["model"]["path"]).expanduser(), table["data"]
     if model.is_dir() and table["model"]["path"] not in SHIPPED_MODELS:
         table["model"]["path"] = str(model.absolute())
-    if data["source"] == "jsonl":
+    if source_kind(data["source"]).path == "file":
         data["path"] = str(Path(data["path"]).expanduser().absolute())
 
 
@@ -141,7 +144,7 @@ def _run_name(file: Path, default: str) -> str:
     return file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.stem) else default
 
 
-def _table(model: str, data: Path, name: str, machine: Machine, given: Table) -> tuple[Table, tuple[str, Question]]:
+def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) -> tuple[Table, tuple[str, Question]]:
     """Return the settings, and the first prompt as it is put and as it was read."""
     folder = resolve_model_path(model, weights=False)
     hf_config = load_hf_config(folder)
@@ -152,7 +155,7 @@ def _table(model: str, data: Path, name: str, machine: Machine, given: Table) ->
     prompts = _put(questions[:_MAX_MEASURED], tokenizer, system_prompt, data)
     longest = max(map(len, prompts))
     prompt_tokens = _rounded_up(longest)
-    response_tokens = min(2048 if machine.num_gpus else 256, shape.max_positions - prompt_tokens)
+    response_tokens = min(2048 if hardware.num_gpus else 256, shape.max_positions - prompt_tokens)
     if response_tokens < 1:
         raise UserError(
             f"{data}: the longest prompt has {longest} tokens, which leaves no room for a response in the "
@@ -176,10 +179,10 @@ def _table(model: str, data: Path, name: str, machine: Machine, given: Table) ->
         table["data"]["on_bad_prompt"] = "skip"
     first = tokenizer.decode(prompts[0]), questions[0]
     merge(table, given)
-    if machine.num_gpus > 1:
-        table = _on_gpus(table, hf_config, shape, machine)
+    if hardware.num_gpus > 1:
+        table = _on_gpus(table, hf_config, shape, hardware)
     else:
-        table = _on_cpu(table, shape, machine, len(questions))
+        table = _on_cpu(table, shape, hardware, len(questions))
     return merge(table, given), first
 
 
@@ -204,9 +207,10 @@ def _rows(data: Path, given: Table) -> tuple[Table, str, list[Row]]:
     """Return the settings that name the rows, what messages call them, and the rows. Raises UserError."""
     name = str(data)
     kind = given.get("source", _kind_of(data))
-    if kind == "jsonl":
+    path = source_kind(kind).path
+    if path == "file":
         return {"source": kind, "path": name}, f"{data}: the file", list(read_rows(data.expanduser(), "DATA"))
-    source = {"source": kind, "path": name} if kind == "hub" else {"source": kind}
+    source = {"source": kind, "path": name} if path else {"source": kind}
     one = SourceConfig(**{key: value for key, value in (given | source).items() if key in SourceConfig.model_fields})
     if not one.has_rows:
         raise UserError(f'data.source="{kind}" makes prompts, and DATA names others; leave data.source out')
@@ -268,41 +272,41 @@ def _rounded_up(num_tokens: int) -> int:
     return max(64, 1 << (num_tokens - 1).bit_length())
 
 
-def _on_cpu(table: Table, shape: ModelShape, machine: Machine, num_prompts: int) -> Table:
+def _on_cpu(table: Table, shape: ModelShape, hardware: Hardware, num_prompts: int) -> Table:
     """Add a trainer of one rank and an embedded engine; a single GPU trains, as a server would need another."""
     merge(table, {"rollout": {"prompts_per_step": min(4, num_prompts)}, "train": {"max_tokens_per_microbatch": 2048}})
     config = load_tables({"": table})
     trainer = fullest_rank(config, shape).total / GIB
     engine = 4 * model_parameters(shape) / GIB  # its float32 weights
-    if machine.num_gpus and trainer <= machine.gpu_memory_gib:
+    if hardware.num_gpus and trainer <= hardware.gpu_memory_gib:
         trainer = 0.0  # not of the machine's memory
-    if trainer + engine > _CPU_SHARE * machine.memory_gib:
+    if trainer + engine > _CPU_SHARE * hardware.memory_gib:
         raise UserError(
             f"{table['model']['path']} does not fit this machine: the trainer needs {trainer:.1f} GiB and the engine "
-            f"{engine:.1f} GiB of {machine.memory_gib:.1f} GiB; take a smaller model, or a machine with GPUs"
+            f"{engine:.1f} GiB of {hardware.memory_gib:.1f} GiB; take a smaller model, or a machine with GPUs"
         )
     return table
 
 
-def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, machine: Machine) -> Table:
+def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardware) -> Table:
     """Give half of the GPUs to SGLang servers, as few for each as hold the model; the trainer gets the fastest layout.
 
     Raises:
         UserError: no layout fits.
     """
-    num_served = machine.num_gpus // 2
+    num_served = hardware.num_gpus // 2
     merge(
         table,
         {
             "model": {"dtype": "bfloat16"},
             "rollout": {"engine": "sglang", "prompts_per_step": 32},
-            "optimizer": {"distributed": machine.num_gpus > 3},
-            "parallel": {"data": machine.num_gpus - num_served},
-            "cluster": {"gpu": machine.gpu or "a100", "gpus_per_node": machine.num_gpus},
+            "optimizer": {"distributed": hardware.num_gpus > 3},
+            "parallel": {"data": hardware.num_gpus - num_served},
+            "cluster": {"gpu": hardware.gpu or "a100", "gpus_per_node": hardware.num_gpus},
         },
     )
-    if machine.gpu is None:  # rates of an A100, its own memory
-        table["cluster"]["gpu_memory_gib"] = round(machine.gpu_memory_gib, 1)
+    if hardware.gpu is None:  # rates of an A100, its own memory
+        table["cluster"]["gpu_memory_gib"] = round(hardware.gpu_memory_gib, 1)
     problems = ["there is no layout for this model"]
     for tensor in (n for n in range(1, num_served + 1) if num_served % n == 0 and shape.num_heads % n == 0):
         merge(table, {"rollout": {"num_servers": num_served // tensor, "server_tensor_parallel": tensor}})
@@ -318,9 +322,9 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, machine: Machine
         elif not present.fits:
             problems = [v.message for v in memory_problems(config, present)]
             continue
-        if machine.gpu is None:
+        if hardware.gpu is None:
             del table["cluster"]
         return table
     raise UserError(
-        f"{table['model']['path']} does not fit {machine.num_gpus} x {machine.gpu_name}: {'; '.join(problems)}"
+        f"{table['model']['path']} does not fit {hardware.num_gpus} x {hardware.gpu_name}: {'; '.join(problems)}"
     )

@@ -11,13 +11,15 @@ from typing import Any
 
 import tomli_w
 
-from bapo_megatron.config.plan import chunk_rows, num_ranks
+from bapo_megatron.algorithms.chunks import chunk_rows
+from bapo_megatron.config.engines import num_server_gpus
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, runs_forwards_first
-from bapo_megatron.preflight.plan import Balance, Plan, balance, make_plan
+from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, plans_forwards_first
+from bapo_megatron.preflight.plan import Balance, RunPlan, make_plan, step_balance
 
 _FASTER = 0.9  # share of a time: a smaller gain cannot be told apart
 _LIGHTER = 0.97  # share of the present memory: a smaller gain is not worth a change
@@ -33,19 +35,19 @@ class Suggestion:
     """Overrides and the plan they lead to."""
 
     overrides: tuple[str, ...]
-    plan: Plan
+    plan: RunPlan
 
 
-def suggest(config: Config, hf_config: dict[str, Any], present: Plan, count: int = 3) -> list[Suggestion]:
+def suggest(config: Config, hf_config: dict[str, Any], present: RunPlan, count: int = 3) -> list[Suggestion]:
     """Find the fastest layouts that `bapo check` accepts; of those that are equally fast, the plainest come first.
 
     Args:
         hf_config: the model's config.json.
         present: the plan to improve on by a tenth; if it does not fit, any fitting layout counts.
     """
-    shape, found = model_shape(hf_config, own=config.model.own_family), []
+    shape, found = model_shape(hf_config, own=own_family(config.model.family)), []
     limit_s = _FASTER * present.train.expected if present.fits else float("inf")
-    for change in _layouts(config, shape, num_ranks(config)):
+    for change in _layouts(config, shape, config.parallel.size):
         if overrides := _overrides(config, change):
             changed = _with(config, change)
             plan = make_plan(changed, shape, present.tokens.response)
@@ -61,12 +63,12 @@ def _order(time_s: float, fastest_s: float, plainness: tuple[float, ...]) -> tup
     return (0, *plainness, time_s) if _FASTER * time_s <= fastest_s else (1, time_s)
 
 
-def _plainness(config: Config, plan: Plan) -> tuple[float, ...]:
+def _plainness(config: Config, plan: RunPlan) -> tuple[float, ...]:
     """Return what to sort layouts by: memory to spare, powers of two, then little communication.
 
     Tensor ranks, which stay on one machine and all compute, come before stages and context ranks.
     """
-    p, ranks = config.parallel, num_ranks(config)
+    p, ranks = config.parallel, config.parallel.size
     is_tight = plan.trainer.total > _ROOMY * plan.gpu_memory_gib * GIB
     others = p.pipeline * p.context
     tensor = p.tensor if others == 1 else -p.tensor
@@ -74,12 +76,12 @@ def _plainness(config: Config, plan: Plan) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class GPUSplit:
     """A split of the cluster's GPUs over trainer and servers, and the plan it leads to."""
 
     change: Change
     config: Config
-    plan: Plan
+    plan: RunPlan
     balance: Balance
 
     def to_toml(self) -> str:
@@ -89,7 +91,7 @@ class Split:
         ) + "\n"
 
 
-def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int | None = None) -> Split | None:
+def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int | None = None) -> GPUSplit | None:
     """Find the plainest of the splits with the shortest expected step that `bapo check` accepts.
 
     The configuration's own layout does not matter. None if nothing fits.
@@ -98,7 +100,7 @@ def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int |
         config: with SGLang servers and `cluster.gpu`.
         response_tokens: average response length; None takes the maximum.
     """
-    shape = model_shape(hf_config, own=config.model.own_family)
+    shape = model_shape(hf_config, own=own_family(config.model.family))
     found = [split for ranks in _trainer_sizes(config) for split in _splits(config, shape, ranks, response_tokens)]
     fastest_s = min((s.balance.step_s for s in found), default=0.0)
     found.sort(key=lambda s: _order(s.balance.step_s, fastest_s, _plainness(s.config, s.plan)))
@@ -110,7 +112,7 @@ def smallest_cluster(config: Config, hf_config: dict[str, Any]) -> int | None:
 
     One node more makes one size of the trainer possible: all nodes but one.
     """
-    shape = model_shape(hf_config, own=config.model.own_family)
+    shape = model_shape(hf_config, own=own_family(config.model.family))
     for nodes in range(config.cluster.nodes + 1, _MOST_NODES + 1):
         larger = _with(config, {"cluster": {"nodes": nodes}})
         splits = _splits(larger, shape, (nodes - 1) * config.cluster.gpus_per_node)
@@ -126,18 +128,18 @@ class Alternative:
     setting: str
     best: Any  # value
     other: Any  # value
-    plan: Plan
+    plan: RunPlan
     step_s: float
 
 
-def alternatives(split: Split, hf_config: dict[str, Any]) -> Iterator[Alternative]:
+def alternatives(split: GPUSplit, hf_config: dict[str, Any]) -> Iterator[Alternative]:
     """Yield what each choice of a split was made against: half of a size, or twice a size of 1.
 
     What `bapo check` does not accept is left out.
     """
-    config, shape = split.config, model_shape(hf_config, own=split.config.model.own_family)
+    config, shape = split.config, model_shape(hf_config, own=own_family(split.config.model.family))
     response = split.plan.tokens.response
-    p, r, ranks = config.parallel, config.rollout, num_ranks(config)
+    p, r, ranks = config.parallel, config.rollout, config.parallel.size
     for name in ("tensor", "pipeline", "context"):
         best = getattr(p, name)
         other = best // 2 if best > 1 else 2
@@ -160,7 +162,7 @@ def alternatives(split: Split, hf_config: dict[str, Any]) -> Iterator[Alternativ
     other = best // 2 if best > 1 else 2
     servers = {"num_servers": r.num_servers * best // other, "server_tensor_parallel": other}
     changed = _with(config, {"rollout": servers})
-    if changed.rollout.num_server_gpus == r.num_server_gpus:
+    if num_server_gpus(changed.rollout) == num_server_gpus(r):
         setting = "rollout.server_tensor_parallel"
         yield from _alternative(setting, best, other, changed, shape, hf_config, response)
 
@@ -170,7 +172,7 @@ def _alternative(
 ) -> Iterator[Alternative]:
     if accepts_layout(changed, hf_config, on_gpus=True):
         plan = make_plan(changed, shape, response)
-        if of_step := balance(changed, plan):
+        if of_step := step_balance(changed, plan):
             yield Alternative(setting, best, other, plan, of_step.step_s)
 
 
@@ -181,7 +183,7 @@ def _trainer_sizes(config: Config) -> Iterator[int]:
     yield from range(unit, c.nodes * c.gpus_per_node, unit)
 
 
-def _splits(config: Config, shape: ModelShape, ranks: int, response_tokens: int | None = None) -> Iterator[Split]:
+def _splits(config: Config, shape: ModelShape, ranks: int, response_tokens: int | None = None) -> Iterator[GPUSplit]:
     """Yield the splits with so many trainer ranks that fit: each of the fastest layouts, each size of servers."""
     sizes = list(_servers(config, ranks))
     if not sizes:
@@ -197,8 +199,8 @@ def _splits(config: Config, shape: ModelShape, ranks: int, response_tokens: int 
         change = {**layout, "parallel": layout["parallel"] | {"num_ranks": ranks}, "rollout": servers}
         changed = _with(config, change)
         plan = make_plan(changed, shape, response_tokens)
-        if plan.fits and (of_step := balance(changed, plan)):
-            yield Split(change, changed, plan, of_step)
+        if plan.fits and (of_step := step_balance(changed, plan)):
+            yield GPUSplit(change, changed, plan, of_step)
 
 
 def _servers(config: Config, ranks: int) -> Iterator[dict[str, int]]:
@@ -282,7 +284,7 @@ def _changes(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Iterat
     yield {"train": {"logprob_chunk_tokens": max(_MIN_CHUNK_TOKENS, chunk_tokens // 4)}}
     yield {"train": {"minibatches_per_step": 2 * t.minibatches_per_step}}
     yield {"sync": {"bucket_mib": config.sync.bucket_mib / 4}}
-    if runs_forwards_first(config, shape, gpu_bytes):
+    if plans_forwards_first(config, shape, gpu_bytes):
         yield {"train": {"schedule": "interleaved"}}
     if p.data * p.context > 1:
         yield {"optimizer": {"distributed": True}}

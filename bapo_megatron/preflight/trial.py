@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.losses import CustomLoss
 from bapo_megatron.config.schema import Config
 
@@ -66,7 +67,7 @@ def _inputs(config: Config, hf_config: dict[str, Any] | None) -> "LossInputs":
     sampled_R = log_probs_R.detach() + torch.tensor([0.1, -0.1, 0.1, -0.1])
     streams = [one.stream for one in loss.streams]
     if hf_config is not None:
-        streams += model_streams(hf_config, config.model.own_family)
+        streams += model_streams(hf_config, own_family(config.model.family))
     batch = MicroBatch(
         token_ids_T=torch.arange(6),
         position_ids_T=torch.tensor([0, 1, 2] * 2),

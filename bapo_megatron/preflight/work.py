@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bapo_megatron.config.plan import num_ranks
-from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.preflight.known import GIB, GPU
@@ -22,6 +20,7 @@ from bapo_megatron.preflight.memory import (
     recomputed_layers,
     searches_exactly,
 )
+from bapo_megatron.preflight.placement import place
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +161,8 @@ def spans_nodes(config: Config, num_consecutive: int) -> bool:
 
     Example: 16 ranks on two nodes, data=8 pipeline=2: False for 8, as each stage is on one node; True for 16.
     """
-    on_node = num_ranks(config) if config.cluster.nodes == 1 else place(config).ranks_per_node
-    return on_node < num_ranks(config) and on_node % num_consecutive != 0
+    on_node = config.parallel.size if config.cluster.nodes == 1 else place(config).ranks_per_node
+    return on_node < config.parallel.size and on_node % num_consecutive != 0
 
 
 DEFAULT_MEM_FRACTION = 0.85  # of [sglang.extra] mem_fraction_static; SGLang chooses 0.8 to 0.9 by GPU where it is unset

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bapo_megatron.config.dotted import SOURCE
+from bapo_megatron.config.sources import SOURCE
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts.rows import Row, as_row
 

@@ -7,7 +7,7 @@ from typing import Any
 from bapo_megatron.config.schema import Config
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.preflight.check import violations_of
-from bapo_megatron.preflight.inputs import Memory
+from bapo_megatron.preflight.inputs import Findings
 from bapo_megatron.reproduce.identity import inputs
 from bapo_megatron.reproduce.results import COMPARISONS, DERIVED, HEADLINE, PROFILE
 from bapo_megatron.reproduce.study import Run, Study
@@ -22,7 +22,7 @@ _ONLY: dict[str, dict[str, Any]] = {
 def problems_of(name: str, study: Study, runs: Sequence[Run]) -> list[str]:
     """List every problem that would keep runs from being trained or the page from being written, with its place."""
     found = [f"study {name}: {problem}" for problem in _plots(study)]
-    read: Memory = {}
+    read: Findings = {}
     for run in runs:
         where = f"study {name}, variant {run.variant!r}"
         found += [f"{where}: {problem}" for problem in (*_settings(run.config, read), *_figures(study, run))]
@@ -41,7 +41,7 @@ def _plots(study: Study) -> Iterator[str]:
         yield f'plots.{i}.metric: there is no metric "{plot.metric}"; {advice}'
 
 
-def _settings(config: Config, read: Memory) -> Iterator[str]:
+def _settings(config: Config, read: Findings) -> Iterator[str]:
     for section, wanted in _ONLY.items():
         for setting, only in wanted.items():
             if (got := getattr(getattr(config, section), setting)) != only:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
-from bapo_megatron.config.families import token_streams
+from bapo_megatron.config.engines import startup_limit_s
+from bapo_megatron.config.families import own_family, token_streams
 from bapo_megatron.config.schema import Config, EvalSet
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
@@ -105,7 +106,7 @@ class RolloutManager:
         try:
             loop.run(asked.sample(version), asked.deadline_s, asked.what, asked.progress)
         except NoEngineLeftError:
-            timeout_s = self.config.rollout.startup_limit_s
+            timeout_s = startup_limit_s(self.config.rollout)
             loop.run(self.engines.pool.until_one_is_back(timeout_s), timeout_s + 10, "an engine to be back")
             return None
         metrics: dict[str, float] = {}
@@ -144,7 +145,7 @@ class RolloutManager:
         A request fails with all its repetitions, an engine comes back, the driver takes as long as it may.
         """
         r = self.config.rollout
-        return r.request_timeout_s * (r.max_retries + 1) + r.startup_limit_s + self.scheduler.driver.deadline_s
+        return r.request_timeout_s * (r.max_retries + 1) + startup_limit_s(r) + self.scheduler.driver.deadline_s
 
     def _progress(self) -> tuple[int, ...]:
         """Return counts that grow during sampling: tokens, answers, and engines fenced with their requests."""
@@ -182,7 +183,7 @@ def connect_rollouts(
         UserError: the prompts, the judge or an engine are not fit; names which.
     """
     key = client_key(config.rollout)  # before judges inherit the environment
-    tokenizer = load_tokenizer(model_path, config.model.own_family)
+    tokenizer = load_tokenizer(model_path, own_family(config.model.family))
     stop_token_ids = (int(tokenizer.eos_token_id),)
     prompts = prompts_of(config, tokenizer)
     prompts.check()

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
-from bapo_megatron.config.families import token_streams
+from bapo_megatron.config.families import own_family, token_streams
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -89,9 +89,9 @@ class RecordedRollouts(Rollouts):
 
     def __init__(self, config: Config, model_path: Path) -> None:
         """Take the policy's tokenizer from `model_path`, to show samples."""
-        assert config.rollout.recorded_from is not None, "config.plan checks this"
+        assert config.rollout.recorded_from is not None, "preflight/checks/rollout.py checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
-        self._tokenizer = load_tokenizer(model_path, config.model.own_family)
+        self._tokenizer = load_tokenizer(model_path, own_family(config.model.family))
         self._streams = token_streams(config.model.family, model_path)
         self._builder = BatchBuilder(config)
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from bapo_megatron.config.engines import startup_limit_s
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoGroupKeptError, UserError
@@ -102,7 +103,7 @@ class Scheduler:
             if (groups := self.book.choose(version)) is not None:
                 return groups
             if not self.pool.live():
-                await self.pool.until_one_is_back(self.config.startup_limit_s)
+                await self.pool.until_one_is_back(startup_limit_s(self.config))
                 return None
             self.book.admit(version, version)
             num_idle = 0 if await self._run_round(step) else num_idle + 1
@@ -140,7 +141,7 @@ class Scheduler:
         self._stream.start(step, version)
         while (groups := self.book.choose(version)) is None:
             if not self.pool.live():
-                await self.pool.until_one_is_back(self.config.startup_limit_s)
+                await self.pool.until_one_is_back(startup_limit_s(self.config))
                 return None
             await self._stream.wait(_POLL_S)
         if self.config.overlap:

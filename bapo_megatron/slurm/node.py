@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.engines import num_started, startup_limit_s
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.plan_slurm import place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
@@ -45,6 +45,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header
 from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, write_restart
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.preflight.placement import place
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.worker import STOPPED, run_rank
 
@@ -263,9 +264,9 @@ def _run_rank(config: Config, meeting: Meeting, rank: int, start: Start) -> int:
 
 def _await_engines(config: Config, meeting: Meeting) -> list[str]:
     """Return the URLs of all engines of the run."""
-    if not config.rollout.num_started:
+    if not num_started(config.rollout):
         return list(config.rollout.urls)
-    timeout_s = config.slurm.startup_timeout_s + config.rollout.startup_limit_s
+    timeout_s = config.slurm.startup_timeout_s + startup_limit_s(config.rollout)
     nodes = range(place(config).server_nodes)
     told = [meeting.wait(_engines(i), f"engine node {i}", timeout_s, _SETTING) for i in nodes]
     return [url for facts in told for url in facts["urls"]]

@@ -25,11 +25,12 @@ import jinja2
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.load import dump_config, read_tables
-from bapo_megatron.config.plan_slurm import check_slurm, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError, plural
 from bapo_megatron.preflight.check import violations_of
-from bapo_megatron.preflight.inputs import Memory
+from bapo_megatron.preflight.checks.slurm import check_slurm
+from bapo_megatron.preflight.inputs import Findings
+from bapo_megatron.preflight.placement import place
 from bapo_megatron.runtime.files import read_jsonl, write_atomically
 
 _SBATCH_TIMEOUT_S = 60.0
@@ -220,7 +221,7 @@ def _settings_of_task(config: Config, index: int) -> list[str]:
 
 def _check_tasks(config: Config, here: bool | None) -> Iterator[Violation]:
     tables = {"the job's settings": tomllib.loads(dump_config(config))}
-    read: Memory = {}
+    read: Findings = {}
     of_job = _check(config, here, read) if config.slurm.sweep else []
     for index, line in enumerate(config.slurm.sweep):
         name = f"{config.run.name}-{index}"
@@ -252,7 +253,7 @@ def known_step_s(config: Config) -> float | None:
     return statistics.median(measured) if measured else None
 
 
-def _check(config: Config, here: bool | None, read: Memory, unread: Collection[str] = frozenset()) -> list[Violation]:
+def _check(config: Config, here: bool | None, read: Findings, unread: Collection[str] = frozenset()) -> list[Violation]:
     """List the violations of a run and of its job.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bapo_megatron.config.precision import RECIPES
+from bapo_megatron.learner.precision import RECIPES
 from tests.gpu.updates import Result, gradient_cosine, log_prob_distance, one_update, refusals, save_model
 from tests.integration.learner_reference import load_float64, random_batch, reference_update
 

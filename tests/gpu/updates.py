@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.precision import check_precision, this_machine
 from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.learner.precision import check_precision, this_machine
 from tests.distributed import HANG_S
 from tests.integration.learner_reference import BOUNDS, TEMPERATURE, random_batch
 

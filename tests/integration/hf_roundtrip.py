@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.convert import convert
 from bapo_megatron.learner.megatron import MegatronLearner
@@ -109,7 +110,7 @@ def check_model(folder: Path, layout: dict[str, Any], tolerance: float, family: 
     store = CheckpointStore(folder.with_name(f"{folder.name}-saved"), CheckpointConfig())
     saved = store.save(1, {"learner": learner}, None)
     if learner.layout.rank == 0:
-        convert(saved, folder.with_name(f"{folder.name}-exported"), own=config.model.own_family)
+        convert(saved, folder.with_name(f"{folder.name}-exported"), own=own_family(config.model.family))
     parallel_state.destroy_model_parallel()
 
 

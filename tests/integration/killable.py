@@ -19,7 +19,6 @@ from typing import Any
 
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.monitor.rundir import RunDir
@@ -67,7 +66,7 @@ class Attempt:
         self._stack = contextlib.ExitStack()
         (port,) = self._stack.enter_context(reserved_ports(1))  # rank 0's store can still listen on it
         self._journal = self.run_dir / "journal" / f"attempt-{self._lock.attempt:03d}.jsonl"
-        size = num_ranks(config)
+        size = config.parallel.size
         self.ranks: list[BaseProcess] = [
             forkserver().Process(
                 target=_train,

@@ -16,12 +16,11 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from bapo_megatron.config.precision import Machine
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import model
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.precision import fusion_fields
+from bapo_megatron.learner.precision import Machine, fusion_fields
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import BOUNDS, save_random_model
 from tests.integration.learner_updates import assert_close, make_config, pack, updates

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config.plan import num_ranks
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.metrics import METRICS
@@ -49,7 +48,7 @@ class Run:
         self._stack = contextlib.ExitStack()
         (port,) = self._stack.enter_context(reserved_ports(1))  # rank 0's store can still listen on it
         context = forkserver()
-        size = num_ranks(config)
+        size = config.parallel.size
         self.ranks: list[BaseProcess] = [
             context.Process(target=_rank, args=(rank, size, port, self.path, engine.url, fault), daemon=True)
             for rank in range(size)

@@ -10,14 +10,13 @@ from write_recipes_page import PAGE, SIZES, WORKLOAD, best_splits
 
 from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.plan import num_ranks
-from bapo_megatron.config.plan_slurm import check_nodes, check_placement
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.check import accepts_layout
+from bapo_megatron.preflight.checks.slurm import check_nodes, check_placement
+from bapo_megatron.preflight.explain import time_text
 from bapo_megatron.preflight.known import planned_config
 from bapo_megatron.preflight.plan import make_plan
-from bapo_megatron.preflight.report import amount
 from bapo_megatron.preflight.suggest import _splits, _trainer_sizes, best_split, suggest
 
 SMALL = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"]
@@ -36,7 +35,7 @@ def test_the_best_split_is_a_file_that_check_accepts(tmp_path: Path, capsys: pyt
     assert "present    trainer 4 GPUs, servers 1 x 4 GPUs: train " in told
     assert "trainer idle" in told
     config = load_config([*SMALL, str(file)])
-    assert num_ranks(config) == config.parallel.num_ranks
+    assert config.parallel.size == config.parallel.num_ranks
     assert main(["check", *SMALL, str(file)]) == 0
     capsys.readouterr()
     before = file.read_bytes()
@@ -94,9 +93,9 @@ def test_the_best_split_is_round_unless_another_is_a_tenth_faster(size: str, nod
     every = [s for n in _trainer_sizes(config) for s in _splits(config, model_shape(hf_config), n, response)]
     fastest_s = min(s.balance.step_s for s in every)
     assert best.balance.step_s <= fastest_s / 0.9
-    ranks = num_ranks(best.config)
+    ranks = best.config.parallel.size
     if ranks & (ranks - 1):
-        rounds = [s for s in every if num_ranks(s.config) in (1, 2, 4, 8)]
+        rounds = [s for s in every if s.config.parallel.size in (1, 2, 4, 8)]
         assert all(s.balance.step_s > fastest_s / 0.9 or s.plan.trainer.total > 0.9 * 79.1 * 2**30 for s in rounds)
 
 
@@ -113,7 +112,7 @@ def test_what_is_suggested_is_a_tenth_faster() -> None:
         present = make_plan(config, model_shape(hf_config))
         for suggestion in suggest(config, hf_config, present):
             assert suggestion.plan.train.expected < 0.9 * present.train.expected
-            assert amount(suggestion.plan.train.expected) != amount(present.train.expected)
+            assert time_text(suggestion.plan.train.expected) != time_text(present.train.expected)
 
 
 def first_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -199,4 +198,4 @@ def test_the_nodes_that_a_hint_names_are_accepted(nodes: int, ranks: int, server
     ],
 )
 def test_a_small_time_is_not_0(seconds: float, text: str) -> None:
-    assert amount(seconds) == text
+    assert time_text(seconds) == text

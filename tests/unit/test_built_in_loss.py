@@ -44,7 +44,7 @@ import bapo_megatron.algorithms.objectives as objectives
 objectives.__path__.append(sys.argv[1])  # as if the file lay with the others
 
 from bapo_megatron.config.load import dump_config, load_config, load_tables
-from bapo_megatron.config.idle import idle_settings
+from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.errors import ConfigError
 import tomllib
 

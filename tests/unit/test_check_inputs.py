@@ -12,9 +12,9 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config, read_config
-from bapo_megatron.config.plan import check_monitor
 from bapo_megatron.errors import escaped
 from bapo_megatron.preflight import inputs
+from bapo_megatron.preflight.checks.monitor import check_monitor
 from tests.distributed import HANG_S
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
@@ -325,7 +325,7 @@ def test_wandb_needs_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr("bapo_megatron.config.plan.find_spec", lambda name: name)
+    monkeypatch.setattr("bapo_megatron.preflight.checks.monitor.find_spec", lambda name: name)
     (violation,) = check_monitor(config)
     assert "there is no key for Weights & Biases; run `wandb login`" in violation.message
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret")

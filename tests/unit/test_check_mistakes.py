@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.cli import main
 from bapo_megatron.config.base import Section, Violation, overlap
-from bapo_megatron.config.idle import IDLE, Idle
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.plan import RANKS
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import LossConfig
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.preflight import check
+from bapo_megatron.preflight.checks.idle import IDLE, Idle
+from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.plan import MEMORY, SERVER_MEMORY, check_memory
 
 WHOLE = 'slurm.options=["--exclusive","--mem=0"]'

@@ -17,6 +17,8 @@ import transformers
 from bapo_megatron import cli
 from bapo_megatron.algorithms.advantages import GroupView, SampleView
 from bapo_megatron.config.advantages import advantage_function
+from bapo_megatron.config.engines import engine_kind
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.losses import CustomLoss
 from bapo_megatron.config.paths import schema
@@ -159,7 +161,7 @@ def test_hard_groups_are_kept() -> None:
 def test_the_engine_is_the_embedded_one_at_a_low_priority(tmp_path: Path) -> None:
     nice_engine = importlib.import_module("nice_engine")
     config = load_config(["demo"], ["rollout.engine=nice_engine:KIND"])
-    assert config.rollout.engine_kind is nice_engine.KIND
+    assert engine_kind(config.rollout.engine) is nice_engine.KIND
     (spec,) = nice_engine.engine_specs(config, tmp_path, [tmp_path / "log"], [30000], EngineShare(1, first_gpu=0))
     assert (spec.url, spec.log) == ("http://127.0.0.1:30000", tmp_path / "log")
     assert spec.command[:6] == ["nice", "-n", "10", sys.executable, "-m", "bapo_megatron.engines.embedded"]
@@ -174,7 +176,7 @@ def test_the_family_has_the_tensors_and_logits_of_transformers(tmp_path: Path) -
         model_shape(hf_config)
     assert f"    bapo: {refused.value}\n" in EXTENDING
 
-    own = load_config(["demo"], ["model.family=seed_oss:FAMILY"]).model.own_family
+    own = own_family(load_config(["demo"], ["model.family=seed_oss:FAMILY"]).model.family)
     assert own is not None
     shape = model_shape(hf_config, own=own)
     assert (shape.qkv_bias, shape.out_bias, shape.mlp_bias) == (True, False, False)

@@ -1,5 +1,6 @@
 """Functions of the user's own at dotted paths: what is wrong with one is one message of `bapo check`."""
 
+import inspect
 import json
 import shutil
 import sys
@@ -10,11 +11,13 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.advantages import ADVANTAGE
-from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, SOURCE, Seam
-from bapo_megatron.config.engines import ENGINE, ENGINE_CLIENT, ENGINE_SPECS
+from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, Seam
+from bapo_megatron.config.engines import ENGINE, ENGINE_CLIENT, ENGINE_SPECS, num_started
 from bapo_megatron.config.families import FAMILY
+from bapo_megatron.config.load import load_config
 from bapo_megatron.config.losses import LOSS, CustomLoss
 from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.config.sources import SOURCE
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.errors import UserError
 from tests.distributed import HANG_S
@@ -36,6 +39,9 @@ from bapo_megatron.hf.families import Family
 NUMBER = 3
 OTHER = Family("other", qk_norm=True)
 FINE_ENGINE = EngineKind("mine", specs="own_parts:specs")
+ATTACHED = EngineKind("mine", needs="urls")
+RECORDED = EngineKind("mine", samples=False, needs="recordings")
+LIKE_SGLANG = EngineKind("mine", specs="own_parts:specs", section="sglang")
 BAD_SPECS = EngineKind("mine", specs="own_parts:no_parameters")
 NO_SPECS = EngineKind("mine", specs="own_parts:missing")
 BAD_CLIENT = EngineKind("mine", specs="own_parts:specs", client="own_parts:no_parameters")
@@ -184,6 +190,30 @@ def test_the_functions_of_an_engine_are_checked_too(
     (line,) = check(capsys, f"rollout.engine=own_parts:{name}_{part}")
     assert reason in line
     assert line.endswith(f"Expected: {seam.expected}")
+
+
+def test_the_settings_that_an_engine_needs_are_those_that_act(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = check(capsys, "rollout.engine=own_parts:ATTACHED")
+    assert 'rollout.engine="own_parts:ATTACHED" needs rollout.urls' in line
+    (line,) = check(capsys, "rollout.engine=own_parts:RECORDED")
+    assert 'rollout.engine="own_parts:RECORDED" needs rollout.recorded_from' in line
+    assert check(capsys, "rollout.engine=own_parts:ATTACHED", 'rollout.urls=["http://127.0.0.1:30000"]') == []
+    settings = ["sglang.extra.mem_fraction_static=0.5"]
+    assert not any("no effect" in line for line in check(capsys, "rollout.engine=own_parts:LIKE_SGLANG", *settings))
+
+
+def test_looking_at_settings_imports_nothing(parts: Path) -> None:
+    """All that a section offers can be read while the modules that it names cannot be imported."""
+    names = {"rollout.engine": "E", "model.family": "F", "advantage.kind": "f", "rollout.keep_group": "f"}
+    config = load_config([], [f"{setting}=broken_parts:{name}" for setting, name in names.items()])
+    for section in (config, *(getattr(config, name) for name in type(config).model_fields)):
+        kind = type(section)
+        names_of = (name for name in dir(kind) if not name.startswith("_"))
+        properties = [name for name in names_of if isinstance(inspect.getattr_static(kind, name), property)]
+        assert all(hasattr(section, name) for name in properties)
+    assert not {"own_parts", "broken_parts"} & sys.modules.keys()
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        num_started(config.rollout)
 
 
 def test_a_client_that_is_not_an_engine_is_named_before_anything_is_sent() -> None:

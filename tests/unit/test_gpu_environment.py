@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from bapo_megatron import worker
+from bapo_megatron.config.engines import startup_limit_s
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import sglang
 from bapo_megatron.engines.processes import EngineShare
@@ -135,4 +136,4 @@ def test_adam_is_fused_and_counts_where_its_weights_are() -> None:
     [({"engine": "sglang"}, 1800), ({}, 180), ({"engine": "sglang", "startup_timeout_s": 60}, 60)],
 )
 def test_a_first_start_of_sglang_may_take_half_an_hour(rollout: dict[str, object], limit_s: float) -> None:
-    assert Config.model_validate({"rollout": rollout}).rollout.startup_limit_s == limit_s
+    assert startup_limit_s(Config.model_validate({"rollout": rollout}).rollout) == limit_s

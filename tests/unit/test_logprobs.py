@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.autograd import gradcheck
 from torch.profiler import ProfilerActivity, profile
 
+from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
-from bapo_megatron.config.plan import chunk_rows
 from tests.distributed import run_distributed
 
 ROWS, HIDDEN, VOCAB = 11, 5, 13

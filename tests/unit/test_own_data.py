@@ -17,7 +17,7 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, DataError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.preflight.starter import Machine, write_config
+from bapo_megatron.preflight.starter import Hardware, write_config
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, judge_text
@@ -30,7 +30,7 @@ EXAMPLES = [
     for name, row, setting in re.findall(r"^\| (\w+) \| `(\{.*\})` \| `(.*)`.*\|$", TABLE, re.MULTILINE)
 ]
 USER = {"role": "user", "content": "3+5="}
-CPU = Machine(0, "", 0.0, 64.0)
+CPU = Hardware(0, "", 0.0, 64.0)
 
 
 def written(folder: Path, rows: list[Any], suffix: str = ".jsonl") -> str:

@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from bapo_megatron.config.engines import num_server_gpus
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.plan import check, num_ranks
-from bapo_megatron.config.plan_slurm import check_placement, place
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
+from bapo_megatron.preflight.checks.all import check_settings
+from bapo_megatron.preflight.checks.slurm import check_placement
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
 from bapo_megatron.preflight.memory import forwards_under_way, model_parameters, trainer_memory
-from bapo_megatron.preflight.plan import balance, check_machines, check_memory, check_unused, make_plan
+from bapo_megatron.preflight.placement import place
+from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused, make_plan, step_balance
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
 from bapo_megatron.preflight.work import decode_seconds, server_memory
 
@@ -215,7 +217,7 @@ def test_suggestions_pass_the_check(settings: str) -> None:
     assert found
     for s in found:
         changed = recipe(*start, *s.overrides)
-        assert check(changed, hf_config=HF_CONFIG, num_gpus=32) == []
+        assert check_settings(changed, hf_config=HF_CONFIG, num_gpus=32) == []
         assert check_placement(changed) == []
 
 
@@ -246,7 +248,7 @@ def test_no_accepted_layout_splits_a_server_or_a_tensor_group() -> None:
                 ),
             }
         )
-        found = check(config, hf_config=None, num_gpus=nodes * gpus)
+        found = check_settings(config, hf_config=None, num_gpus=nodes * gpus)
         found += [*(check_placement(config) if nodes > 1 else []), *check_machines(config)]
         if any(v.severity == "error" for v in found):
             continue
@@ -268,12 +270,12 @@ def test_groups_that_are_on_two_machines(sharing: str) -> None:
         config = base.model_copy(update={"parallel": base.parallel.model_copy(update=layout)})
         if any(v.severity == "error" for v in check_placement(config)):
             continue
-        ranks = torch.arange(num_ranks(config)).view(pipeline, data, context, tensor)
+        ranks = torch.arange(config.parallel.size).view(pipeline, data, context, tensor)
         node = ranks // place(config).ranks_per_node
         for name, in_a_row, nodes_of_groups in (
             ("context", tensor * context, node.movedim(2, -1).reshape(-1, context)),
             ("data x context", tensor * context * data, node.permute(0, 3, 1, 2).reshape(-1, data * context)),
-            ("pipeline", num_ranks(config), node.movedim(0, -1).reshape(-1, pipeline)),
+            ("pipeline", config.parallel.size, node.movedim(0, -1).reshape(-1, pipeline)),
         ):
             if nodes_of_groups.shape[1] > 1:
                 are_apart = bool((nodes_of_groups != nodes_of_groups[:, :1]).any())
@@ -326,14 +328,14 @@ def test_the_best_split_shortens_the_step(files: list[str], overrides: tuple[str
     config = load_config(files, overrides)
     hf_config = KNOWN_MODELS[Path(config.model.path).name]
     present = make_plan(config, model_shape(hf_config))
-    before, best = balance(config, present), best_split(config, hf_config)
+    before, best = step_balance(config, present), best_split(config, hf_config)
     assert before is not None
     assert best is not None
     assert best.balance.step_s < factor / 0.9 * before.step_s  # the plainest within a tenth wins
     assert best.plan.fits
     assert accepts_layout(best.config, hf_config, on_gpus=True)
     num_gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    assert num_ranks(best.config) + best.config.rollout.num_server_gpus == num_gpus
+    assert best.config.parallel.size + num_server_gpus(best.config.rollout) == num_gpus
     for share in (best.balance.trainer_idle, best.balance.servers_idle):
         assert 0 <= share < 1
 
@@ -343,7 +345,7 @@ def test_each_side_waits_for_the_other_or_the_slower_one() -> None:
     for overrides, mode in (((), "synchronous"), (("rollout.abort_tail=true",), "partial"), (OVERLAPPED, "overlapped")):
         config = load_config(BIG, overrides)
         plan = make_plan(config, shape)
-        found = balance(config, plan)
+        found = step_balance(config, plan)
         assert found is not None
         assert plan.rollout is not None
         train_s, rollout_s = plan.train.expected, plan.rollout.expected

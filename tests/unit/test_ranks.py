@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.config.plan import divide_cores
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import start
 from bapo_megatron.engines.processes import EngineShare
@@ -30,7 +29,7 @@ def test_cores_that_a_process_may_not_use_do_not_count():
 def threads(num_cores: int, num_ranks: int, num_engines: int, **rollout: object) -> tuple[int, int]:
     per_rank = rollout.pop("threads_per_rank", None)
     config = Config.model_validate({"rollout": {"overlap": True} | rollout, "parallel": {"threads_per_rank": per_rank}})
-    return divide_cores(config, num_cores, num_ranks, num_engines)
+    return config.divide_cores(num_cores, num_ranks, num_engines)
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 3, 8, 13, 96])

@@ -7,7 +7,7 @@ from write_recipes_page import ALGORITHMS, PAGE, combinations, filled_page, plan
 
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config, shipped_configs
-from bapo_megatron.config.plan import check, num_ranks
+from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.known import KNOWN_MODELS
 from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused
 
@@ -29,10 +29,10 @@ def test_it_passes_the_check_on_its_cluster_without_a_warning(model: str, cluste
     for config in (*bf16, *fp8, blockwise):
         hf_config = KNOWN_MODELS[Path(config.model.path).name]
         gpus = config.cluster.nodes * config.cluster.gpus_per_node
-        assert check(config, hf_config=hf_config, num_gpus=gpus, given=()) == []
+        assert check_settings(config, hf_config=hf_config, num_gpus=gpus, given=()) == []
         assert [*check_machines(config), *check_memory(config, hf_config), *check_unused(config)] == []
         servers = config.rollout.num_servers * config.rollout.server_tensor_parallel
-        assert num_ranks(config) + servers == gpus, "no GPU is idle"
+        assert config.parallel.size + servers == gpus, "no GPU is idle"
 
 
 def test_the_command_says_so_without_the_weights(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from bapo_megatron.config.plan import check
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
+from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.rewards import RewardScorer, pool
 from bapo_megatron.rewards.judges import as_verdict
 from bapo_megatron.rewards.pool import Worker
@@ -365,7 +365,9 @@ class TestParts:
         ],
     )
     def test_settings_that_contradict_each_other(self, reward: dict[str, Any], message: str) -> None:
-        assert message in " ".join(v.message for v in check(Config.model_validate({"reward": reward}), hf_config=None))
+        assert message in " ".join(
+            v.message for v in check_settings(Config.model_validate({"reward": reward}), hf_config=None)
+        )
 
     @given(st.dictionaries(st.sampled_from("abc"), st.tuples(*[st.floats(-1e6, 1e6)] * 2), min_size=1))
     def test_the_reward_is_the_weighted_sum(self, parts: dict[str, tuple[float, float]]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from bapo_megatron import cli
-from bapo_megatron.config.dotted import SOURCE
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.sources import SOURCE
 from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.prompts import build_source, function_rows
 from bapo_megatron.prompts.base import Question

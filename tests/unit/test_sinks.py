@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config import plan
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.monitor import sinks
@@ -19,6 +18,7 @@ from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import SINKS, BackgroundSink, TensorBoardSink
+from bapo_megatron.preflight.checks import monitor
 from tests.distributed import HANG_S
 
 
@@ -115,7 +115,7 @@ READERS: dict[str, Callable[[Path], Values]] = {
 
 
 def test_every_sink_is_under_contract_and_says_how_it_is_installed() -> None:
-    assert READERS.keys() - {"jsonl"} == SINKS.keys() == plan.PACKAGES.keys() - {"prometheus"}
+    assert READERS.keys() - {"jsonl"} == SINKS.keys() == monitor.PACKAGES.keys() - {"prometheus"}
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -223,8 +223,8 @@ def test_a_missing_package_is_told_before_anything_starts(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = config_with(tmp_path, settings)
-    assert list(plan.check_monitor(config)) == []
-    monkeypatch.setattr(plan, "find_spec", lambda module: None)
-    (violation,) = plan.check_monitor(config)
+    assert list(monitor.check_monitor(config)) == []
+    monkeypatch.setattr(monitor, "find_spec", lambda module: None)
+    (violation,) = monitor.check_monitor(config)
     assert violation.severity == "error"
     assert f"the package {package} is not installed; run `pip install 'bapo-megatron[{extra}]'`" in violation.message

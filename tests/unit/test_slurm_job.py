@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 
 from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.plan import num_ranks
-from bapo_megatron.config.plan_slurm import Placement, check_placement, check_shares, check_slurm, place
 from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare, loopback_variables, own_address
@@ -31,6 +29,8 @@ from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.monitor.restarts import Restart, write_restart
 from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.preflight.checks.slurm import check_placement, check_shares, check_slurm
+from bapo_megatron.preflight.placement import Placement, place
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.slurm import node
 from bapo_megatron.slurm.node import RUN, Meeting
@@ -82,7 +82,7 @@ def test_what_is_accepted_runs_everything_once_on_gpus_of_its_own(
     if errors(config):
         return
     p = place(config)
-    assert p.trainer_nodes * p.ranks_per_node == num_ranks(config)
+    assert p.trainer_nodes * p.ranks_per_node == config.parallel.size
     assert p.server_nodes * p.servers_per_node == servers
     used = [0] * nodes
     for trainer_node in range(p.trainer_nodes):

@@ -16,10 +16,10 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.preflight import starter
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.known import KNOWN_MODELS
-from bapo_megatron.preflight.starter import Machine, write_config
+from bapo_megatron.preflight.starter import Hardware, write_config
 from tests.distributed import HANG_S
 
-CPU = Machine(0, "", 0.0, 64.0)
+CPU = Hardware(0, "", 0.0, 64.0)
 PLAIN = {"prompt": "3+5*2=", "answer": "3+5=1,1*2=2,"}
 ROWS = {
     "plain": PLAIN,
@@ -29,8 +29,8 @@ ROWS = {
 }
 
 
-def machine(count: int, name: str = "NVIDIA H100 80GB HBM3", gib: float = 79.1) -> Machine:
-    return Machine(count, name, gib, 1000.0)
+def machine(count: int, name: str = "NVIDIA H100 80GB HBM3", gib: float = 79.1) -> Hardware:
+    return Hardware(count, name, gib, 1000.0)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_mistakes_leave_no_file(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starter, "this_machine", lambda: CPU)
+    monkeypatch.setattr(starter, "this_hardware", lambda: CPU)
     Path("bad.jsonl").write_text('{"foo": 1}\n')
     Path("long.jsonl").write_text(json.dumps(PLAIN | {"prompt": "1+" * 600 + "1="}) + "\n")
     for arguments, message in (
@@ -144,7 +144,7 @@ def test_a_file_in_another_folder_holds_there_too(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Paths in a configuration begin in the working folder; written to another one, they are absolute."""
-    monkeypatch.setattr(starter, "this_machine", lambda: CPU)
+    monkeypatch.setattr(starter, "this_hardware", lambda: CPU)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(demo_model_path(), "policy")
     shutil.copy(data, "rows.jsonl")

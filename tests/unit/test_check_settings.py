@@ -6,8 +6,9 @@ import pytest
 
 from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.plan import check, summarize
 from bapo_megatron.errors import ConfigError, plural
+from bapo_megatron.preflight.checks.all import check_settings
+from bapo_megatron.preflight.explain import outline
 
 HF_CONFIG = {
     "model_type": "llama",
@@ -22,7 +23,7 @@ HF_CONFIG = {
 
 
 def messages(*overrides: str) -> list[str]:
-    return [v.message for v in check(load_config([], overrides), hf_config=HF_CONFIG)]
+    return [v.message for v in check_settings(load_config([], overrides), hf_config=HF_CONFIG)]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_shaping_that_makes_no_sense_only_warns() -> None:
         ["reward.overlong_buffer_tokens=60"],
         ["rollout.keep_group=informative", "train.entropy_coef=0.1"],
     ):
-        (found,) = check(load_config([], overrides), hf_config=None)
+        (found,) = check_settings(load_config([], overrides), hf_config=None)
         assert found.severity == "warning"
     assert messages("rollout.keep_group=informative", "rollout.truncated=mask") == []
 
@@ -133,30 +134,30 @@ def test_a_critic_needs_no_groups() -> None:
 
 def test_overlap_on_shared_cores_warns() -> None:
     config = load_config([], ["rollout.overlap=true", "rollout.max_staleness=7"])
-    (found,) = check(config, hf_config=None)
+    (found,) = check_settings(config, hf_config=None)
     assert found.severity == "warning"
     assert "share the cores" in found.message
-    assert check(config, hf_config=None, num_gpus=8) == []
+    assert check_settings(config, hf_config=None, num_gpus=8) == []
     elsewhere = load_config([], ["rollout.overlap=true", "rollout.max_staleness=7", 'cluster.gpu="h100"'])
-    assert not any("share the cores" in other.message for other in check(elsewhere, hf_config=None))
+    assert not any("share the cores" in other.message for other in check_settings(elsewhere, hf_config=None))
 
 
 def test_bfloat16_warns_on_a_cpu_only() -> None:
     config = load_config([], ["model.dtype=bfloat16"])
-    (found,) = check(config, hf_config=None)
+    (found,) = check_settings(config, hf_config=None)
     assert found.severity == "warning"
-    assert check(config, hf_config=None, num_gpus=8) == []
+    assert check_settings(config, hf_config=None, num_gpus=8) == []
 
 
 def test_a_run_in_bfloat16_does_not_start_without_a_gpu() -> None:
     config = load_config([], ["model.dtype=bfloat16"])
-    (found,) = check(config, hf_config=None, starts_here=True)
+    (found,) = check_settings(config, hf_config=None, starts_here=True)
     assert found.severity == "error"
-    assert check(config, hf_config=None, starts_here=True, num_gpus=8) == []
+    assert check_settings(config, hf_config=None, starts_here=True, num_gpus=8) == []
 
 
 def test_one_of_a_kind_is_singular() -> None:
-    text = summarize(load_config([], ["train.num_steps=1", "rollout.prompts_per_step=1", "rollout.tokens_per_round=1"]))
+    text = outline(load_config([], ["train.num_steps=1", "rollout.prompts_per_step=1", "rollout.tokens_per_round=1"]))
     assert "run: 1 step, 1 optimizer update\n" in text
     assert " 1 rank = tensor 1" in text
     assert "1 prompt x 8 samples = 8 sequences" in text
@@ -172,7 +173,7 @@ def test_one_of_a_kind_is_singular() -> None:
 
 
 def test_summary_has_the_arithmetic() -> None:
-    text = summarize(load_config([], ["train.minibatches_per_step=4", "parallel.pipeline=3", "parallel.data=2"]))
+    text = outline(load_config([], ["train.minibatches_per_step=4", "parallel.pipeline=3", "parallel.data=2"]))
     assert "6 ranks = tensor 1 x pipeline 3 x context 1 x data 2" in text
     assert "16 prompts x 8 samples = 128 sequences" in text
     assert "4 mini-batches of 32 sequences" in text
@@ -187,21 +188,21 @@ def test_summary_has_the_arithmetic() -> None:
 )
 def test_each_rank_and_server_needs_a_gpu_of_its_own(settings: tuple[str, ...], num_gpus: int, message: str) -> None:
     config = load_config([], list(settings))
-    (violation,) = check(config, hf_config=None, num_gpus=num_gpus)
+    (violation,) = check_settings(config, hf_config=None, num_gpus=num_gpus)
     assert message in violation.message
-    assert check(config, hf_config=None, num_gpus=num_gpus + 1) == []
-    assert check(config, hf_config=None) == []
+    assert check_settings(config, hf_config=None, num_gpus=num_gpus + 1) == []
+    assert check_settings(config, hf_config=None) == []
 
 
 def test_a_router_stands_before_servers_of_the_user() -> None:
     attach = ["rollout.engine=attach", 'rollout.urls=["http://127.0.0.1:1"]']
-    assert check(load_config([], [*attach, "rollout.router_url=http://127.0.0.1:2"]), hf_config=None) == []
+    assert check_settings(load_config([], [*attach, "rollout.router_url=http://127.0.0.1:2"]), hf_config=None) == []
     for settings, part in (
         (["rollout.router_url=http://127.0.0.1:2"], 'rollout.engine="attach"'),
         ([*attach, "rollout.router_url=http://127.0.0.1:1/"], "one of rollout.urls"),
         ([*attach, "rollout.router_url=localhost"], "not a URL"),
     ):
-        (violation,) = check(load_config([], settings), hf_config=None)
+        (violation,) = check_settings(load_config([], settings), hf_config=None)
         assert part in violation.message
 
 
@@ -264,6 +265,6 @@ def test_a_cut_that_cannot_be(section: str, setting: str) -> None:
 
 def test_a_hang_timeout_leaves_time_for_a_weight_update() -> None:
     config = load_config([], ["rollout.engine=sglang", "rollout.hang_timeout_s=10"])
-    (violation,) = check(config, hf_config=None)
+    (violation,) = check_settings(config, hf_config=None)
     assert violation.severity == "warning"
     assert f"rollout.hang_timeout_s={config.sync.timeout_s:g}" in violation.message

@@ -1,54 +1,19 @@
-"""The placement of ranks and engines on the nodes of a SLURM job, and the checks before it is submitted."""
+"""A SLURM job: its nodes, image, shares and time limit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.plan import RANKS, num_ranks
+from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
 from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.errors import plural
+from bapo_megatron.preflight.checks.layout import RANKS
+from bapo_megatron.preflight.placement import place, rollout_nodes
 
 WHOLE_NODES = '"--exclusive", "--mem=0"'
 _FEW_CPUS = 4  # of a process with a GPU
 _SERVERS = ("rollout.engine", "rollout.server_tensor_parallel", "cluster.gpu", "cluster.gpus_per_node")
 _NODES = ("slurm.rollout_nodes", "cluster.nodes", "rollout.num_servers", *_SERVERS)  # decide where engines are
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Trainer ranks and engines of a job, evenly over its nodes.
-
-    Example: 2 nodes x 8 GPUs, 8 ranks, 4 servers x 2 GPUs: Placement(2, 2, 2, ranks_per_node=4, servers_per_node=2,
-    first_server_gpu=4)
-    """
-
-    num_nodes: int
-    trainer_nodes: int  # the first ones
-    server_nodes: int  # the last ones; all where nodes are shared; 0 without engines of our own
-    ranks_per_node: int
-    servers_per_node: int
-    first_server_gpu: int  # on each server node
-
-    @property
-    def first_server_node(self) -> int:
-        return self.num_nodes - self.server_nodes
-
-
-def place(config: Config) -> Placement:
-    """Place a run without errors in its configuration on nodes."""
-    nodes, alone, servers = config.cluster.nodes, _rollout_nodes(config), config.rollout.num_started
-    trainer_nodes = nodes - alone
-    server_nodes = (alone or nodes) if servers else 0
-    ranks_per_node = num_ranks(config) // trainer_nodes
-    return Placement(
-        num_nodes=nodes,
-        trainer_nodes=trainer_nodes,
-        server_nodes=server_nodes,
-        ranks_per_node=ranks_per_node,
-        servers_per_node=servers // server_nodes if server_nodes else 0,
-        first_server_gpu=0 if alone else ranks_per_node,
-    )
 
 
 def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violation]:
@@ -74,20 +39,10 @@ def several_nodes(config: Config) -> Violation:
     )
 
 
-def _rollout_nodes(config: Config) -> int:
-    c, r = config.cluster, config.rollout
-    if config.slurm.rollout_nodes is not None:
-        return config.slurm.rollout_nodes
-    if c.gpu is None or not r.engine_kind.on_gpus:
-        return 0
-    nodes, rest = divmod(r.num_servers * r.server_tensor_parallel, c.gpus_per_node)
-    return nodes if not rest and nodes < c.nodes else 0
-
-
 def check_nodes(config: Config) -> Iterator[Violation]:
     """Check that trainer ranks and engines spread evenly over the nodes."""
-    nodes, alone = config.cluster.nodes, _rollout_nodes(config)
-    ranks, servers = num_ranks(config), config.rollout.num_started
+    nodes, alone = config.cluster.nodes, rollout_nodes(config)
+    ranks, servers = config.parallel.size, num_started(config.rollout)
     if alone >= nodes:
         yield Violation(
             _NODES,
@@ -121,17 +76,17 @@ def check_nodes(config: Config) -> Iterator[Violation]:
 
 def _nearest_nodes(config: Config) -> int | None:
     """Return the number of nodes nearest to the present one over which the run spreads evenly, with GPUs for all."""
-    most = num_ranks(config) + config.rollout.num_started
+    most = config.parallel.size + num_started(config.rollout)
     counts = sorted(range(1, most + 1), key=lambda nodes: abs(nodes - config.cluster.nodes))
     return next((nodes for nodes in counts if _spreads(config, nodes)), None)
 
 
 def _spreads(config: Config, nodes: int) -> bool:
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
-    alone, r, gpus = _rollout_nodes(config), config.rollout, config.cluster.gpus_per_node
-    if alone >= nodes or num_ranks(config) % (nodes - alone) or r.num_started % (alone or nodes):
+    alone, r, gpus = rollout_nodes(config), config.rollout, config.cluster.gpus_per_node
+    if alone >= nodes or config.parallel.size % (nodes - alone) or num_started(r) % (alone or nodes):
         return False
-    ranks, servers = num_ranks(config) // (nodes - alone), r.num_server_gpus // (alone or nodes)
+    ranks, servers = config.parallel.size // (nodes - alone), num_server_gpus(r) // (alone or nodes)
     has_gpus = max(ranks, servers) <= gpus if alone else ranks + servers <= gpus
     return ranks % config.parallel.tensor == 0 and (has_gpus or config.cluster.gpu is None)
 
@@ -149,11 +104,11 @@ def check_node_gpus(config: Config) -> Iterator[Violation]:
             "node: ranks that share layers would be on two machines",
             "set slurm.rollout_nodes, or change parallel.*",
         )
-    on_servers = servers * r.server_tensor_parallel if r.engine_kind.on_gpus else 0
-    all_servers = f"{plural(servers, r.engine_kind.title)} x {plural(r.server_tensor_parallel, 'GPU')}"
+    on_servers = servers * r.server_tensor_parallel if engine_kind(r.engine).on_gpus else 0
+    all_servers = f"{plural(servers, engine_kind(r.engine).title)} x {plural(r.server_tensor_parallel, 'GPU')}"
     trainer_ranks = plural(ranks, "trainer rank")
     nodes = [("trainer", trainer_ranks, ranks)]
-    if _rollout_nodes(config):
+    if rollout_nodes(config):
         nodes.append(("rollout", all_servers, on_servers))
     elif on_servers:
         nodes = [("trainer", f"{trainer_ranks} and {all_servers}", ranks + on_servers)]

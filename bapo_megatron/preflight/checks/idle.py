@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from bapo_megatron.config.base import Violation
+from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.losses import losses_with
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import ClipBoundConfig
@@ -17,7 +18,7 @@ from bapo_megatron.config.schema_loss import ClipBoundConfig
 class Idle:
     """Settings that only act under a condition.
 
-    Example: Idle("sglang.extra", "rollout.engine", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"')
+    Example: Idle("run.standby", "run.max_restarts", lambda c: c.run.max_restarts > 0, "run.max_restarts=3")
     """
 
     settings: str  # names, separated by blanks; "bapo.*" is a whole section
@@ -105,11 +106,11 @@ IDLE = (
         lambda c: c.data.has_rows or bool(c.data.sources),
         'data.source="jsonl"',
     ),
-    Idle("data.subset data.split", "data.source", lambda c: c.data.source == "hub", 'data.source="hub"'),
+    Idle("data.subset data.split", "data.source", lambda c: "split" in c.data.kind.reads, 'data.source="hub"'),
     Idle(
         "data.dataset",
         "data.source",
-        lambda c: c.data.source == "reasoning_gym",
+        lambda c: "dataset" in c.data.kind.reads,
         'data.source="reasoning_gym"',
     ),
     Idle(
@@ -135,29 +136,34 @@ IDLE = (
     Idle(
         "eval.path",
         "eval.interval_steps data.source",
-        lambda c: c.eval.interval_steps is None or c.data.source == "jsonl",
+        lambda c: c.eval.interval_steps is None or c.data.kind.path == "file",
         'data.source="jsonl"',
     ),
     Idle(
         "rollout.urls rollout.api_key",
         "rollout.engine",
-        lambda c: c.rollout.engine == "attach",
+        lambda c: engine_kind(c.rollout.engine).needs == "urls",
         'rollout.engine="attach"',
     ),
     Idle(
         "rollout.recorded_from",
         "rollout.engine",
-        lambda c: c.rollout.engine == "recorded",
+        lambda c: engine_kind(c.rollout.engine).needs == "recordings",
         'rollout.engine="recorded"',
     ),
     Idle(
         "rollout.num_servers rollout.max_restarts rollout.engine_threads rollout.engine_max_context",
         "rollout.engine",
-        lambda c: c.rollout.engine_kind.specs is not None,
+        lambda c: engine_kind(c.rollout.engine).specs is not None,
         'an engine that the run starts, such as rollout.engine="embedded"',
     ),
     Idle("run.standby", "run.max_restarts", lambda c: c.run.max_restarts > 0, "run.max_restarts=3"),
-    Idle("sglang.extra", "rollout.engine", lambda c: c.rollout.engine == "sglang", 'rollout.engine="sglang"'),
+    Idle(
+        "sglang.extra",
+        "rollout.engine",
+        lambda c: engine_kind(c.rollout.engine).section == "sglang",
+        'rollout.engine="sglang"',
+    ),
     Idle(
         "sync.bucket_mib sync.backend",
         "sync.channel",

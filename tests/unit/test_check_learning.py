@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from bapo_megatron.assets import demo_model_path
-from bapo_megatron.config.plan import check
 from bapo_megatron.config.schema import Config
+from bapo_megatron.preflight.checks.all import check_settings
 
 
 def messages(severity: str, **sections: Any) -> list[str]:
     config = Config.model_validate({"train": {"minibatches_per_step": 2}, **sections})
-    return [v.message for v in check(config, hf_config=None) if v.severity == severity]
+    return [v.message for v in check_settings(config, hf_config=None) if v.severity == severity]
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() ->
     loss = {"kl_coef": 0.1, "reference_path": "x"}
     config = Config.model_validate({"parallel": {"tensor": 2}, "loss": loss, "train": {"minibatches_per_step": 2}})
     policy |= {"max_position_embeddings": 4096}
-    assert check(config, hf_config=policy, reference_config=policy) == []
+    assert check_settings(config, hf_config=policy, reference_config=policy) == []
     other = policy | {"vocab_size": 7, "num_key_value_heads": 1}
-    found = [v.message for v in check(config, hf_config=policy, reference_config=other)]
+    found = [v.message for v in check_settings(config, hf_config=policy, reference_config=other)]
     assert len(found) == 2
     assert found[0].startswith("loss.reference_path='x' has a vocabulary of 7 tokens, the policy one of")
     assert found[1].startswith("loss.reference_path='x': parallel.tensor=2 does not divide 1 key-value heads")

@@ -1,4 +1,4 @@
-"""The plan as text for the terminal."""
+"""A run and its plan, as text for the terminal."""
 
 import math
 import os
@@ -6,26 +6,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.config.plan import num_ranks
+from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB, planned_config
-from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank
+from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, max_microbatches
 from bapo_megatron.preflight.plan import (
     COMPUTE_SHARE,
     FULL,
     LINK_SHARE,
-    Plan,
+    RunPlan,
     Seconds,
-    balance,
     make_plan,
     memory_problems,
+    step_balance,
 )
 from bapo_megatron.preflight.suggest import (
     Alternative,
-    Split,
+    GPUSplit,
     Suggestion,
     alternatives,
     best_split,
@@ -34,10 +35,41 @@ from bapo_megatron.preflight.suggest import (
 )
 
 
-def describe(config: Config) -> str:
+def outline(config: Config) -> str:
+    """Summarise a run of this configuration in a few lines."""
+    p, r, t = config.parallel, config.rollout, config.train
+    num_sequences = r.prompts_per_step * r.samples_per_prompt
+    num_updates = t.minibatches_per_step * t.epochs_per_step
+    partial = f"{plural(r.tokens_per_round, 'token')} a round" if r.tokens_per_round else "off"
+    num_servers = num_started(r) or len(r.urls)
+    engines = plural(num_servers, engine_kind(r.engine).title) if engine_kind(r.engine).samples else "recorded batches"
+    return "\n".join(
+        [
+            f"run        {config.run.name}: {plural(t.num_steps, 'step')}, "
+            f"{plural(t.num_steps * num_updates, 'optimizer update')}",
+            f"trainer    {plural(config.parallel.size, 'rank')} = tensor {p.tensor} x pipeline {p.pipeline} x context "
+            f"{p.context} x data {p.data}",
+            f"step       {plural(r.prompts_per_step, 'prompt')} x {plural(r.samples_per_prompt, 'sample')} = "
+            f"{plural(num_sequences, 'sequence')}, at most "
+            f"{plural(num_sequences * r.max_response_tokens, 'response token', ',')}",
+            f"updates    {plural(t.minibatches_per_step, 'mini-batch')} of "
+            f"{plural(num_sequences // t.minibatches_per_step, 'sequence')} x {plural(t.epochs_per_step, 'epoch')} = "
+            f"{num_updates} a step",
+            f"forward    at most {plural(max_microbatches(config), 'micro-batch')} of "
+            f"{plural(t.max_tokens_per_microbatch, 'token')} per rank and update",
+            f"rollout    {engines}, {plural(r.groups_in_flight or r.prompts_per_step, 'group')} in flight, "
+            f"partial rollout {partial}",
+        ]
+    )
+
+
+def plan_text(config: Config) -> str:
     """Return the plan of a checked configuration, without suggestions."""
     return "\n".join(
-        _lines(config, make_plan(config, model_shape(planned_config(config.model.path), own=config.model.own_family)))
+        _lines(
+            config,
+            make_plan(config, model_shape(planned_config(config.model.path), own=own_family(config.model.family))),
+        )
     )
 
 
@@ -53,20 +85,21 @@ class Explanation:
     """What exceeds the memory of the cluster's GPUs."""
 
 
-def explain(config: Config, response_tokens: int | None = None) -> Explanation:
+def explain_plan(config: Config, response_tokens: int | None = None) -> Explanation:
     """Explain the plan. Without `cluster.gpu` it is the memory of a rank on CPUs.
 
     Args:
         response_tokens: average response length; None takes the maximum.
     """
     hf_config = planned_config(config.model.path)
-    shape = model_shape(hf_config, own=config.model.own_family)
+    shape = model_shape(hf_config, own=own_family(config.model.family))
     if config.cluster.gpu is None:
         memory, have = fullest_rank(config, shape), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
         need = memory.total / GIB
-        processes = plural(num_ranks(config), "trainer process")
+        ranks = config.parallel.size
+        processes = plural(ranks, "trainer process")
         verdict = [
-            f"fits       {'yes' if num_ranks(config) * need <= have else 'no'}: {processes}, each of {need:.2f} GiB at "
+            f"fits       {'yes' if ranks * need <= have else 'no'}: {processes}, each of {need:.2f} GiB at "
             f"most; this machine has {have:.1f} GiB, for engines too",
             "time       not estimated on CPUs",
             "change     set cluster.gpu, or merge a file of clusters/, to plan for GPUs",
@@ -79,7 +112,7 @@ def explain(config: Config, response_tokens: int | None = None) -> Explanation:
     return Explanation("\n".join(verdict), "\n".join([*_lines(config, plan), *_suggestions(found)]), problems)
 
 
-def _fit(plan: Plan) -> str:
+def _fit(plan: RunPlan) -> str:
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     trainer = f"a trainer GPU needs {need:.1f} of {have:.1f} GiB"
     if plan.server is None:
@@ -88,22 +121,22 @@ def _fit(plan: Plan) -> str:
     return f"fits       {'yes' if plan.fits else 'no'}: {trainer}; a server holds {responses} of full length"
 
 
-def _time(config: Config, plan: Plan) -> str:
+def _time(config: Config, plan: RunPlan) -> str:
     """Return the line about a step's time."""
     if not plan.fits:
         return "time       no step is possible"
-    if (of_step := balance(config, plan)) is None or plan.rollout is None:
-        return f"time       {amount(plan.train.expected)} of training a step expected; sampling is not estimated"
-    parts = f"training {amount(plan.train.expected)}, sampling {amount(plan.rollout.expected)}"
-    return f"time       {amount(of_step.step_s)} a step expected ({of_step.mode}): {parts}"
+    if (of_step := step_balance(config, plan)) is None or plan.rollout is None:
+        return f"time       {time_text(plan.train.expected)} of training a step expected; sampling is not estimated"
+    parts = f"training {time_text(plan.train.expected)}, sampling {time_text(plan.rollout.expected)}"
+    return f"time       {time_text(of_step.step_s)} a step expected ({of_step.mode}): {parts}"
 
 
-def _change(config: Config, hf_config: dict[str, Any], plan: Plan, found: Sequence[Suggestion]) -> str:
+def _change(config: Config, hf_config: dict[str, Any], plan: RunPlan, found: Sequence[Suggestion]) -> str:
     """Say what to change: the first suggestion, or where to look for more."""
-    can_split = config.rollout.engine_kind.on_gpus
+    can_split = engine_kind(config.rollout.engine).on_gpus
     if found:
         first = found[0]
-        time_s = amount(first.plan.train.expected)
+        time_s = time_text(first.plan.train.expected)
         return f"{' '.join(first.overrides)}: {first.plan.trainer.total / GIB:.1f} GiB, training {time_s}"
     if plan.fits:
         return "nothing in the trainer's layout" + (": see --best for the split of the GPUs" if can_split else "")
@@ -121,7 +154,7 @@ def _larger_cluster(config: Config, hf_config: dict[str, Any]) -> str:
     return f"{here}; the smallest cluster that does is {plural(nodes, 'node')}: set cluster.nodes={nodes}"
 
 
-def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, Split]:
+def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, GPUSplit]:
     """Return the best split of the GPUs, as text together with the present one where that is possible.
 
     Raises:
@@ -129,7 +162,7 @@ def explain_best(config: Config, response_tokens: int | None = None) -> tuple[st
     """
     hf_config = planned_config(config.model.path)
     c = config.cluster
-    if c.gpu is None or not config.rollout.engine_kind.on_gpus:
+    if c.gpu is None or not engine_kind(config.rollout.engine).on_gpus:
         raise ConfigError(
             "--best splits the GPUs of [cluster] over trainer and SGLang servers; set cluster.gpu and "
             'rollout.engine="sglang", or merge a file of clusters/, such as clusters/1x8-h100'
@@ -138,10 +171,10 @@ def explain_best(config: Config, response_tokens: int | None = None) -> tuple[st
     if best is None:
         raise ConfigError(_larger_cluster(config, hf_config))
     lines: list[str] = []
-    if accepts_layout(config, hf_config, on_gpus=True) and num_ranks(config) + config.rollout.num_server_gpus <= (
+    if accepts_layout(config, hf_config, on_gpus=True) and config.parallel.size + num_server_gpus(config.rollout) <= (
         c.nodes * c.gpus_per_node
     ):
-        present = make_plan(config, model_shape(hf_config, own=config.model.own_family), response_tokens)
+        present = make_plan(config, model_shape(hf_config, own=own_family(config.model.family)), response_tokens)
         lines += _split("present", config, present)
     lines += _split("best", best.config, best.plan)
     p = best.config.parallel
@@ -162,7 +195,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _against(one: Alternative, best: Split) -> str:
+def _against(one: Alternative, best: GPUSplit) -> str:
     """Say why an alternative was not chosen."""
     other, plan = _shown(one.other), one.plan
     if not plan.trainer_fits:
@@ -175,33 +208,33 @@ def _against(one: Alternative, best: Split) -> str:
     return f"{other}: a step would be {length}, with {plan.trainer.total / GIB:.1f} GiB of a trainer GPU"
 
 
-def _split(name: str, config: Config, plan: Plan) -> Iterator[str]:
+def _split(name: str, config: Config, plan: RunPlan) -> Iterator[str]:
     r = config.rollout
     if not plan.fits:
         yield f"{name:<10} does not fit"
         return
     yield (
-        f"{name:<10} trainer {plural(num_ranks(config), 'GPU')}, servers {r.num_servers} x "
+        f"{name:<10} trainer {plural(config.parallel.size, 'GPU')}, servers {r.num_servers} x "
         f"{plural(r.server_tensor_parallel, 'GPU')}: "
-        f"train {amount(plan.train.expected)}, rollout {amount(plan.rollout.expected if plan.rollout else 0.0)}"
+        f"train {time_text(plan.train.expected)}, rollout {time_text(plan.rollout.expected if plan.rollout else 0.0)}"
     )
     yield from _balance(config, plan)
 
 
-def _balance(config: Config, plan: Plan) -> Iterator[str]:
-    if found := balance(config, plan):
+def _balance(config: Config, plan: RunPlan) -> Iterator[str]:
+    if found := step_balance(config, plan):
         yield (
-            f"balance    a step of {amount(found.step_s)} expected ({found.mode}): "
+            f"balance    a step of {time_text(found.step_s)} expected ({found.mode}): "
             f"trainer idle {found.trainer_idle:.0%}, servers idle {found.servers_idle:.0%}"
         )
 
 
-def _lines(config: Config, plan: Plan) -> Iterator[str]:
+def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
     c, r, tokens = config.cluster, config.rollout, plan.tokens
-    on_servers = r.num_servers * r.server_tensor_parallel if plan.server else 0
+    ranks, on_servers = config.parallel.size, r.num_servers * r.server_tensor_parallel if plan.server else 0
     yield (
-        f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(num_ranks(config), 'GPU')} for the trainer"
-        f", {on_servers} for servers, {c.nodes * c.gpus_per_node - num_ranks(config) - on_servers} idle"
+        f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(ranks, 'GPU')} for the trainer"
+        f", {on_servers} for servers, {c.nodes * c.gpus_per_node - ranks - on_servers} idle"
     )
     yield from _memory(plan.trainer, "trainer GPU", f"of {plan.gpu_memory_gib:.1f}")
     if s := plan.server:
@@ -235,7 +268,7 @@ def _suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
     for number, s in enumerate(suggestions, start=1):
         yield (
             f"try {number}      {' '.join(s.overrides)}: {s.plan.trainer.total / GIB:.1f} GiB, "
-            f"training expected {amount(s.plan.train.expected)}"
+            f"training expected {time_text(s.plan.train.expected)}"
         )
 
 
@@ -259,10 +292,10 @@ def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
 
 
 def _span(seconds: Seconds) -> str:
-    return f"at least {amount(seconds.least)}, expected {amount(seconds.expected)}"
+    return f"at least {time_text(seconds.least)}, expected {time_text(seconds.expected)}"
 
 
-def amount(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     if math.isinf(seconds):
         return "never"
     if seconds < 120:

@@ -1,0 +1,13 @@
+"""The rows of a chunk of logits. Plans read this too, so it imports no torch."""
+
+_CPU_ROWS = 256
+_GPU_BYTES = 1 << 30  # of float32 logits
+
+
+def chunk_rows(vocab_rows: int, *, on_gpu: bool) -> int:
+    """Return the number of rows whose logits exist together, if `train.logprob_chunk_tokens` is unset.
+
+    On a GPU, chunks are large: each one reads and writes the gradient of all `vocab_rows` of this rank's weight.
+    """
+    fitting = _GPU_BYTES // (4 * vocab_rows) if on_gpu else _CPU_ROWS
+    return max(1, fitting // _CPU_ROWS) * _CPU_ROWS

@@ -1,0 +1,42 @@
+"""Sources of prompts by name, and the settings that each of them reads."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bapo_megatron.config.dotted import Seam
+
+
+@dataclass(frozen=True, slots=True)
+class SourceKind:
+    """What a source of prompts reads."""
+
+    reads: tuple[str, ...]  # settings that describe its prompts, as messages list them
+    path: Literal["file", "data set"] | None = None  # what `path` names
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the prompts are rows, and not made as needed."""
+        return "format" in self.reads
+
+
+SOURCES = {
+    "chains": SourceKind(("options", "source")),
+    "programs": SourceKind(("options", "source")),
+    "reasoning_gym": SourceKind(("options", "dataset", "source")),
+    "jsonl": SourceKind(("path", "source", "format", "fields"), path="file"),
+    "hub": SourceKind(("path", "subset", "split", "source", "format", "fields"), path="data set"),
+}
+OWN_ROWS = SourceKind(("source", "options", "format", "fields"))
+"""The kind of a function of the user's own."""
+
+
+def source_kind(name: str) -> SourceKind:
+    """Return what a source reads, by its name or dotted path."""
+    return SOURCES.get(name, OWN_ROWS)
+
+
+SOURCE = Seam(
+    "data.source",
+    tuple(SOURCES),
+    'def rows(**options) that returns or yields rows such as {"prompt": "...", "answer": ...}',
+)

@@ -1,0 +1,1 @@
+"""Whether settings fit together: one file for each subject, all called by `check_settings` in all.py."""

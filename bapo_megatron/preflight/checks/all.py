@@ -1,0 +1,70 @@
+"""All checks of settings against each other and the model. Numbers and a working alternative in each message."""
+
+from collections.abc import Collection
+from typing import Any
+
+from bapo_megatron.config.base import Violation
+from bapo_megatron.config.families import own_family
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import model_shape, unsupported
+from bapo_megatron.learner.fit import check_reference
+from bapo_megatron.learner.precision import Machine, check_precision
+from bapo_megatron.preflight.checks.data import check_data
+from bapo_megatron.preflight.checks.eval import check_eval
+from bapo_megatron.preflight.checks.idle import idle_settings
+from bapo_megatron.preflight.checks.layout import check_batch, check_gpu_count, check_layout, check_sync
+from bapo_megatron.preflight.checks.learning import check_critic, check_kl, check_loss, check_schedule
+from bapo_megatron.preflight.checks.model import check_dtype, check_policy, precision_warnings
+from bapo_megatron.preflight.checks.monitor import check_monitor
+from bapo_megatron.preflight.checks.reward import check_reward
+from bapo_megatron.preflight.checks.rollout import check_cut, check_rollout, check_servers, check_shared_cores
+
+
+def check_settings(
+    config: Config,
+    *,
+    hf_config: dict[str, Any] | None,
+    reference_config: dict[str, Any] | None = None,
+    num_gpus: int = 0,
+    starts_here: bool = False,
+    machine: Machine | None = None,
+    given: Collection[str] | None = None,
+) -> list[Violation]:
+    """Find all violations across sections, layout first. Engine and family can be loaded: see `check_functions`.
+
+    Args:
+        hf_config: the model's config.json; None leaves the model's own limits unchecked.
+        reference_config: the config.json of `loss.reference_path`, if a KL term has one.
+        num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
+        starts_here: whether the run starts on this machine: then it must have the GPUs that the run needs.
+        machine: its facts for FP8; None leaves them unchecked.
+        given: settings to warn of if they have no effect; None stands for all.
+    """
+    own = own_family(config.model.family)
+    shape = None if hf_config is None or unsupported(hf_config, own) else model_shape(hf_config, own=own)
+    found = [
+        *check_layout(config),
+        *check_gpu_count(config, num_gpus),
+        *check_batch(config),
+        *check_rollout(config),
+        *check_shared_cores(config, num_gpus),
+        *check_servers(config),
+        *check_cut(config),
+        *check_data(config),
+        *check_reward(config),
+        *check_eval(config),
+        *check_loss(config),
+        *check_kl(config),
+        *check_schedule(config, given),
+        *check_critic(config),
+        *check_sync(config),
+        *check_monitor(config),
+        *idle_settings(config, given),
+        *check_precision(config, shape=shape, machine=machine),
+        *precision_warnings(config, num_gpus),
+    ]
+    if hf_config is not None:
+        found += check_policy(config, hf_config)
+        if reference_config is not None:
+            found += check_reference(config, reference_config, hf_config)
+    return [*found, *check_dtype(config, num_gpus, starts_here=starts_here)]

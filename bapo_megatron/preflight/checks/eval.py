@@ -1,0 +1,54 @@
+"""Evaluation within the run."""
+
+from collections.abc import Iterator
+
+from bapo_megatron.config.base import Violation
+from bapo_megatron.config.engines import engine_kind
+from bapo_megatron.config.schema import Config
+from bapo_megatron.preflight.checks.data import check_source
+
+EVALUATES = ("eval.sets", "eval.interval_steps")
+
+
+def check_eval(config: Config) -> Iterator[Violation]:
+    """Check the sets of prompts of evaluations within the run."""
+    if config.eval.interval_steps is None:
+        return
+    for table, one in config.eval_sets.items() if config.eval.sets else ():
+        yield from check_source(table, one)
+        if one.max_response_tokens is None or config.rollout.engine_max_context is None:
+            continue  # `check_rollout` compares rollout.max_response_tokens
+        longest, limit = config.data.max_prompt_tokens + one.max_response_tokens, config.rollout.engine_max_context
+        if longest > limit:
+            yield Violation(
+                ("rollout.engine_max_context", f"{table}.max_response_tokens", "data.max_prompt_tokens", *EVALUATES),
+                f"{table}.max_response_tokens + data.max_prompt_tokens = {one.max_response_tokens} + "
+                f"{config.data.max_prompt_tokens} = {longest} is more than rollout.engine_max_context={limit}",
+                "set the latter to that or more, or leave it out",
+            )
+    if config.data.sources and not config.eval.sets:
+        yield Violation(
+            (*EVALUATES, "data.sources"),
+            "eval.interval_steps with data.sources needs eval.sets, which name the prompts to evaluate on",
+            "set them, or leave eval.interval_steps out",
+        )
+    elif config.data.kind.path == "file" and config.eval.path is None and not config.eval.sets:
+        yield Violation(
+            ("eval.path", *EVALUATES, "data.source", "data.sources"),
+            f'eval.interval_steps with data.source="{config.data.source}" needs eval.path, a file of prompts to '
+            "evaluate on",
+            "set it, or leave eval.interval_steps out",
+        )
+    elif config.data.has_rows and config.data.kind.path != "file" and not config.eval.sets:
+        yield Violation(
+            (*EVALUATES, "data.source", "data.sources"),
+            f'eval.interval_steps with data.source="{config.data.source}" needs eval.sets, which name the prompts to '
+            "evaluate on",
+            "set them, or leave eval.interval_steps out",
+        )
+    if not engine_kind(config.rollout.engine).samples:
+        yield Violation(
+            ("eval.interval_steps", "rollout.engine"),
+            f'eval.interval_steps needs engines to ask, and rollout.engine="{config.rollout.engine}" has none',
+            'leave it out, or set rollout.engine="embedded"',
+        )

@@ -1,0 +1,146 @@
+"""Trainer ranks, GPUs, and the batch that is divided among them."""
+
+import math
+from collections.abc import Iterator
+
+from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.engines import engine_kind, num_server_gpus
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import plural
+
+RANKS = ("parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.data")
+"""Settings whose product is the number of trainer ranks."""
+
+
+def check_layout(config: Config) -> Iterator[Violation]:
+    """Check the sizes of the split against each other."""
+    p, product = config.parallel, config.parallel.size
+    if p.num_ranks is not None and p.num_ranks != product:
+        data, rest = divmod(p.num_ranks, product // p.data)
+        advice = ", or leave it out" if rest else f" or parallel.data={data}"
+        yield Violation(
+            ("parallel.num_ranks", *RANKS),
+            f"parallel.num_ranks={p.num_ranks}, but tensor x pipeline x context x data = {p.tensor} x {p.pipeline} x "
+            f"{p.context} x {p.data} = {product}",
+            f"set parallel.num_ranks={product}{advice}",
+        )
+    if p.virtual_pipeline > 1 and p.pipeline == 1:
+        yield Violation(
+            ("parallel.virtual_pipeline", "parallel.pipeline"),
+            f"parallel.virtual_pipeline={p.virtual_pipeline} cuts pipeline stages into chunks and needs "
+            "parallel.pipeline above 1",
+            "set parallel.virtual_pipeline=1",
+        )
+    if config.train.schedule == "forwards_first" and p.pipeline > 1:
+        yield Violation(
+            ("train.schedule", "parallel.pipeline"),
+            f'train.schedule="forwards_first" is not possible with parallel.pipeline={p.pipeline}, whose stages pass '
+            "micro-batches on in an order of their own",
+            'set train.schedule="auto"',
+        )
+    if config.optimizer.distributed and p.data * p.context == 1 and config.cluster.gpu is None:
+        yield warning(
+            ("optimizer.distributed", "parallel.data", "parallel.context", "cluster.gpu"),
+            "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is one",
+            "set optimizer.distributed=false",
+        )
+    if p.sequence and p.tensor == 1:
+        yield Violation(
+            ("parallel.sequence", "parallel.tensor"),
+            "parallel.sequence=true splits within the tensor-parallel group and needs parallel.tensor above 1",
+            "set parallel.sequence=false",
+        )
+
+
+def check_gpu_count(config: Config, num_gpus: int) -> Iterator[Violation]:
+    """Count GPUs: each rank and server needs its own, as NCCL refuses a group with two members on one."""
+    c, r, ranks = config.cluster, config.rollout, config.parallel.size
+    on_servers = num_server_gpus(r)
+    needed = ranks + on_servers
+    if not num_gpus or needed <= num_gpus:
+        return
+    each = plural(r.server_tensor_parallel, "GPU")
+    servers = f" and {plural(r.num_servers, engine_kind(r.engine).title)} x {each}" if on_servers else ""
+    lower = f"lower parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}"
+    there = f"{num_gpus} {'is' if num_gpus == 1 else 'are'} visible"
+    remedy = f'{lower}, or set CUDA_VISIBLE_DEVICES="" to run on CPUs'
+    if c.gpu is not None and num_gpus == c.nodes * c.gpus_per_node:
+        there = f"cluster.nodes x gpus_per_node = {c.nodes} x {c.gpus_per_node} = {num_gpus}"
+        remedy = f"set cluster.nodes={-(-needed // c.gpus_per_node)} (and submit it with `bapo slurm`), or {lower}"
+    yield Violation(
+        (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel", "cluster"),
+        f"{plural(ranks, 'trainer rank')}{servers} {'needs' if needed == 1 else 'need'} {plural(needed, 'GPU')}, and "
+        f"{there}",
+        remedy,
+    )
+
+
+def check_batch(config: Config) -> Iterator[Violation]:
+    """Check the division of a batch: into mini-batches, over data ranks, and by age."""
+    r, t, data = config.rollout, config.train, config.parallel.data
+    num_sequences = r.prompts_per_step * r.samples_per_prompt
+    sequences = ("train.minibatches_per_step", "rollout.prompts_per_step", "rollout.samples_per_prompt")
+    if num_sequences % t.minibatches_per_step:
+        nearest = nearest_divisor(num_sequences, t.minibatches_per_step)
+        yield Violation(
+            sequences,
+            f"train.minibatches_per_step={t.minibatches_per_step} does not divide rollout.prompts_per_step x "
+            f"samples_per_prompt = {r.prompts_per_step} x {r.samples_per_prompt} = {plural(num_sequences, 'sequence')}",
+            f"set train.minibatches_per_step={nearest}",
+        )
+    elif (each := num_sequences // t.minibatches_per_step) < data:
+        at_most = num_sequences // data
+        advice = (
+            f"set train.minibatches_per_step={nearest_divisor(num_sequences, at_most, at_most)}"
+            if at_most
+            else f"set parallel.data={num_sequences}"
+        )
+        yield Violation(
+            (*sequences, "parallel.data"),
+            f"each mini-batch has {num_sequences} / {t.minibatches_per_step} = {plural(each, 'sequence')}, "
+            f"fewer than parallel.data={data} ranks",
+            advice,
+        )
+    if r.samples_per_prompt < 2 and config.advantage.compares_responses:
+        yield Violation(
+            ("rollout.samples_per_prompt", "advantage.kind"),
+            f"rollout.samples_per_prompt={r.samples_per_prompt}: an advantage compares the responses to one prompt "
+            "and needs at least 2",
+            'set rollout.samples_per_prompt=8, or advantage.kind="gae", which has a critic',
+        )
+    own_age = t.minibatches_per_step * t.epochs_per_step - 1
+    ages = ("rollout.max_staleness", "train.minibatches_per_step", "train.epochs_per_step")
+    if r.max_staleness is not None and r.max_staleness < own_age:
+        yield Violation(
+            ages,
+            f"rollout.max_staleness={r.max_staleness}, but the {own_age + 1} updates of one step already age its "
+            f"samples by up to {own_age}",
+            f"set rollout.max_staleness={own_age} or more",
+        )
+    needed = 2 * own_age + 1
+    if r.overlap and (r.max_staleness is None or own_age <= r.max_staleness < needed):
+        yield Violation(
+            (*ages, "rollout.overlap"),
+            f"rollout.overlap=true trains samples that are at least one step old, so it needs a bound of at least "
+            f"2 x {own_age + 1} - 1 = {plural(needed, 'update')}",
+            f"set rollout.max_staleness={needed} or more, such as {needed + own_age + 1}",
+        )
+
+
+def nearest_divisor(number: int, wanted: int, at_most: int | None = None) -> int:
+    """Return the divisor of `number` nearest to `wanted`, of those up to `at_most`; the smaller of two."""
+    smaller = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = [n for small in smaller for n in (small, number // small) if n <= (at_most or number)]
+    return min(divisors, key=lambda n: (abs(n - wanted), n))
+
+
+def check_sync(config: Config) -> Iterator[Violation]:
+    """Check that the other ranks have the patience to wait for a weight update."""
+    wait_s, patience_s = config.sync.timeout_s, config.parallel.timeout_s
+    if config.parallel.size > 1 and 4 * wait_s > patience_s:
+        yield warning(
+            ("sync.timeout_s", "parallel.timeout_s", *RANKS),
+            f"sync.timeout_s={wait_s:g}: the other trainer ranks wait at most parallel.timeout_s={patience_s:g} s for "
+            "the first one, which may have to wait for a hung engine in several stages of a weight update",
+            f"set sync.timeout_s={patience_s / 4:g} or less, or parallel.timeout_s={4 * wait_s:g}",
+        )

@@ -1,0 +1,119 @@
+"""Updates: the loss and its KL term, the learning rate, the critic."""
+
+from collections.abc import Collection, Iterator
+
+from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.lr_schedule import planned_updates
+from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import plural
+
+
+def check_loss(config: Config) -> Iterator[Violation]:
+    """Check the loss against the updates of a step."""
+    loss, train = config.loss, config.train
+    if loss.scores_proximal and train.minibatches_per_step * train.epochs_per_step == 1:
+        yield warning(
+            ("train.minibatches_per_step", "train.epochs_per_step", "loss.proximal"),
+            'loss.proximal="learner" clips the ratio to the weights that the step began with, which is 1 in its only '
+            "update: nothing is ever clipped",
+            "set train.minibatches_per_step=2 or more to let the bounds act",
+        )
+    if config.loss.searches_bounds and config.bapo.scope == "microbatch":
+        yield warning(
+            ("bapo.scope", "loss.name", "loss.search_bounds"),
+            'bapo.scope="microbatch" gives every micro-batch bounds of its own, as the authors\' recipe does: results '
+            f"depend on train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} and on the number of "
+            "data and context ranks",
+            'set bapo.scope="exact" for results that do not',
+        )
+
+
+def check_kl(config: Config) -> Iterator[Violation]:
+    """Check the settings of the KL term."""
+    loss = config.loss
+    if not loss.kl_coef:
+        if loss.kl_target is not None:
+            yield Violation(
+                ("loss.kl_coef", "loss.kl_target"),
+                f"loss.kl_target={loss.kl_target:g} multiplies loss.kl_coef, which is 0 and would stay so",
+                "set loss.kl_coef=0.1, or leave loss.kl_target out",
+            )
+        return
+    if loss.kl_estimator == "k1":
+        yield warning(
+            ("loss.kl_estimator", "loss.kl_coef"),
+            'loss.kl_estimator="k1" has a gradient of 0 on average, on samples of the policy itself: as a term of the '
+            "loss it adds noise and holds nothing back",
+            'set loss.kl_estimator="k2" or "k3"',
+        )
+
+
+def check_schedule(config: Config, given: Collection[str] | None) -> Iterator[Violation]:
+    """Check that warm-up ends before the run does."""
+    optimizer, num_updates = config.optimizer, planned_updates(config)
+    if optimizer.warmup_updates < num_updates:
+        return
+    settings = (
+        "optimizer.warmup_updates",
+        "optimizer.schedule",
+        "optimizer.total_updates",
+        "train.num_steps",
+        "train.minibatches_per_step",
+        "train.epochs_per_step",
+        "train.rollout_only",
+    )
+    remedy = f"set optimizer.warmup_updates={num_updates // 10} or so"
+    if optimizer.schedule == "constant":
+        is_given = given is None or "optimizer.warmup_updates" in given  # else this is a short trial of a recipe
+        if is_given and optimizer.warmup_updates > num_updates and not config.train.rollout_only:
+            yield warning(
+                settings,
+                f"optimizer.warmup_updates={optimizer.warmup_updates} is longer than the run of "
+                f"{plural(num_updates, 'update')}, which ends at {num_updates / optimizer.warmup_updates:.2g} of "
+                "optimizer.lr",
+                remedy,
+            )
+    else:
+        yield Violation(
+            settings,
+            f"optimizer.warmup_updates={optimizer.warmup_updates} leaves nothing of the "
+            f'{plural(num_updates, "update")} for optimizer.schedule="{optimizer.schedule}"',
+            remedy,
+        )
+
+
+def check_critic(config: Config) -> Iterator[Violation]:
+    """Find settings of groups that a critic does not need, and a critic that trains for the whole run."""
+    advantage, critic, r = config.advantage, config.critic, config.rollout
+    if advantage.compares_responses:
+        return
+    if advantage.whiten_batch:
+        yield Violation(
+            ("advantage.whiten_batch", "advantage.kind"),
+            f'advantage.whiten_batch=true is for one advantage per response, and advantage.kind="{advantage.kind}" has '
+            "one per token",
+            "set advantage.whiten_tokens instead",
+        )
+    if critic.warmup_steps >= config.train.num_steps and not config.train.rollout_only:
+        yield warning(
+            ("train.num_steps", "critic.warmup_steps", "advantage.kind", "train.rollout_only"),
+            f"critic.warmup_steps={critic.warmup_steps} of train.num_steps={config.train.num_steps} steps train the "
+            "critic only: the policy would never change",
+            "set train.num_steps above it",
+        )
+    if r.keep_group == "informative":
+        cost = "are all there are" if r.samples_per_prompt == 1 else "teach a critic as much as others"
+        yield Violation(
+            ("rollout.keep_group", "rollout.samples_per_prompt", "advantage.kind"),
+            f'rollout.keep_group="informative" leaves out groups of equal rewards, which {cost} with '
+            f'rollout.samples_per_prompt={r.samples_per_prompt} and advantage.kind="{advantage.kind}"',
+            'set rollout.keep_group="all"',
+            "error" if r.samples_per_prompt == 1 else "warning",
+        )
+    if r.truncated == "mask":
+        yield warning(
+            ("rollout.truncated", "advantage.kind"),
+            'rollout.truncated="mask": the critic does not learn from truncated responses either, and so predicts the '
+            "rewards of complete responses only",
+            'set rollout.truncated="keep"',
+        )

@@ -1,0 +1,100 @@
+"""The model: its family, its split over ranks and servers, its longest sequence, its precision.
+
+What the trainer cannot do, learner/fit.py and learner/precision.py refuse.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from bapo_megatron.config.base import Severity, Violation, warning
+from bapo_megatron.config.engines import engine_kind, num_started
+from bapo_megatron.config.families import own_family
+from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.fit import check_split
+from bapo_megatron.preflight.checks.eval import EVALUATES
+from bapo_megatron.preflight.checks.layout import nearest_divisor
+
+
+def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Check the model against its family, the layout, the servers and the longest sequence."""
+    own, model_type = own_family(config.model.family), hf_config.get("model_type")
+    if own is not None and own.model_type != model_type:
+        yield Violation(
+            ("model.family", "model.path"),
+            f'model.family="{config.model.family}" is for model_type {own.model_type!r}, and the config.json of '
+            f"model.path={config.model.path!r} has {model_type!r}",
+            "leave model.family out, or set model.path to a model of that type",
+        )
+        return
+    yield from check_split(config, hf_config, "model.path")
+    heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
+    if isinstance(heads, int) and heads % ranks:
+        yield Violation(
+            ("rollout.server_tensor_parallel", "model.path"),
+            f"rollout.server_tensor_parallel={ranks} does not divide the model's num_attention_heads={heads}",
+            f"set rollout.server_tensor_parallel={nearest_divisor(heads, ranks)}",
+        )
+    positions = hf_config.get("max_position_embeddings")
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    settings = ("data.max_prompt_tokens", "rollout.max_response_tokens", "model.path")
+    if isinstance(positions, int) and prompt + response > positions:
+        fitting = positions - response if response < positions else positions // 2
+        advice = f"set data.max_prompt_tokens={fitting}"
+        if response >= positions:
+            advice += f" and rollout.max_response_tokens={positions - fitting}"
+        yield Violation(
+            settings,
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = {prompt + response} is "
+            f"more than the model's max_position_embeddings={positions}",
+            advice,
+        )
+    elif isinstance(positions, int) and config.longest_sequence > positions:
+        yield Violation(
+            (*EVALUATES, *settings),
+            f"data.max_prompt_tokens + the longest max_response_tokens of eval.sets = {config.longest_sequence} is "
+            f"more than the model's max_position_embeddings={positions}",
+            f"set max_response_tokens={positions - prompt} there",
+        )
+
+
+def check_dtype(config: Config, num_gpus: int, *, starts_here: bool) -> Iterator[Violation]:
+    """Check that there is a GPU for bfloat16: an error where the run starts, else a warning."""
+    if config.model.dtype == "bfloat16" and not num_gpus:
+        problem, remedy = 'model.dtype="bfloat16" needs a GPU, and none is visible here', 'set it to "float32" on CPUs'
+        severity: Severity = "error" if starts_here else "warning"
+        yield Violation(("model.dtype", "cluster.gpu"), problem, remedy, severity)
+
+
+def precision_warnings(config: Config, num_gpus: int) -> Iterator[Violation]:
+    """Warn of FP8 settings, and of a backend of log-probs.
+
+    Args:
+        num_gpus: that a run may use.
+    """
+    p, r = config.precision, config.rollout
+    if not num_gpus and p.uses_fp8:
+        yield warning(
+            ("precision.fp8", "precision.recipe", "cluster.gpu"),
+            f'precision.fp8="{p.fp8}" needs a GPU, and none is visible here: whether GPU, CUDA and Transformer Engine '
+            f'are fit for precision.recipe="{p.recipe}" is checked where the run starts',
+        )
+    if p.uses_fp8 and num_started(r) and not engine_kind(r.engine).on_gpus:
+        yield warning(
+            ("rollout.engine", "precision.fp8"),
+            f'precision.fp8="{p.fp8}" with rollout.engine="{r.engine}": that engine samples on a CPU, from bfloat16 '
+            "weights",
+            'set rollout.engine="sglang"',
+        )
+    if p.uses_fp8 and p.recipe == "delayed":
+        yield warning(
+            ("precision.recipe", "precision.fp8"),
+            'precision.recipe="delayed" learns its scales from training passes, from 1 on, and checkpoints lack them: '
+            "log-probs before the first update of each start are coarse",
+            'set precision.recipe="tensorwise"',
+        )
+    if not num_gpus and config.train.logprob_backend == "triton":
+        yield warning(
+            ("train.logprob_backend", "cluster.gpu"),
+            'train.logprob_backend="triton" needs a GPU, and none is visible here',
+            'set it to "auto"',
+        )

@@ -1,0 +1,88 @@
+"""The judge, and the shaping of its rewards."""
+
+from collections.abc import Iterator
+
+from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.dotted import REWARD
+from bapo_megatron.config.schema import Config, RewardConfig
+
+
+def check_reward(config: Config) -> Iterator[Violation]:
+    """Check the settings of judging and shaping against each other."""
+    reward, r = config.reward, config.rollout
+    if reward.overlong_buffer_tokens > r.max_response_tokens:
+        yield Violation(
+            ("reward.overlong_buffer_tokens", "rollout.max_response_tokens"),
+            f"reward.overlong_buffer_tokens={reward.overlong_buffer_tokens} is more than rollout.max_response_tokens="
+            f"{r.max_response_tokens}: even an empty response would be punished",
+            f"set reward.overlong_buffer_tokens={max(1, r.max_response_tokens // 5)}",
+        )
+    if r.truncated == "mask" and reward.overlong_penalty:
+        yield warning(
+            ("rollout.truncated", "reward.overlong_penalty"),
+            'rollout.truncated="mask" keeps truncated responses out of the loss, so that reward.overlong_penalty='
+            f"{reward.overlong_penalty:g} teaches little",
+            'set rollout.truncated="keep" or reward.overlong_penalty=0',
+        )
+    if r.keep_group == "informative" and r.samples_per_prompt == 2:
+        yield warning(
+            ("rollout.samples_per_prompt", "rollout.keep_group"),
+            'rollout.keep_group="informative" with rollout.samples_per_prompt=2 drops most groups: two responses often '
+            "get the same reward",
+            'set rollout.samples_per_prompt=8, or rollout.keep_group="all"',
+        )
+    if r.keep_group == "informative" and config.train.entropy_coef:
+        yield warning(
+            ("rollout.keep_group", "train.entropy_coef"),
+            f"train.entropy_coef={config.train.entropy_coef:g} rewards entropy on groups of equal rewards too, and "
+            'rollout.keep_group="informative" leaves these out of the batch',
+            'set rollout.keep_group="all"',
+        )
+    yield from _parts(reward)
+    for table, one in config.prompt_sources.items():
+        if reward.kind == "code" and not one.has_rows:
+            yield Violation(
+                (f"{table}.source", "reward.kind", "data.sources"),
+                f'reward.kind="code" needs prompts with tests, but {table}.source={one.source!r} has none',
+                f'set {table}.source="jsonl"',
+            )
+    is_scaled = reward.scale != 1 or reward.running_std
+    scaling = ("advantage.kind", "reward.scale", "reward.running_std", "reward.clip")
+    if config.advantage.divides_by_std and is_scaled and reward.clip is None:
+        name = "reward.running_std" if reward.running_std else f"reward.scale={reward.scale:g}"
+        yield warning(
+            scaling,
+            f'{name} does nothing with advantage.kind="{config.advantage.kind}", which divides by the standard '
+            "deviation of each group",
+            'set advantage.kind="dr_grpo" or "rloo"',
+        )
+    if config.advantage.whiten_batch and is_scaled and reward.clip is None and not config.advantage.divides_by_std:
+        yield warning(
+            ("advantage.whiten_batch", *scaling),
+            "advantage.whiten_batch=true divides by the standard deviation of the batch, so that reward.scale and "
+            "reward.running_std do nothing",
+            "leave one of them out",
+        )
+
+
+def _parts(reward: RewardConfig) -> Iterator[Violation]:
+    """Check which judges give the parts of the reward that have weights."""
+    weights = ("reward.weights", "reward.judges", "reward.kind")
+    if reward.judges and reward.kind != "auto":
+        yield Violation(
+            ("reward.kind", "reward.judges"),
+            f'reward.kind="{reward.kind}" names a judge besides reward.judges',
+            "make it one of them, or leave it out",
+        )
+    unknown = sorted(reward.weights.keys() - reward.judges.keys()) if reward.judges else []
+    if unknown:
+        names = ", ".join(reward.judges)
+        yield Violation(
+            weights, f"reward.weights.{unknown[0]} is not a part of reward.judges ({names})", "leave it out"
+        )
+    elif reward.weights and not reward.judges and reward.kind in REWARD.names:
+        yield Violation(
+            weights,
+            f'reward.weights names parts, and reward.kind="{reward.kind}" returns a number',
+            "leave it out, or set reward.judges",
+        )

@@ -1,0 +1,172 @@
+"""Sampling, and the servers that sample."""
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from bapo_megatron.config.base import Violation, warning
+from bapo_megatron.config.engines import engine_kind, num_started
+from bapo_megatron.config.schema import Config, RolloutConfig
+from bapo_megatron.engines.sglang import OWN_ARGUMENTS
+from bapo_megatron.errors import plural
+
+
+def check_rollout(config: Config) -> Iterator[Violation]:
+    """Check lengths and numbers of responses and groups against each other."""
+    r = config.rollout
+    if r.tokens_per_round is not None and r.tokens_per_round > r.max_response_tokens:
+        yield Violation(
+            ("rollout.tokens_per_round", "rollout.max_response_tokens"),
+            f"rollout.tokens_per_round={r.tokens_per_round} is more than rollout.max_response_tokens="
+            f"{r.max_response_tokens}",
+            "set it below that, or leave it out to sample responses to their end",
+        )
+    groups = ("rollout.groups_in_flight", "rollout.prompts_per_step")
+    if r.groups_in_flight is not None and r.groups_in_flight < r.prompts_per_step:
+        yield Violation(
+            groups,
+            f"rollout.groups_in_flight={r.groups_in_flight} is fewer than the rollout.prompts_per_step="
+            f"{r.prompts_per_step} groups that a step needs",
+            f"set rollout.groups_in_flight={r.prompts_per_step} or more",
+        )
+    if r.abort_tail and not r.overlap and (r.groups_in_flight or r.prompts_per_step) == r.prompts_per_step:
+        yield warning(
+            ("rollout.abort_tail", "rollout.overlap", *groups),
+            f"rollout.abort_tail=true has no tail to abort: rollout.groups_in_flight is the "
+            f"{plural(r.prompts_per_step, 'group')} that a step needs",
+            f"set rollout.groups_in_flight={2 * r.prompts_per_step}",
+        )
+    longest = config.data.max_prompt_tokens + r.max_response_tokens
+    if r.engine_max_context is not None and r.engine_max_context < longest:
+        yield Violation(
+            ("rollout.engine_max_context", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"rollout.engine_max_context={r.engine_max_context} is shorter than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {config.data.max_prompt_tokens} + {r.max_response_tokens} = {longest}",
+            "set it to that or more, or leave it out",
+        )
+
+
+def check_shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
+    """Warn of sampling and training at once on the same cores."""
+    r = config.rollout
+    shares = num_started(r) and not engine_kind(r.engine).on_gpus and not num_gpus and config.cluster.gpu is None
+    if r.overlap and shares:
+        yield warning(
+            ("rollout.overlap", "rollout.engine", "cluster.gpu"),
+            "rollout.overlap=true, but trainer and engines share the cores of this machine, which each of them keeps "
+            "busy by turns: steps take a little longer (docs/performance.md)",
+            "set rollout.overlap=false, unless you try out a run whose engines will have devices of their own",
+        )
+
+
+def check_servers(config: Config) -> Iterator[Violation]:
+    """Check what the engine needs, and what is passed on to its servers."""
+    r, kind = config.rollout, engine_kind(config.rollout.engine)
+    if kind.needs == "urls" and not r.urls:
+        yield Violation(
+            ("rollout.urls", "rollout.engine"),
+            f'rollout.engine="{r.engine}" needs rollout.urls',
+            'set it, such as rollout.urls=["http://127.0.0.1:30000"], or rollout.engine="embedded"',
+        )
+    if kind.needs == "recordings" and r.recorded_from is None:
+        yield Violation(
+            ("rollout.recorded_from", "rollout.engine"),
+            f'rollout.engine="{r.engine}" needs rollout.recorded_from, the `rollouts` folder of a run with '
+            "rollout.record=true",
+            'set it, or rollout.engine="embedded"',
+        )
+    if r.server_tensor_parallel > 1 and not kind.tensor_parallel:
+        yield Violation(
+            ("rollout.server_tensor_parallel", "rollout.engine"),
+            f"rollout.server_tensor_parallel={r.server_tensor_parallel}, but the {kind.title} is one process",
+            'set rollout.engine="sglang" or rollout.server_tensor_parallel=1',
+        )
+    for name in sorted(config.sglang.extra.keys() & OWN_ARGUMENTS.keys()):
+        problem = f"sglang.extra.{name} is set by the launcher"
+        yield Violation((f"sglang.extra.{name}",), problem, f"use {OWN_ARGUMENTS[name]}")
+    if not kind.answers_when_busy and r.hang_timeout_s < config.sync.timeout_s:
+        yield warning(
+            ("rollout.hang_timeout_s", "sync.timeout_s", "rollout.engine"),
+            f"rollout.hang_timeout_s={r.hang_timeout_s:g} is below sync.timeout_s={config.sync.timeout_s:g}: a server "
+            "may be killed in the middle of a weight update",
+            f"set rollout.hang_timeout_s={config.sync.timeout_s:g}",
+        )
+    if url := r.router_url:
+        yield from _router(url, r)
+    for url in r.urls if kind.needs == "urls" else ():
+        if server_address(url) is None:
+            yield Violation(
+                ("rollout.urls", "rollout.engine"),
+                f'rollout.urls: "{url}" is not the URL of a server',
+                'write it like "http://127.0.0.1:30000"',
+            )
+    share = config.sglang.extra.get("mem_fraction_static")
+    if share is not None and not (type(share) in (int, float) and 0 < share < 1):
+        yield Violation(
+            ("sglang.extra.mem_fraction_static",),
+            f"sglang.extra.mem_fraction_static={share!r} is not a share of a GPU's memory, for weights and KV cache",
+            "set it between 0 and 1, such as 0.85, or leave it out",
+        )
+
+
+def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
+    if engine_kind(r.engine).needs != "urls":
+        yield Violation(
+            ("rollout.router_url", "rollout.engine"),
+            f'rollout.router_url="{url}" is for servers of your own that the router knows',
+            'set rollout.engine="attach" and their rollout.urls, or leave router_url out',
+        )
+    if server_address(url) is None:
+        yield Violation(
+            ("rollout.router_url",),
+            f'rollout.router_url="{url}" is not a URL',
+            'set it to something like "http://127.0.0.1:30001"',
+        )
+    if url.rstrip("/") in {worker.rstrip("/") for worker in r.urls}:
+        problem = f'rollout.router_url="{url}" is also one of rollout.urls, which are the servers behind it'
+        yield Violation(("rollout.router_url", "rollout.urls"), problem, "take it out of one of them")
+
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def server_address(url: str) -> tuple[str, int] | None:
+    """Return host and port of a base URL; None if it is not one.
+
+    Example: server_address("http://node3:30000") == ("node3", 30000); server_address("node3:30000") is None.
+    """
+    try:
+        parts = urlsplit(url)
+        port = _DEFAULT_PORTS.get(parts.scheme) if parts.port is None else parts.port
+    except ValueError:  # a port above 65535, or half an IPv6 address
+        return None
+    return (parts.hostname, port) if parts.hostname and port and parts.scheme in _DEFAULT_PORTS else None
+
+
+def check_cut(config: Config) -> Iterator[Violation]:
+    """Check that the engine returns the log-probs that top_p and top_k need; warn of the ratios that they lead to."""
+    r, kind = config.rollout, engine_kind(config.rollout.engine)
+    for table, cut in ({"rollout": r} | config.eval_sets).items():
+        if not kind.samples or (cut.top_p == 1 and cut.top_k is None):
+            continue
+        given = f"{table}.top_p={cut.top_p:g}" if cut.top_p < 1 else f"{table}.top_k={cut.top_k}"
+        settings = (f"{table}.top_k", f"{table}.top_p", "rollout.engine")
+        if not kind.cuts:
+            yield Violation(
+                settings,
+                f"{given}: the {kind.title} does not return log-probs of the distribution that a cut leaves",
+                f'leave {table}.top_p and {table}.top_k out, or set rollout.engine="embedded"',
+            )
+        elif kind.max_cut_tokens is not None and (cut.top_k is None or cut.top_k > kind.max_cut_tokens):
+            yield Violation(
+                settings,
+                f"{given}: the {kind.title} returns log-probs of the distribution that a cut leaves only with a top_k "
+                f"of at most {kind.max_cut_tokens}",
+                f"set {table}.top_k, such as {table}.top_k=1024",
+            )
+    if r.is_cut and config.loss.ratio_options is not None and not config.loss.scores_proximal:
+        yield warning(
+            ("loss.proximal", "loss.name", "rollout.top_p", "rollout.top_k"),
+            "with rollout.top_p and rollout.top_k, the ratio of a token on policy is the kept mass, below 1: clipping "
+            "sees the cut as a change of the policy (docs/bapo.md)",
+            'set loss.proximal="learner" to clip changes only',
+        )
