@@ -285,7 +285,10 @@ class WorkerPool:
         began_s = time.monotonic()
         async with self._slots:
             try:
-                reply = await (self._ask_shared(fields) if self._is_async else self._ask_alone(fields))
+                if self._is_async:
+                    reply = await self._ask_shared(fields)
+                else:
+                    reply = await self._ask_alone(fields, await self._lease())
             except WorkerLost:
                 reply = await self._ask_again(fields)
         if "user_error" in reply:
@@ -304,15 +307,19 @@ class WorkerPool:
             raise WorkerLost("it hung") from None
 
     async def _ask_again(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Ask a process that is alone with this request, so that a second loss is the request's own fault.
+
+        A plain function gets a process that has done nothing before: an idle one may have died for another reason. An
+        asynchronous one shares the few that other requests of the lost process have started.
+        """
         async with self._alone:
             try:
-                return await self._ask_alone(fields)
+                return await self._ask_alone(fields, await (self._lease() if self._is_async else self._start()))
             except WorkerLost as loss:
                 return {"problem": "error", "message": f"its process died, twice: {loss}"}
 
-    async def _ask_alone(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Ask a process that does nothing else meanwhile. Raises WorkerLost."""
-        worker = await self._lease()
+    async def _ask_alone(self, fields: dict[str, Any], worker: Worker) -> dict[str, Any]:
+        """Ask a process that does nothing else meanwhile, and keep it if it lives. Raises WorkerLost."""
         try:
             return await worker.ask(fields, self._limit_s)
         except TimeoutError:

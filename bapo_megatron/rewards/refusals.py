@@ -53,7 +53,7 @@ class Refusals:
             self.register(poller)
         elif event & select.POLLIN:
             self._answer()
-        else:  # nobody is left to make calls
+        elif event & select.POLLHUP:  # nobody is left to make calls; POLLERR alone says that a signal came
             poller.unregister(fd)
 
     def read_report(self) -> None:

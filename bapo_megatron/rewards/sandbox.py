@@ -66,9 +66,7 @@ _CHECKS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
 
 def main() -> None:
     job = json.load(sys.stdin.buffer)
-    result_fd, token_fd, report_fd = map(int, sys.argv[1:])
-    for fd in (result_fd, token_fd):
-        os.set_inheritable(fd, False)
+    result_fd, token_fd, report_fd = (_moved_down(int(fd)) for fd in sys.argv[1:])
     _replace_stdin(job["stdin"])
     confine(job, report_fd)
     if "tests" in job:
@@ -80,7 +78,7 @@ def main() -> None:
 
 def confine(job: dict[str, Any], report_fd: int) -> None:
     """Give up what a program must not have, and report to the judge what the system refuses to take away."""
-    report = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, _moved(report_fd))
+    report = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, _moved_up(report_fd))
     lacking = []
     _limit_resources(job["memory_bytes"], job["cpu_s"], job["file_bytes"])
     _drop_capabilities()
@@ -105,12 +103,18 @@ def confine(job: dict[str, Any], report_fd: int) -> None:
         os.close(listener)
 
 
-def _moved(report_fd: int) -> int:
+def _moved_down(fd: int) -> int:
+    """Move a descriptor to the lowest free number: a judge with many open files may pass on _REPORT_FD itself."""
+    lowest = os.dup(fd)
+    os.close(fd)
+    return lowest
+
+
+def _moved_up(report_fd: int) -> int:
     """Move a descriptor to _REPORT_FD if the limit of open files allows it."""
     try:
         fd = os.dup2(report_fd, _REPORT_FD, inheritable=False)
     except OSError:
-        os.set_inheritable(report_fd, False)
         return report_fd
     os.close(report_fd)
     return fd

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -122,6 +123,21 @@ def test_programs_with_tests(judge: CodeJudge, program: str, reward: float) -> N
 )
 def test_programs_with_cases(judge: CodeJudge, program: str, reward: float) -> None:
     assert judge.judge(SUM, respond(program)) == reward
+
+
+def test_a_verdict_does_not_depend_on_how_many_files_the_judge_has_open() -> None:
+    """The sandbox moves descriptors, whose numbers are the judge's: 64 is the one that it needs itself."""
+    program = respond("def f(x): return x + 1")
+    script = f"""
+        import os
+        from bapo_megatron.rewards.code import CodeJudge
+        for lowest_free in range(50, 70):
+            while os.open(os.devnull, os.O_RDONLY) < lowest_free - 1: pass
+            print(lowest_free, float(CodeJudge({HANG_S}, 1 << 30).judge({NEXT!r}, {program!r})))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
+    assert done.stdout.splitlines() == [f"{lowest_free} 1.0" for lowest_free in range(50, 70)]
 
 
 def test_no_program_is_no_pass_and_both_kinds_of_tests_count(judge: CodeJudge) -> None:
@@ -325,6 +341,25 @@ class TestRefusedCalls:
         """
         assert judge.judge(NEXT, respond(program)) == 1.0
         assert "refused system calls go unnamed" in caplog.text
+
+    def test_a_signal_to_the_judge_does_not_end_the_answers(self) -> None:
+        """Linux answers POLLERR if a signal comes while it waits for the lock of the calls."""
+        ours, theirs = socket.socketpair()
+        listener, caller = os.pipe()
+        poller = select.poll()
+        with contextlib.closing(Refusals(ours, platform.machine(), {})) as refusals, theirs:
+            socket.send_fds(theirs, [b'{"lacking": []}'], [listener])
+            refusals.register(poller)
+            [(report, event)] = poller.poll()
+            refusals.on_event(report, event, poller)
+            os.write(caller, b"x")
+            [(calls, _)] = poller.poll()
+            refusals.on_event(calls, select.POLLERR, poller)
+            assert poller.poll(0) == [(calls, select.POLLIN)]
+            refusals.on_event(calls, select.POLLHUP, poller)
+            assert poller.poll(0) == []
+        os.close(listener)
+        os.close(caller)
 
     def test_a_call_can_be_allowed(self) -> None:
         program = respond("import os\nos.mkdir('a')\nos.chmod('a', 0o700)\ndef f(x): return x + 1")

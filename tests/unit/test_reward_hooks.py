@@ -27,7 +27,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.rewards import RewardScorer, pool
 from bapo_megatron.rewards.judges import as_verdict
-from bapo_megatron.rewards.pool import Worker
+from bapo_megatron.rewards.pool import Worker, WorkerLost
 from bapo_megatron.types import Prompt
 from tests.distributed import HANG_S
 from tests.unit.reward_hooks import NUM_BESIDE_A_CRASH, NUM_TOGETHER
@@ -193,6 +193,23 @@ class TestPlain:
             assert metrics["reward/pending"] == 0
             assert metrics["reward/wait_s"] > 0
             assert scorer.metrics()["reward/wait_s"] == 0, "the mean is since the last call"
+
+    def test_processes_that_die_while_they_are_idle_cost_no_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One with several threads takes a moment, in which it looks alive."""
+        ask, idle = Worker.ask, set()
+
+        async def ask_with(worker: Worker, fields: dict[str, Any], limit_s: float) -> dict[str, Any]:
+            if fields["response"] == "3" and worker in idle:
+                worker.kill()
+                raise WorkerLost("it died before it was asked")
+            idle.add(worker)
+            return await ask(worker, fields, limit_s)
+
+        monkeypatch.setattr(Worker, "ask", ask_with)
+        with scorer_of("plain", concurrency=2) as scorer:
+            assert scorer.score(items("1", "2")) == [1.0, 2.0]
+            assert len(idle) == 2
+            assert scorer.score(items("3")) == [3.0]
 
     def test_close_waits_for_a_process_that_has_just_been_killed(
         self, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
