@@ -22,7 +22,7 @@ from bapo_megatron.engines.base import GroupSeat
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.wire import Bucket, digest, unpack
+from bapo_megatron.engines.wire import Bucket, digest, unpack_bucket
 from bapo_megatron.errors import EngineError
 from bapo_megatron.sync import broadcast
 from bapo_megatron.sync.broadcast import BroadcastChannel
@@ -119,7 +119,7 @@ class NcclEngine(ScriptedEngine):
         lazy.enter(self.url)
         while len(lazy.sent) <= index:
             await (asyncio.sleep(0.001) if lazy.is_met.is_set() else clock.wait_in_vain())
-        self.weights |= dict(unpack(lazy.sent[index], specs))
+        self.weights |= dict(unpack_bucket(lazy.sent[index], specs))
         if version is not None:
             self.version = str(version)
         return {spec.name: digest(self.weights[spec.name]) for spec in specs}

@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from bapo_megatron.config.families import own_family
 from bapo_megatron.engines.embedded import protocol
@@ -47,7 +48,6 @@ _MAX_LINE = 500  # characters of the log about a malformed request
 _UPDATE_TIMEOUT_S = 300.0
 _GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators: let it have it back soon
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = logging.getLogger(__name__)
 
