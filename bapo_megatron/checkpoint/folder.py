@@ -50,7 +50,7 @@ DIGEST_FIELD = "xxh3_128"
 _CHUNK_BYTES = 8 << 20
 _DECODED_BYTES = 4  # memory for each byte of JSON, at least
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Manifest = dict[str, Any]  # JSON: {"files": {file: [bytes, digest]}, "tensors": {part: {name: Saved}}} of one rank
 
 
@@ -227,7 +227,7 @@ def _read_line(file: Path) -> bytes:
     return b"".join(chunks)
 
 
-def checked(adapter: TypeAdapter[T], body: dict[str, Any], file: Path, context: Mapping[str, Any] | None = None) -> T:
+def checked(adapter: TypeAdapter[_T], body: dict[str, Any], file: Path, context: Mapping[str, Any] | None = None) -> _T:
     """Return what a sealed file holds, with its types.
 
     Args:

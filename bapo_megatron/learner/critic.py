@@ -27,8 +27,8 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape, validate_layout
 from bapo_megatron.learner.gradient_guard import SkipLimit
-from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.split_model import TrainedModel
 from bapo_megatron.types import MicroBatch, MiniBatch
 

@@ -29,14 +29,14 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape, validate_layout
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
+from bapo_megatron.learner.gpu_options import check_machine
 from bapo_megatron.learner.gradient_guard import GradientGuard
-from bapo_megatron.learner.metrics import TokenMetrics, TokenSums
-from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.learner.parallel import start_processes
-from bapo_megatron.learner.precision import check_machine
+from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
+from bapo_megatron.learner.token_metrics import TokenMetrics, TokenSums
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 PolicyOutcome = tuple[Tensor, Any, TokenSums]  # of a micro-batch: its log_probs_R, the decision, and its sums

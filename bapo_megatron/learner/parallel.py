@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
-from bapo_megatron.engines.group import connect_store, host_store
+from bapo_megatron.engines.update_group import connect_store, host_store
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.splits import Axis
 from bapo_megatron.kernels import kernels_of

@@ -24,8 +24,8 @@ from torch.nn import Module
 
 from bapo_megatron.config.plan import runs_forwards_first
 from bapo_megatron.config.schema import Config
+from bapo_megatron.learner.gpu_options import logprob_backend
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.learner.precision import logprob_backend
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.straggler import LOCAL_TIME, LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch

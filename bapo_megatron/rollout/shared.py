@@ -21,7 +21,7 @@ from bapo_megatron.rollout.shares import BatchShares, SharePlan, header_of
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch, Group
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 NEEDS_WEIGHTS: Final = None
 """The result of a call that needs a push first: the last engine has failed, and one is back without the weights. After
 the push, the same call resumes."""
@@ -128,7 +128,7 @@ class SharedRollouts:
         return batch
 
 
-def share_json(make: Callable[[], T] | None, *, sign_of_life_s: float) -> T:
+def share_json(make: Callable[[], _T] | None, *, sign_of_life_s: float) -> _T:
     """Return rank 0's JSON value on every rank of the default process group.
 
     Args:

@@ -46,7 +46,7 @@ from bapo_megatron.monitor.console import Screen, header
 from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, write_restart
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
-from bapo_megatron.worker import STOPPED, run_rank
+from bapo_megatron.trainer import STOPPED, run_rank
 
 RUN = "run"
 _SETTING = "slurm.startup_timeout_s"

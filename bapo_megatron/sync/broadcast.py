@@ -19,8 +19,8 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import Capabilities, Engine, GroupSeat, PauseMode
-from bapo_megatron.engines.group import GroupBackend, UpdateGroup, connect_store, host_store, in_thread
 from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.update_group import GroupBackend, UpdateGroup, connect_store, host_store, in_thread
 from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack_bucket, plan_buckets
 from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UserError
 from bapo_megatron.sync.base import Submit, SyncStats

@@ -43,7 +43,7 @@ from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.gradient_guard import GradientGuard
-from bapo_megatron.learner.hf.names import place_shard, to_shard
+from bapo_megatron.learner.slicing import place_shard, to_shard
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.staleness import StalenessBound

@@ -15,7 +15,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.environments import Continue, End, EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
-from bapo_megatron.rewards.pool import EnvironmentProcesses
+from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.drivers import StepDriver
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.scheduler import Scheduler

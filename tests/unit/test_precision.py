@@ -11,7 +11,7 @@ from bapo_megatron.config.plan import check
 from bapo_megatron.config.precision import RECIPES, Machine, check_precision, tokens_multiple, version_numbers
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape, model_shape
-from bapo_megatron.learner.precision import check_machine, fp8_fields, logprob_backend, uses_transformer_engine
+from bapo_megatron.learner.gpu_options import check_machine, fp8_fields, logprob_backend, uses_transformer_engine
 from tests.integration.learner_reference import random_batch
 
 FP8 = "precision.fp8=hybrid model.dtype=bfloat16"
@@ -206,7 +206,7 @@ def test_megatron_takes_the_fields(recipe: str) -> None:
     """Megatron's own checks pass, and its view of which layers are bfloat16 is ours."""
     from megatron.core.fp8_utils import is_first_last_bf16_layer
 
-    from bapo_megatron.learner.model import transformer_config
+    from bapo_megatron.learner.policy import transformer_config
 
     layers = [] if recipe == "delayed" else ["precision.bf16_layers_at_start=1", "precision.bf16_layers_at_end=2"]
     config = load_config([], [*FP8.split(), f"precision.recipe={recipe}", *layers])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bapo_megatron.rewards.pool as pool_module
+import bapo_megatron.rewards.worker_pool as pool_module
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.prompts.chains import ChainSource

@@ -13,7 +13,7 @@ from torch import Tensor
 from bapo_megatron.hf.families import COLUMNS, COPY, QKV, ROWS, VOCAB, Parameter
 from bapo_megatron.hf.shape import Dense, Experts, LayerShape, layer_entries
 from bapo_megatron.hf.splits import Box, Copy, EachExpert, Entry, EvenRows, Shard, Split
-from bapo_megatron.learner.hf.names import from_shards, place_shard, to_shard
+from bapo_megatron.learner.slicing import from_shards, place_shard, to_shard
 from tests.unit.test_hf_convert import make_shape
 
 

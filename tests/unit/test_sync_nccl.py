@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines import group
+from bapo_megatron.engines import update_group
 from bapo_megatron.engines.base import GroupSeat
 from bapo_megatron.engines.connected import LoopThread
-from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
 from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.update_group import Launch, UpdateGroup, host_store
 from bapo_megatron.engines.wire import Bucket, digest, unpack_bucket
 from bapo_megatron.errors import EngineError
 from bapo_megatron.sync import broadcast
@@ -76,11 +76,11 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
         return formed[-1], None
 
     def destroy(lazy: LazyGroup) -> None:
-        del group._world.pg_group_ranks[lazy]  # type: ignore[arg-type]
+        del update_group._world.pg_group_ranks[lazy]  # type: ignore[arg-type]
         lazy.events.append("closed")
 
-    monkeypatch.setattr(group, "_new_process_group_helper", new_group)
-    monkeypatch.setattr(group.dist, "destroy_process_group", destroy)
+    monkeypatch.setattr(update_group, "_new_process_group_helper", new_group)
+    monkeypatch.setattr(update_group.dist, "destroy_process_group", destroy)
     use_clock(monkeypatch)
     monkeypatch.setattr(broadcast._Sender, "_device", "cpu")
     yield formed

@@ -19,7 +19,7 @@ from bapo_megatron.engines.embedded.protocol import (
     UpdateFromDiskBody,
     UpdateWeightsBody,
 )
-from bapo_megatron.engines.group import UpdateGroup, reach_store
+from bapo_megatron.engines.update_group import UpdateGroup, reach_store
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack_bucket
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import weight_files

@@ -10,7 +10,7 @@ from torch.nn import ModuleList, Parameter
 from bapo_megatron.checkpoint.shards import Piece
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.hf.shape import ModelShape, entries
-from bapo_megatron.learner.hf.convert import gather_weights, own_pieces
+from bapo_megatron.learner.exchange import gather_weights, own_pieces
 from bapo_megatron.learner.parallel import ParallelLayout
 
 ReadParameter = Callable[[Parameter], Tensor]

@@ -42,8 +42,8 @@ from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
 from bapo_megatron.learner.attention import PackedAttention, PackedSequences, TransformerEngineAttention
 from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, rotation_of
 from bapo_megatron.learner.embedding import embed
+from bapo_megatron.learner.gpu_options import fp8_fields, fusion_fields, uses_transformer_engine
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.learner.precision import fp8_fields, fusion_fields, uses_transformer_engine
 from bapo_megatron.types import MicroBatch
 
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
