@@ -22,8 +22,8 @@ from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, NeedsTokens, Prompt, Sample, Segment
 from tests.hang import HANG_S
 from tests.states import through_checkpoint
+from tests.unit.test_continuous import TimedEngine, train
 from tests.unit.test_scheduler import STOP, ScriptedEngine, make, run_on_clock
-from tests.unit.test_stream import TimedEngine, train
 
 WORDS = (20, 21)  # of the environment: no engine samples them
 LIMIT = 40
