@@ -34,6 +34,7 @@ class RMSNorm(torch.nn.RMSNorm):
         dtype = x.dtype
         if self.plus_one:  # in float32, as transformers' GemmaRMSNorm: bfloat16 would round 1 + weight
             x, weight = x.float(), 1 + weight.float()
+        assert self.eps is not None, "the constructor has it"
         return kernels_of(x).rms_norm(x, weight, self.eps).to(dtype)
 
 
