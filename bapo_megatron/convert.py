@@ -31,11 +31,11 @@ from bapo_megatron.hf.shape import ModelShape, hf_tensors, load_hf_config, model
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, atomic_folder, copy_companions, write_safetensors
 
 Target = Literal["hf", "training"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Conversion:
     """Facts about a checkpoint that was read and found whole."""
 
     shape: ModelShape
@@ -60,7 +60,7 @@ def convert(
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     own: Family | None = None,
-) -> Summary:
+) -> Conversion:
     """Read and check a whole checkpoint; write it to `target`, if given, in one atomic move.
 
     Args:
@@ -96,7 +96,7 @@ def convert(
                 counts[str(tensor.dtype).removeprefix("torch.")] += 1
                 num_parameters += tensor.numel()
                 if dtype is not None:
-                    tensor = tensor.to(DTYPES[dtype])
+                    tensor = tensor.to(EXPORT_DTYPES[dtype])
                     check_finite(tensor, f"{name} of {source_folder}, once converted to {dtype},")
                 yield name, tensor
 
@@ -112,7 +112,7 @@ def convert(
             snapshot = Snapshot(pieces, facts, hf_path=companions)
             snapshot.complete(folder, [snapshot.write(folder, max_file_bytes)])
     version = index.facts["version"] if index else None
-    return Summary(shape, version, counts.total(), num_parameters, tuple(name for name, _ in counts.most_common()))
+    return Conversion(shape, version, counts.total(), num_parameters, tuple(name for name, _ in counts.most_common()))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Runs on one machine: start the engines and trainer ranks, and stop them at the end.
 
 bapo train -> run() -> engine processes (if the run starts any), under a supervisor
-                    -> one process for each trainer rank: worker.py; all of them again after a failure (restarts.py)
+                    -> one process for each trainer rank: trainer.py; all of them again after a failure (restarts.py)
 
 The first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and stop at the end of their step, the second ends them
 without waiting. Nothing here listens on any address but loopback.
@@ -39,7 +39,7 @@ from bapo_megatron.monitor.stall import hanging_ranks, last_words
 from bapo_megatron.monitor.summary import duration
 from bapo_megatron.runtime import num_cores, program
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
-from bapo_megatron.worker import STOPPED
+from bapo_megatron.trainer import STOPPED
 
 _POLL_S = 0.1
 _END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
@@ -284,7 +284,7 @@ def _train(
     screen: Screen,
     standby: StandbyRanks,
 ) -> int | _Failure:
-    """Run worker.py on every rank until all have ended or one has failed, for which the others would wait forever.
+    """Run trainer.py on every rank until all have ended or one has failed, for which the others would wait forever.
 
     The ranks import their modules while the engines start. Raises EngineError if an engine does not, and UserError for
     an error that a rank leaves.
@@ -340,7 +340,7 @@ def _ranks(
     Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
     """
     count = config.parallel.size
-    command = [sys.executable, "-m", "bapo_megatron.worker", "--run-dir", str(run_dir.path)]
+    command = [sys.executable, "-m", "bapo_megatron.trainer", "--run-dir", str(run_dir.path)]
     for url in urls:
         command += ["--engine-url", url]
     ranks: list[subprocess.Popen[bytes]] = []

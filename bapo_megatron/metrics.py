@@ -25,7 +25,7 @@ class Metric:
     advice: str = ""  # how to read it
     remedy: str = ""  # what to do if it is not as advice says, after "Otherwise"
     tokens: Literal["mean", "max"] | None = None  # reduction over an update's trained tokens; None: not made of tokens
-    of: str = ""  # field of the loss's record that is reduced; "": the sum comes from a table (`learner.metrics`)
+    of: str = ""  # field of the loss's record that is reduced; "": the sum comes from a table (`learner.token_metrics`)
     updates: Literal["mean", "max", "sum", "last"] = "mean"  # reduction over the updates of a step
     per: str = ""  # metric that divides this one, once both are reduced
     panel: str = ""  # "section / title" of the figure that draws it; "": none
@@ -53,7 +53,7 @@ def declared(key: str) -> Metric | None:
     Example: declared("eval/aime/reward") has the meaning of "eval/NAME/reward".
     """
     parts = key.split("/")
-    family = FAMILIES.get(f"{parts[0]}/NAME/{parts[2]}") if len(parts) == 3 else None
+    family = METRIC_FAMILIES.get(f"{parts[0]}/NAME/{parts[2]}") if len(parts) == 3 else None
     return METRICS.get(key) or (family and replace(family, key=key))
 
 
@@ -120,7 +120,7 @@ _INTRO = _DECLARED.pop("intro")
 SECTIONS = _sections(_DECLARED)
 _UNDECLARED = Metric("", "", "")
 METRICS = {metric.key: metric for section in SECTIONS for metric in _expanded(section)}
-FAMILIES = {metric.key: metric for section in SECTIONS for metric in section.metrics if "/NAME/" in metric.key}
+METRIC_FAMILIES = {metric.key: metric for section in SECTIONS for metric in section.metrics if "/NAME/" in metric.key}
 """Metrics of things that the run's settings name, such as an evaluation set."""
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
 from bapo_megatron.sync import open_channel
-from bapo_megatron.types import Count
+from bapo_megatron.types import Natural
 
 
 def _kind_of_rollouts(state: Any) -> str:
@@ -59,7 +59,7 @@ def _kind_of_rollouts(state: Any) -> str:
 class RunState(TypedDict):
     """Contents of a checkpoint's state.json."""
 
-    step: Count
+    step: Natural
     rollout: Annotated[
         Annotated[ManagerState, AfterValidator(samples_fit), Tag("sampled")]
         | Annotated[RecordedState, Tag("recorded")],

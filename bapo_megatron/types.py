@@ -47,7 +47,7 @@ Giver = Literal["prompt", "template", "environment", "trajectory"]
 """Who gave a token to the policy; "trajectory": another one of the same sample, which trains it."""
 Reward = float | Mapping[str, float]
 """A number, or named parts, whose sum counts."""
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """A count, version or id in JSON."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number in JSON."""
@@ -419,7 +419,7 @@ def _in_vocabulary(token_ids: list[int], info: ValidationInfo) -> list[int]:
     return token_ids
 
 
-TokenIds = Annotated[list[Count], AfterValidator(_in_vocabulary)]
+TokenIds = Annotated[list[Natural], AfterValidator(_in_vocabulary)]
 """Tokens in JSON. With "vocab_size" in the context, it has a row for each."""
 
 
@@ -440,8 +440,8 @@ def _origin(segment: SegmentJson) -> SegmentJson:
 class SegmentJson(TypedDict):
     """A `Segment` in a file: its values by the name of their stream."""
 
-    version: NotRequired[Annotated[Count, AfterValidator(_not_newer)]]
-    step: NotRequired[Count]
+    version: NotRequired[Annotated[Natural, AfterValidator(_not_newer)]]
+    step: NotRequired[Natural]
     by: NotRequired[Giver]  # of tokens that were given
     values: dict[str, Any]
 
@@ -459,7 +459,7 @@ class NeedsTokensJson(TypedDict):
     """`NeedsTokens` in a file."""
 
     needs: Literal["tokens"]
-    trajectory: Count
+    trajectory: Natural
 
 
 class NeedsEnvironmentJson(TypedDict):
@@ -467,7 +467,7 @@ class NeedsEnvironmentJson(TypedDict):
 
     needs: Literal["environment"]
     turn_end: TurnEnd
-    trajectory: Count
+    trajectory: Natural
 
 
 class EndedJson(TypedDict):
@@ -507,7 +507,7 @@ class SampleJson(TypedDict):
 class PromptJson(TypedDict):
     """A `Prompt` in a file."""
 
-    prompt_id: Count
+    prompt_id: Natural
     token_ids: TokenIds
     text: str
     answer: Any

@@ -26,7 +26,7 @@ from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import hf_tensors, model_shape
 from bapo_megatron.hf.writer import write_safetensors
-from bapo_megatron.learner.hf.convert import fill_parameters, gather_weights
+from bapo_megatron.learner.exchange import fill_parameters, gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.split_model import PARTS
 from benchmarks.ranks import Ranks

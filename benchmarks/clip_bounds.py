@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, search_bounds
 from bapo_megatron.config.schema_loss import ClipBoundConfig
-from bapo_megatron.runtime.ranks import combine
+from bapo_megatron.kernels import kernels_of
 from benchmarks.ranks import Ranks
 from benchmarks.side_by_side import LeftOut, Row, Rows, Turns, main, same, take_turns
 
@@ -46,7 +46,7 @@ def add_up(sums: Tensor) -> Tensor:
 def one_table(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> Bounds:
     mask = torch.ones_like(ratio, dtype=torch.bool)
     table = contribution_table(ratio, advantages, mask, None, config)
-    bounds = search_bounds(combine(table) if dist.is_initialized() else table, config)
+    bounds = search_bounds(kernels_of(table).combine(table) if dist.is_initialized() else table, config)
     return bounds.low, bounds.high
 
 

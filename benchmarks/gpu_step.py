@@ -43,7 +43,7 @@ from torch.nn import ModuleList, Parameter
 
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.group import UpdateGroup, host_store
+from bapo_megatron.engines.update_group import UpdateGroup, host_store
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner import split_model
 from bapo_megatron.learner.megatron import MegatronLearner

@@ -272,7 +272,7 @@ def role_of(process: psutil.Process, root: psutil.Process) -> str:
     command = " ".join(process.cmdline())
     if process == root:
         return "launcher"
-    if "bapo_megatron.worker" in command:
+    if "bapo_megatron.trainer" in command:
         return f"rank-{process.environ().get('RANK', '?')}"
     if "engines.embedded" in command:
         return "engine"

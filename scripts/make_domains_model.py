@@ -47,7 +47,7 @@ from bapo_megatron.prompts.programs import ProgramSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.rewards.answers import judge_chain
 from bapo_megatron.rewards.code import CodeJudge
-from bapo_megatron.rewards.reasoning_gym import build_judge
+from bapo_megatron.rewards.reasoning_gym import gym_judge
 
 PHRASES = ["```python\n", "def f(x): return ", "\n```", "Spell this word backward (example: sun -> nus): "]
 PRINTABLE = [chr(code) for code in range(32, 127)]
@@ -89,7 +89,7 @@ def domains(seed: int) -> list[tuple[PromptSource, Callable[[Any, str], float], 
     return [
         (ChainSource(NUM_EVALUATED, seed, {}), judge_chain, CHAIN_RESPONSE_TOKENS),
         (ProgramSource(NUM_EVALUATED, seed, {}), CodeJudge(10.0, 1 << 30).judge, PROGRAM_RESPONSE_TOKENS),
-        (ReasoningGymSource(*spelling), build_judge(*spelling), SPELLING_RESPONSE_TOKENS),
+        (ReasoningGymSource(*spelling), gym_judge(*spelling), SPELLING_RESPONSE_TOKENS),
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from bapo_megatron.prompts.chains import MODULUS, OPERATORS, Chain, ChainOptions, apply_operator
-from bapo_megatron.prompts.programs import FAMILY, Program, ProgramOptions, ProgramTask, solution
+from bapo_megatron.prompts.programs import PROGRAMS, Program, ProgramOptions, ProgramTask, solution
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 
 WRONG_FACTS_SHARE = 0.25
@@ -90,7 +90,7 @@ class ProgramPupil:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"program demonstrations/{seed}")
-        self.beliefs = Beliefs({program: program for program in FAMILY}, FAMILY, seed)
+        self.beliefs = Beliefs({program: program for program in PROGRAMS}, PROGRAMS, seed)
         self.options = ProgramOptions()
 
     def demonstrate(self) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from tests.hang import HANG_S
 # Seconds to import. The server that forks the children imports those that the tests of this session have imported.
 _SLOW_IMPORTS = ("torch.distributed", "transformers", "bapo_megatron.learner.megatron")
 # What the forked ranks and engines of killable.py run; there is one server for all.
-_RUNS = ("bapo_megatron.worker", "bapo_megatron.train", "bapo_megatron.engines.embedded.server")
+_RUNS = ("bapo_megatron.trainer", "bapo_megatron.train", "bapo_megatron.engines.embedded.server")
 
 
 def run_distributed(

@@ -7,7 +7,7 @@ Shape legend: R rows (one per response token), H hidden size, V vocabulary rows 
 B rows of a block of it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bapo_megatron.algorithms.chunks import chunk_rows
+from bapo_megatron.kernels import kernels_of
+from bapo_megatron.kernels.base import slices
 
 Backend = Literal["torch", "triton"]
-_CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for the logits and one temporary
 _ADDMM_WIDENS = torch.__version__ >= "2.10"  # before, addmm(out_dtype) took a total of the operands' 16-bit type only
 
 
@@ -108,7 +109,7 @@ class _TokenLogProbs(torch.autograd.Function):
         max_R = hidden_RH.new_full((num_rows,), torch.finfo(dtype).min, dtype=dtype)
         sums_3R = hidden_RH.new_zeros((3, num_rows), dtype=dtype)  # exp(logit - max), the same * logit, target's logit
         statistics, _ = _kernels(backend)
-        for rows in _chunks(num_rows if shard.num_real else 0, chunk_tokens):
+        for rows in slices(num_rows if shard.num_real else 0, chunk_tokens):
             logits_CV = _matmul(hidden_RH[rows], real_VH.T)
             columns_C = _local_columns(targets_R[rows], shard)
             max_R[rows], *sums = statistics(logits_CV, columns_C, temperature, with_entropy)
@@ -147,7 +148,7 @@ class _TokenLogProbs(torch.autograd.Function):
         pull_R = torch.zeros_like(log_z_R) if grad_log_probs_R is None else grad_log_probs_R / ctx.temperature
         entropy_pull_R = None if grad_entropy_R is None else grad_entropy_R / ctx.temperature
         _, gradients = _kernels(ctx.backend)
-        for rows in _chunks(hidden_RH.shape[0] if shard.num_real else 0, ctx.chunk_tokens):
+        for rows in slices(hidden_RH.shape[0] if shard.num_real else 0, ctx.chunk_tokens):
             grad_CV = gradients(
                 _matmul(hidden_RH[rows], real_VH.T),
                 _local_columns(targets_R[rows], shard),
@@ -178,10 +179,6 @@ def left_for_autograd(weight: Tensor, hooks_need_grad: bool) -> Tensor | None:
     return torch.zeros_like(weight) if hooks_need_grad else None
 
 
-def _chunks(num_rows: int, chunk_tokens: int) -> Iterator[slice]:
-    return (slice(i, min(i + chunk_tokens, num_rows)) for i in range(0, num_rows, chunk_tokens))
-
-
 def row_statistics(
     logits_CV: Tensor, columns_C: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -193,7 +190,7 @@ def row_statistics(
     """
     max_C, sum_C, weighted_C = logits_CV.new_zeros((3, logits_CV.shape[0]))
     target_C = logits_CV.gather(1, columns_C.clamp(min=0)[:, None])[:, 0].div_(temperature) * (columns_C >= 0)
-    for rows in _cached_rows(logits_CV):
+    for rows in kernels_of(logits_CV).blocks(logits_CV):
         l_BV = logits_CV[rows] if temperature == 1 else logits_CV[rows].div_(temperature)
         max_C[rows] = l_BV.amax(dim=1)
         weights_BV = (l_BV - max_C[rows, None]).exp_()
@@ -220,7 +217,7 @@ def logit_gradients(
         pull_C: gradients of the log-probs, divided by the temperature.
         entropy_pull_C: gradients of the entropies, divided by the temperature; None: zero.
     """
-    for rows in _cached_rows(logits_CV):
+    for rows in kernels_of(logits_CV).blocks(logits_CV):
         l_BV = logits_CV[rows] if temperature == 1 else logits_CV[rows].div_(temperature)
         log_p_BV = l_BV.sub_(log_z_C[rows, None])
         if entropy_pull_C is None:
@@ -230,12 +227,6 @@ def logit_gradients(
             log_p_BV.add_(entropy_C[rows, None]).mul_(entropy_pull_C[rows, None])
             log_p_BV.add_(pull_C[rows, None]).mul_(p_BV).neg_()
     return logits_CV.scatter_add_(1, columns_C.clamp(min=0)[:, None], (pull_C * (columns_C >= 0))[:, None])
-
-
-def _cached_rows(logits_CV: Tensor) -> Iterator[slice]:
-    """Split into blocks of B rows, small enough that a CPU's cache holds one from the first operation to the last."""
-    num_rows, num_columns = logits_CV.shape
-    return _chunks(num_rows, num_rows if logits_CV.is_cuda else max(1, _CACHED_VALUES // num_columns))
 
 
 def _local_columns(targets_C: Tensor, shard: VocabShard) -> Tensor:

@@ -254,9 +254,9 @@ def context_tokens(cu_seqlens_S1: Tensor, rank: int, size: int) -> Tensor:
     return ((chunk_T == rank) | (chunk_T == num_chunks - 1 - rank)).nonzero().squeeze(1)
 
 
-Count = TypeVar("Count", int, Tensor)
+_Number = TypeVar("_Number", int, Tensor)
 
 
-def round_up(number: Count, multiple: int) -> Count:
+def round_up(number: _Number, multiple: int) -> _Number:
     """Return the smallest multiple that is not below `number`."""
     return -(-number // multiple) * multiple

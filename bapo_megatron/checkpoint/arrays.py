@@ -10,7 +10,7 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from bapo_megatron.checkpoint.folder import DIGEST, STATE, digest_of
+from bapo_megatron.checkpoint.folder import DIGEST_FIELD, STATE, digest_of
 from bapo_megatron.errors import TornCheckpointError
 from bapo_megatron.hf.writer import save_tensors
 from bapo_megatron.runtime.files import regular_file
@@ -67,7 +67,7 @@ def read_arrays(folder: Path, digest: str) -> dict[str, Array]:
     try:
         data = regular_file(file).read_bytes()
         if xxhash.xxh3_128_hexdigest(data) != digest:
-            raise TornCheckpointError(f"{file} is torn: its {DIGEST} is not the one in {STATE}")
+            raise TornCheckpointError(f"{file} is torn: its {DIGEST_FIELD} is not the one in {STATE}")
         return {path: read_only(array) for path, array in load(data).items()}
     except FileNotFoundError:
         raise TornCheckpointError(f"{file} is missing") from None

@@ -35,7 +35,7 @@ from bapo_megatron.errors import CheckpointError, TornCheckpointError, wrong_fie
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.hf.writer import write_durably
 from bapo_megatron.runtime.files import regular_file
-from bapo_megatron.types import Count
+from bapo_megatron.types import Natural
 
 FORMAT = 2  # of a saved model
 STATE_FORMAT = 3  # of state.json
@@ -46,21 +46,21 @@ HF_CONFIG = "hf_config"
 WEIGHT = "weight"
 SQUARES = "exp_avg_sq"
 MOMENTS = ("exp_avg", SQUARES)
-DIGEST = "xxh3_128"
+DIGEST_FIELD = "xxh3_128"
 _CHUNK_BYTES = 8 << 20
 _DECODED_BYTES = 4  # memory for each byte of JSON, at least
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Manifest = dict[str, Any]  # JSON: {"files": {file: [bytes, digest]}, "tensors": {part: {name: Saved}}} of one rank
 
 
 class Facts(TypedDict):
     """The facts about a saved model."""
 
-    version: Count  # optimizer updates
-    skipped_updates: Count  # those that the moments have not seen
+    version: Natural  # optimizer updates
+    skipped_updates: Natural  # those that the moments have not seen
     model: dict[str, Any]  # ModelShape.to_json
-    skipped_in_a_row: NotRequired[Count]  # a critic's
+    skipped_in_a_row: NotRequired[Natural]  # a critic's
 
 
 def _stays_inside(name: str) -> str:
@@ -70,14 +70,14 @@ def _stays_inside(name: str) -> str:
     return name
 
 
-class Box(NamedTuple):
+class StoredBox(NamedTuple):
     """A part of a tensor, and the file that holds it."""
 
     file: str
-    start: tuple[Count, ...]
-    size: tuple[Count, ...]
+    start: tuple[Natural, ...]
+    size: tuple[Natural, ...]
 
-    def overlaps(self, other: Box) -> bool:
+    def overlaps(self, other: StoredBox) -> bool:
         sides = zip(self.start, self.size, other.start, other.size, strict=True)
         return all(a < b + m and b < a + n for a, n, b, m in sides)
 
@@ -87,8 +87,8 @@ class Saved:
     """One whole tensor."""
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
-    shape: tuple[Count, ...]
-    boxes: tuple[Box, ...]
+    shape: tuple[Natural, ...]
+    boxes: tuple[StoredBox, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Index:
                 if found_bytes != num_bytes:
                     raise TornCheckpointError(f"{file} is torn: it has {found_bytes} of {num_bytes} bytes")
                 if number % num_shares == share and digest_of(file) != digest:
-                    raise TornCheckpointError(f"{file} is torn: its {DIGEST} is not the one in {INDEX}")
+                    raise TornCheckpointError(f"{file} is torn: its {DIGEST_FIELD} is not the one in {INDEX}")
             except FileNotFoundError:
                 raise TornCheckpointError(f"{file} is missing") from None
             except OSError as error:
@@ -130,7 +130,7 @@ class _Contents(TypedDict):
     """Contents of index.json, apart from its format and digest."""
 
     facts: Facts
-    files: dict[Annotated[str, AfterValidator(_stays_inside)], tuple[Count, str]]
+    files: dict[Annotated[str, AfterValidator(_stays_inside)], tuple[Natural, str]]
     tensors: dict[str, dict[str, Saved]]
 
 
@@ -178,7 +178,7 @@ def read_index(folder: Path) -> Index:
 
 def seal(body: dict[str, Any]) -> str:
     """Return JSON that carries its own digest."""
-    return json.dumps({DIGEST: _digest(body), **body})
+    return json.dumps({DIGEST_FIELD: _digest(body), **body})
 
 
 def read_sealed(file: Path, expected: int = FORMAT) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def read_sealed(file: Path, expected: int = FORMAT) -> dict[str, Any]:
     """
     try:
         body = json.loads(_read_line(file))
-        named = body.pop(DIGEST, None) if isinstance(body, dict) else None
+        named = body.pop(DIGEST_FIELD, None) if isinstance(body, dict) else None
         digest = _digest(body)
     except FileNotFoundError:
         raise TornCheckpointError(f"{file} is missing") from None
@@ -203,7 +203,7 @@ def read_sealed(file: Path, expected: int = FORMAT) -> dict[str, Any]:
     if body.get("format") == 1 and named is None:
         raise _other_format(file.parent, 1, expected)
     if named != digest:
-        raise TornCheckpointError(f"{file} is torn: its {DIGEST} is not the one it names")
+        raise TornCheckpointError(f"{file} is torn: its {DIGEST_FIELD} is not the one it names")
     if body.get("format") != expected:
         raise _other_format(file.parent, body.get("format"), expected)
     return body
@@ -227,7 +227,7 @@ def _read_line(file: Path) -> bytes:
     return b"".join(chunks)
 
 
-def checked(adapter: TypeAdapter[T], body: dict[str, Any], file: Path, context: Mapping[str, Any] | None = None) -> T:
+def checked(adapter: TypeAdapter[_T], body: dict[str, Any], file: Path, context: Mapping[str, Any] | None = None) -> _T:
     """Return what a sealed file holds, with its types.
 
     Args:
@@ -286,5 +286,5 @@ def _check_covered(index: Index) -> None:
                 raise CheckpointError(f"{what} is not covered by its boxes, each value once")
 
 
-def _sides(box: Box, shape: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
+def _sides(box: StoredBox, shape: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
     return zip(box.start, box.size, shape, strict=True)

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.checkpoint.folder import SQUARES, Box, Index, Saved
+from bapo_megatron.checkpoint.folder import SQUARES, Index, Saved, StoredBox
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.reader import EVERYTHING, check_finite, list_some
 from bapo_megatron.hf.shape import ModelShape, hf_tensors
@@ -88,7 +88,7 @@ class ShardReader:
         if found := [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]:
             raise CheckpointError(f"{self._part} in {self._index.folder} does not fit its model; " + "; ".join(found))
 
-    def _read(self, name: str, dtype: str, box: Box, index: tuple[slice, ...]) -> Tensor:
+    def _read(self, name: str, dtype: str, box: StoredBox, index: tuple[slice, ...]) -> Tensor:
         file, key = self._index.folder / box.file, f"{self._part}/{name}"
         try:
             if box.file not in self._handles:
@@ -112,7 +112,7 @@ def _ranges(saved: Saved, index: tuple[slice, ...]) -> Ranges:
     return [part.indices(length)[:2] for part, length in zip(full, saved.shape, strict=True)]
 
 
-def _common(wanted: Ranges, box: Box) -> Ranges:
+def _common(wanted: Ranges, box: StoredBox) -> Ranges:
     """Intersect the wanted ranges with a box; disjoint dimensions give empty ranges."""
     sides = zip(wanted, box.start, box.size, strict=True)
     return [(max(a, start), min(b, start + size)) for (a, b), start, size in sides]

@@ -38,21 +38,21 @@ from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_size
 from bapo_megatron.tokens import TokenStream
-from bapo_megatron.types import Count
+from bapo_megatron.types import Natural
 
 _NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
 _PARTIAL = ".writing-"
 
 
 class _Part(TypedDict):
-    version: Count
+    version: Natural
     index: str  # the digest of its index.json
 
 
 class _Head(TypedDict):
     """Fields that every state.json has."""
 
-    step: Count
+    step: Natural
     parts: NotRequired[dict[str, _Part]]  # none in a checkpoint of an earlier version
     run: NotRequired[str]  # id of the run that saved it
     arrays: NotRequired[str]  # the digest of state.safetensors; none without arrays

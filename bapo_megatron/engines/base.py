@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from bapo_megatron.engines.group import GroupBackend
+from bapo_megatron.engines.update_group import GroupBackend
 from bapo_megatron.engines.wire import Bucket, TensorSpec
 from bapo_megatron.errors import EngineError
 from bapo_megatron.tokens import Array, Rows, TokenStream
@@ -50,7 +50,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class GroupSeat:
-    """A server's place in a process group whose rank 0 sends the weights (engines/group.py)."""
+    """A server's place in a process group whose rank 0 sends the weights (engines/update_group.py)."""
 
     group: str  # its name
     host: str  # where the group's store listens

@@ -21,7 +21,7 @@ from bapo_megatron.errors import EngineError, KeyRefusedError, UserError
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.tokens import TokenStream
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _STATES_INTERVAL_S = 5.0
 _INFO_TIMEOUT_S = 60.0
@@ -39,17 +39,17 @@ class LoopThread:
         self._thread.start()
         HEARTBEAT.loops["rollout"] = self._loop
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         """Start the coroutine and return at once."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(
         self,
-        coroutine: Coroutine[Any, Any, T],
+        coroutine: Coroutine[Any, Any, _T],
         timeout_s: float,
         what: str = "the rollout engines",
         progress: Callable[[], tuple[int, ...]] = tuple,
-    ) -> T:
+    ) -> _T:
         """Return the coroutine's result.
 
         Args:

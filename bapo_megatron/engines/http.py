@@ -421,18 +421,18 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     if not isinstance(token_ids, list):
         raise _BadReplyError("the reply has no output_ids")
     if (rid := meta.get("id", request.rid)) != request.rid:
-        raise _BadReplyError(f"the reply is of request {shown(rid)}")
+        raise _BadReplyError(f"the reply is of request {shortened(rid)}")
     finish = meta.get("finish_reason")
     reason = finish.get("type") if isinstance(finish, dict) else None
     if reason not in _FINISH_REASONS:
-        raise _BadReplyError(f"finish_reason {shown(finish)} is not one of {_FINISH_REASONS}")
+        raise _BadReplyError(f"finish_reason {shortened(finish)} is not one of {_FINISH_REASONS}")
     if len(token_ids) > request.max_new_tokens:
         raise _BadReplyError(f"{len(token_ids)} tokens were returned, at most {request.max_new_tokens} were asked for")
     if not token_ids and reason != "abort":
-        raise _BadReplyError(f"no token was returned, and finish_reason is {shown(reason)}")
+        raise _BadReplyError(f"no token was returned, and finish_reason is {shortened(reason)}")
     if not _are_tokens(token_ids, vocab_size):
         foreign = next(i for i in token_ids if not _are_tokens([i], vocab_size))
-        raise _BadReplyError(f"token id {shown(foreign)} is outside the vocabulary of {vocab_size}")
+        raise _BadReplyError(f"token id {shortened(foreign)} is outside the vocabulary of {vocab_size}")
     num_prompt_tokens = _count(meta, "prompt_tokens", len(request.token_ids))
     if num_prompt_tokens != len(request.token_ids):
         raise _BadReplyError(f"it continues {num_prompt_tokens} prompt tokens, but {len(request.token_ids)} were sent")
@@ -498,7 +498,7 @@ def _input_logprobs(rows: list[list[_Entry]]) -> Array:
 def _count(meta: dict[str, Any], name: str, default: int) -> int:
     value = meta.get(name, default)
     if type(value) is not int or value < 0:
-        raise _BadReplyError(f"{name} {shown(value)} is not a count")
+        raise _BadReplyError(f"{name} {shortened(value)} is not a count")
     return value
 
 
@@ -560,11 +560,11 @@ def _bad_entry(entries: list[Any], token_ids: list[int]) -> _BadReplyError:
         if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int or entry[1] != token_id:
             start = entry[:2] if isinstance(entry, list) else entry
             return _BadReplyError(
-                f"log-prob entry {shown(start)} at output token {index} does not belong to token {token_id}"
+                f"log-prob entry {shortened(start)} at output token {index} does not belong to token {token_id}"
             )
         logprob = entry[0]
         if type(logprob) not in (int, float) or not -_MAX_FLOAT <= logprob <= _LOGPROB_SLACK:
-            return _BadReplyError(f"log-prob {shown(logprob)} at output token {index} is not a finite number <= 0")
+            return _BadReplyError(f"log-prob {shortened(logprob)} at output token {index} is not a finite number <= 0")
     raise AssertionError("every entry is good")
 
 
@@ -572,7 +572,7 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
     raw = meta.get("weight_versions")
     if not isinstance(raw, list):
         raise _BadReplyError("the reply has no weight_versions; the server is older than SGLang 0.5.23")
-    uncovered = f"weight_versions {shown(raw)} do not cover the {num_tokens} output tokens in order"
+    uncovered = f"weight_versions {shortened(raw)} do not cover the {num_tokens} output tokens in order"
     spans: list[VersionSpan] = []
     covered = 0
     for entry in raw:
@@ -595,9 +595,9 @@ def parse_version(version: object) -> int:
         return version
     if isinstance(version, str) and version.isascii() and version.isdecimal() and len(version) <= _MAX_DIGITS:
         return int(version)
-    raise _BadReplyError(f"weight version {shown(version)} is not a whole number")
+    raise _BadReplyError(f"weight version {shortened(version)} is not a whole number")
 
 
-def shown(value: object) -> str:
+def shortened(value: object) -> str:
     """Return the representation of what a server sent, shortened."""
     return _SHORT.repr(value)

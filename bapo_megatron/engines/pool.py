@@ -16,7 +16,7 @@ from typing import Literal
 from bapo_megatron.engines.base import Engine
 from bapo_megatron.errors import EngineError
 
-Status = Literal["live", "fenced", "back", "lost"]
+EngineStatus = Literal["live", "fenced", "back", "lost"]
 
 _MAX_FAILURES = 3  # times in a row that an engine may be fenced without one good reply in between
 _PROBE_INTERVAL_S = 1.0
@@ -32,7 +32,7 @@ class EnginePool:
         self.engines = tuple(engines)
         self.num_fenced = 0  # times that an engine was fenced off, since the attempt began
         self.newest_version = -1  # of the weights that an engine may hold: a push of them may be in progress
-        self._status: dict[str, Status] = {engine.url: "live" for engine in engines}
+        self._status: dict[str, EngineStatus] = {engine.url: "live" for engine in engines}
         self._live = self.engines
         self._reasons: dict[str, str] = {}
         self._num_failures: dict[str, int] = {engine.url: 0 for engine in engines}  # since its last good reply
@@ -116,9 +116,9 @@ class EnginePool:
                 raise EngineError(f"no rollout engine is left{waited}: {self.describe()}")
             await asyncio.sleep(_POLL_S)
 
-    def _with_status(self, status: Status) -> list[Engine]:
+    def _with_status(self, status: EngineStatus) -> list[Engine]:
         with self._lock:
             return list(self._that_are(status))
 
-    def _that_are(self, status: Status) -> tuple[Engine, ...]:
+    def _that_are(self, status: EngineStatus) -> tuple[Engine, ...]:
         return tuple(engine for engine in self.engines if self._status[engine.url] == status)

@@ -16,9 +16,9 @@ from typing import Any
 
 from bapo_megatron_patches.sglang import apply_cpu_compat
 
-from bapo_megatron.engines.group import host_store
 from bapo_megatron.engines.key import take_key
 from bapo_megatron.engines.processes import LOOPBACK
+from bapo_megatron.engines.update_group import host_store
 
 _STORE_TIMEOUT_S = 300.0  # of the store's own requests; torch's default
 

@@ -83,13 +83,13 @@ def plan_buckets(manifest: Sequence[TensorSpec], max_bytes: int) -> list[Bucket]
     return [Bucket(tuple(sorted(group, key=lambda spec: -spec.torch_dtype.itemsize))) for group in groups]
 
 
-def pack(bucket: Bucket, tensors: Sequence[Tensor], data: Tensor) -> None:
+def pack_bucket(bucket: Bucket, tensors: Sequence[Tensor], data: Tensor) -> None:
     """Copy a bucket's tensors, in its order, into its bytes: uint8 [bucket.num_bytes], on any device."""
-    for (_, place), tensor in zip(unpack(data, bucket.specs), tensors, strict=True):
+    for (_, place), tensor in zip(unpack_bucket(data, bucket.specs), tensors, strict=True):
         place.copy_(tensor)
 
 
-def unpack(data: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
+def unpack_bucket(data: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
     """Return named views into a bucket's bytes.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.hf.splits import Columns, Copy, Interleaved, Rows, Split, Vocab
+from bapo_megatron.hf.splits import Copy, EvenColumns, EvenRows, Interleaved, Split, Vocab
 
 if TYPE_CHECKING:
     from bapo_megatron.hf.streams import ModelStream
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # feed-forward size, 1 one; of experts: X their number, M the feed-forward size of one, S that of the shared ones.
 LETTERS = frozenset("VEDGQKF1XMS")
 
-COPY, VOCAB, ROWS, COLUMNS, QKV = Copy(), Vocab(), Rows(), Columns(), Interleaved("G")
+COPY, VOCAB, ROWS, COLUMNS, QKV = Copy(), Vocab(), EvenRows(), EvenColumns(), Interleaved("G")
 
 
 @dataclass(frozen=True, slots=True)

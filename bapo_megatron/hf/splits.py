@@ -93,7 +93,7 @@ class Vocab:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class EvenRows:
     """Even rows of every tensor, one after the other: of gate and up, [its rows of gate; its rows of up].
 
     Example: Rows(("kkv", "v")) for a first tensor that itself consists of k, k and v rows, each split evenly.
@@ -106,7 +106,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class EvenColumns:
     """Even columns."""
 
     def shard(self, entry: Entry, rank: int, size: int) -> Shard:

@@ -28,12 +28,12 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape, validate_layout
 from bapo_megatron.learner.gradient_guard import SkipLimit
-from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.split_model import TrainedModel
 from bapo_megatron.types import MicroBatch, MiniBatch
 
-Outcome = Tensor  # float64 [3] of a micro-batch: value loss, clipped tokens, trained tokens
+CriticOutcome = Tensor  # float64 [3] of a micro-batch: value loss, clipped tokens, trained tokens
 
 
 class ValueHead(Module):
@@ -113,7 +113,7 @@ class Critic(TrainedModel):
         """
         old_values_T, returns_T = old_values_T.float().to(device()), returns_T.float().to(device())
 
-        def loss_of(batch: MicroBatch) -> Callable[[Tensor], tuple[Tensor, Tensor, Outcome]]:
+        def loss_of(batch: MicroBatch) -> Callable[[Tensor], tuple[Tensor, Tensor, CriticOutcome]]:
             old_R, returns_R = old_values_T[batch.batch_rows_R], returns_T[batch.batch_rows_R]
             return lambda values_R: self._micro_batch_loss(
                 batch, values_R, old_R, returns_R, minibatch.num_trained_tokens
@@ -146,7 +146,7 @@ class Critic(TrainedModel):
 
     def _micro_batch_loss(
         self, batch: MicroBatch, values_R: Tensor, old_R: Tensor, returns_R: Tensor, num_trained_tokens: int
-    ) -> tuple[Tensor, Tensor, Outcome]:
+    ) -> tuple[Tensor, Tensor, CriticOutcome]:
         """Return this micro-batch's share of the update's loss, and its sums, as Megatron's schedules expect."""
         loss_R, clipped_R = value_loss(values_R, old_R, returns_R, self.config.critic.clip)
         loss_R = torch.where(batch.mask_R, loss_R, 0.0)

@@ -1,8 +1,8 @@
-"""Norm, rotary embedding and gated activation of Megatron's local layers, in fewer passes over memory on a CPU.
+"""Norm, rotary embedding and gated activation of Megatron's local layers, on any device, in few passes over memory.
 
-torch computes them there one operation at a time, each of which writes a tensor for the next one, and keeps the
-intermediate ones for the backward pass. These functions keep their input alone, as the fused kernels of a GPU do; the
-rotary embedding keeps nothing.
+torch computes the latter two one operation at a time, each of which writes a tensor for the next one, and keeps the
+intermediate ones for the backward pass. Here the activation keeps its input alone, as a fused kernel does; the rotary
+embedding keeps nothing.
 
 Shape legend: T rows (all dimensions before the last), H width of the norm, F feed-forward of this rank, D head
     dimension, X = D / 2
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from bapo_megatron.kernels import kernels_of
 
 _TILE_ROWS = 128  # gate, up and their gradients stay in a core's cache
 
@@ -32,38 +34,8 @@ class RMSNorm(torch.nn.RMSNorm):
         dtype = x.dtype
         if self.plus_one:  # in float32, as transformers' GemmaRMSNorm: bfloat16 would round 1 + weight
             x, weight = x.float(), 1 + weight.float()
-        if x.device.type == "cpu" and x.dtype == torch.float32:
-            out: Tensor = _RMSNorm.apply(x, weight, self.eps)
-        else:
-            out = F.rms_norm(x, self.normalized_shape, weight, self.eps)
-        return out.to(dtype)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """out = weight * x / rms(x), rms(x) = sqrt(mean(x^2) + eps); keeps x and 1 / rms."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        x_TH = x.reshape(-1, x.shape[-1])
-        inverse_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True)
-        inverse_T1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, inverse_T1, weight_H)
-        return (x_TH * inverse_T1).mul_(weight_H).view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, inverse_T1, weight_H = ctx.saved_tensors
-        width = x.shape[-1]
-        grad_TH = grad.reshape(-1, width)
-        normal_TH = x.reshape(-1, width) * inverse_T1
-        product_TH = grad_TH * normal_TH
-        grad_weight_H = product_TH.sum(0)
-        dot_T1 = torch.mv(product_TH, weight_H)[:, None]
-        # dx = (weight * grad - normal * mean(weight * grad * normal)) / rms
-        grad_x_TH = torch.mul(grad_TH, weight_H, out=product_TH)
-        grad_x_TH.addcmul_(normal_TH, dot_T1, value=-1 / width).mul_(inverse_T1)
-        return grad_x_TH.view(x.shape), grad_weight_H, None
+        assert self.eps is not None, "the constructor has it"
+        return kernels_of(x).rms_norm(x, weight, self.eps).to(dtype)
 
 
 Rotation = tuple[Tensor, Tensor]  # cosine and signed sine of every token's angles, each [T, 1, 1, D]

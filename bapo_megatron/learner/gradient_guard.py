@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DivergedError
-from bapo_megatron.types import Count, Number
+from bapo_megatron.types import Natural, Number
 
 _WINDOW = 101  # norms behind the median: long enough to outlast a spike, short enough to follow the run
 _MIN_NORMS = 11  # before that the median says little, and the norms of a warm-up move by themselves
@@ -50,7 +50,7 @@ class GuardState(TypedDict):
     """A `GradientGuard` in a checkpoint."""
 
     norms: list[Annotated[Number, Field(ge=0)]]
-    skipped_in_a_row: Count
+    skipped_in_a_row: Natural
 
 
 class GradientGuard:

@@ -30,16 +30,16 @@ from bapo_megatron.hf.shape import load_hf_config, model_shape, validate_layout
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
 from bapo_megatron.learner.gradient_guard import GradientGuard
-from bapo_megatron.learner.metrics import TokenMetrics, TokenSums
-from bapo_megatron.learner.model import PolicyModel
 from bapo_megatron.learner.parallel import start_processes
+from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.precision import check_machine, this_machine
 from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
+from bapo_megatron.learner.token_metrics import TokenMetrics, TokenSums
 from bapo_megatron.types import MicroBatch, MiniBatch
 
-Outcome = tuple[Tensor, Any, TokenSums]  # of a micro-batch: its log_probs_R, the decision, and its sums
+PolicyOutcome = tuple[Tensor, Any, TokenSums]  # of a micro-batch: its log_probs_R, the decision, and its sums
 
 
 class MegatronLearner(TrainedModel):
@@ -111,7 +111,7 @@ class MegatronLearner(TrainedModel):
         is_of_each, masks = callable(found), self._rule.masks
         num_trained = self._rule.num_trained_tokens(found) if masks else minibatch.num_trained_tokens
 
-        def loss_of(batch: MicroBatch) -> Callable[[Scores], tuple[Tensor, Tensor, Outcome]]:
+        def loss_of(batch: MicroBatch) -> Callable[[Scores], tuple[Tensor, Tensor, PolicyOutcome]]:
             return lambda scores: self._micro_batch_loss(batch, scores, found, num_trained)
 
         scored, self._scored = self._scored, None
@@ -140,7 +140,7 @@ class MegatronLearner(TrainedModel):
 
     def _micro_batch_loss(
         self, batch: MicroBatch, scores: Scores, found: Any, num_trained_tokens: int
-    ) -> tuple[Tensor, Tensor, Outcome]:
+    ) -> tuple[Tensor, Tensor, PolicyOutcome]:
         """Return this micro-batch's share of the update's loss, and its outcome, as Megatron's schedules expect.
 
         Args:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
-from bapo_megatron.engines.group import connect_store, host_store
+from bapo_megatron.engines.update_group import connect_store, host_store
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.splits import Axis
+from bapo_megatron.kernels import kernels_of
 from bapo_megatron.learner import lean_import
-from bapo_megatron.runtime.ranks import combine, gather_json
+from bapo_megatron.runtime.ranks import gather_json
 
 with lean_import():
     from megatron.core import parallel_state
@@ -246,8 +247,9 @@ class ParallelLayout:
 
     def sum_over_context(self, table: Tensor) -> Tensor:
         """Return the sum of a float64 table over the context ranks, which call it together."""
-        return combine(table, self.context_group) if self.context_size > 1 else table
+        return kernels_of(table).combine(table, self.context_group) if self.context_size > 1 else table
 
     def _combine(self, table: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         assert table.dtype == torch.float64
-        return combine(table.detach().to(device()), self.data_context_group, op)
+        table = table.detach().to(device())
+        return kernels_of(table).combine(table, self.data_context_group, op)

@@ -15,9 +15,9 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.learner.exchange import load_weights
 from bapo_megatron.learner.fit import check_reference
-from bapo_megatron.learner.hf.convert import load_weights
-from bapo_megatron.learner.model import PolicyModel
+from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.learner.split_model import SplitModel
 from bapo_megatron.types import MiniBatch

@@ -30,9 +30,9 @@ from bapo_megatron.runtime.straggler import LOCAL_TIME, LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
-Outcome = TypeVar("Outcome")
+_Outcome = TypeVar("_Outcome")
 # maps a micro-batch and its scores (or a critic's values) to loss, number of tokens, and an outcome to keep
-LossOf = Callable[[MicroBatch], Callable[[Any], tuple[Tensor, Tensor, Outcome]]]
+LossOf = Callable[[MicroBatch], Callable[[Any], tuple[Tensor, Tensor, _Outcome]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Schedule:
         scores = self._forward(minibatch, lambda batch: lambda scores, non_loss_data: scores)
         return ForwardPasses(minibatch, list(zip(batches, scores, strict=True)))
 
-    def backward(self, passes: ForwardPasses, loss_of: LossOf[Outcome]) -> list[Outcome]:
+    def backward(self, passes: ForwardPasses, loss_of: LossOf[_Outcome]) -> list[_Outcome]:
         """Compute losses and gradients of earlier forward passes; return the outcomes of `loss_of`.
 
         Megatron's schedule runs as usual, with forward steps that return the scores they already have.
@@ -102,7 +102,7 @@ class Schedule:
 
         return self._run(forward_step, passes.batches, passes.minibatch, forward_only=False)
 
-    def forward_backward(self, minibatch: MiniBatch, loss_of: LossOf[Outcome]) -> list[Outcome]:
+    def forward_backward(self, minibatch: MiniBatch, loss_of: LossOf[_Outcome]) -> list[_Outcome]:
         """Run forward and backward passes by turns; return the outcomes, empty off the last stage."""
         return self._forward(minibatch, loss_of, forward_only=False)
 

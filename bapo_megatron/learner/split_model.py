@@ -23,18 +23,18 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import OUTPUT
 from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.learner.adam import ChainedAdam
-from bapo_megatron.learner.hf.convert import (
+from bapo_megatron.learner.exchange import (
     fill_parameters,
     gather_weights,
     load_weights,
     parameters_by_global_name,
 )
-from bapo_megatron.learner.hf.names import place_shard
-from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
+from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.learner.precision import tokens_multiple
 from bapo_megatron.learner.schedule import Schedule
-from bapo_megatron.learner.weights import ModelWeights, Unquantised
+from bapo_megatron.learner.slicing import place_shard
+from bapo_megatron.learner.weight_source import ModelWeights, Unquantised
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.sync.base import WeightSource
 

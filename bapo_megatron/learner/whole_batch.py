@@ -17,7 +17,7 @@ from bapo_megatron.learner.split_model import SplitModel
 from bapo_megatron.tokens import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TokenStream
 from bapo_megatron.types import Batch, MiniBatch
 
-Scores = Callable[[MiniBatch], Sequence[Tensor]]
+ScoringPass = Callable[[MiniBatch], Sequence[Tensor]]
 """Computes [R, *shape] for each micro-batch, or none off the last stage. Collective."""
 
 
@@ -27,7 +27,7 @@ class Scorer:
 
     stream: TokenStream
     model: Learner | SplitModel  # whose layout packs the batch
-    scores: Scores
+    scores: ScoringPass
 
 
 def scorers_of(config: Config, policy: Learner, reference: ReferencePolicy | None) -> list[Scorer]:
@@ -70,7 +70,7 @@ def with_scores(batch: Batch, scorers: Sequence[Scorer], policy: Learner, config
 
 def of_batch(
     batch: Batch,
-    score: Scores,
+    score: ScoringPass,
     model: Learner | SplitModel,
     config: Config,
     shape: tuple[int, ...] = (),

@@ -152,7 +152,7 @@ class StallWatchdog:
 def whereabouts(frame: FrameType | None) -> str:
     """Describe where a thread is: the collective of torch.distributed, if any, and the innermost line of this package.
 
-    Example: "in all_reduce, called by runtime/ranks.py:64 (combine)"
+    Example: "in all_reduce, called by kernels/base.py:30 (combine)"
     """
     collective = line = None
     while frame is not None and line is None:

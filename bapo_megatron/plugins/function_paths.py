@@ -17,7 +17,7 @@ from bapo_megatron.algorithms.losses import importance_ratio
 from bapo_megatron.plugins.host import Host, num_missing, reducer_weights
 
 Reducer = Callable[[Tensor], Tensor]
-Batch = dict[str, Any]
+HostBatch = dict[str, Any]
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 _FITTING = {
@@ -43,8 +43,8 @@ class FunctionPaths:
     """
 
     host: Host
-    log_probs: Callable[[Namespace, Batch, Tensor], list[Tensor]]
-    policy_loss: Callable[[Namespace, Batch, Tensor, Reducer], LossAndMetrics]
+    log_probs: Callable[[Namespace, HostBatch, Tensor], list[Tensor]]
+    policy_loss: Callable[[Namespace, HostBatch, Tensor, Reducer], LossAndMetrics]
     sum_over_ranks: Callable[[Tensor], Tensor]
     has_loss: Callable[[], bool]
     search: BoundSearch | None = None
@@ -56,7 +56,9 @@ class FunctionPaths:
             search.finish_update()
             search.search_past()
 
-    def bapo_loss(self, args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
+    def bapo_loss(
+        self, args: Namespace, batch: HostBatch, logits: Tensor, sum_of_sample_mean: Reducer
+    ) -> LossAndMetrics:
         """Return the host's policy loss of one micro-batch at BAPO's bounds: --custom-loss-function-path.
 
         Args:
@@ -79,7 +81,9 @@ class FunctionPaths:
         }
 
     @torch.no_grad()
-    def _table(self, search: BoundSearch, args: Namespace, batch: Batch, logits: Tensor, reducer: Reducer) -> Tensor:
+    def _table(
+        self, search: BoundSearch, args: Namespace, batch: HostBatch, logits: Tensor, reducer: Reducer
+    ) -> Tensor:
         log_probs = torch.cat(self.log_probs(args, batch, logits))
         sampled = batch.get("rollout_log_probs")
         old = sampled if args.use_rollout_logprobs else batch.get("log_probs")

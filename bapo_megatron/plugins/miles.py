@@ -12,7 +12,7 @@ from argparse import Namespace
 
 from torch import Tensor
 
-from bapo_megatron.plugins.function_paths import Batch, FunctionPaths, LossAndMetrics, Reducer
+from bapo_megatron.plugins.function_paths import FunctionPaths, HostBatch, LossAndMetrics, Reducer
 from bapo_megatron.plugins.host import Host
 from bapo_megatron.plugins.ranks import sum_over_group
 
@@ -25,7 +25,7 @@ MILES = Host(
 )
 
 
-def _log_probs(args: Namespace, batch: Batch, logits: Tensor) -> list[Tensor]:
+def _log_probs(args: Namespace, batch: HostBatch, logits: Tensor) -> list[Tensor]:
     from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy
 
     found = get_log_probs_and_entropy(
@@ -39,7 +39,7 @@ def _log_probs(args: Namespace, batch: Batch, logits: Tensor) -> list[Tensor]:
     return found["log_probs"]
 
 
-def _policy_loss(args: Namespace, batch: Batch, logits: Tensor, reducer: Reducer) -> LossAndMetrics:
+def _policy_loss(args: Namespace, batch: HostBatch, logits: Tensor, reducer: Reducer) -> LossAndMetrics:
     from miles.backends.training_utils.loss_hub.losses import policy_loss_function
 
     return policy_loss_function(args, batch, logits, reducer)

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.engines.group import connect_store, host_store
 from bapo_megatron.engines.processes import LOOPBACK, loopback_variables, reserved_ports
+from bapo_megatron.engines.update_group import connect_store, host_store
 from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.runtime.environment import nccl_variables
 

@@ -243,7 +243,7 @@ _ANSWERED_IN_WORDS = 'let the prompts ask for that, or set reward.kind="text", w
 
 def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[Verdict]":
     from bapo_megatron.rewards.judges import fields_of
-    from bapo_megatron.rewards.pool import WorkerPool
+    from bapo_megatron.rewards.worker_pool import WorkerPool
     from bapo_megatron.types import Prompt
 
     pool = WorkerPool(spec, 1)

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from bapo_megatron.config.base import Section
 from bapo_megatron.errors import DataError
 
-Options = TypeVar("Options", bound=Section)
+_Options = TypeVar("_Options", bound=Section)
 
 
 class Message(TypedDict):
@@ -49,7 +49,7 @@ class PromptSource(Protocol):
     def __getitem__(self, index: int) -> Question: ...
 
 
-def read_options(section: type[Options], source: str, options: dict[str, Any]) -> Options:
+def read_options(section: type[_Options], source: str, options: dict[str, Any]) -> _Options:
     """Read a source's `[data.options]`. Raises DataError for unknown or contradictory ones."""
     try:
         return section(**options)

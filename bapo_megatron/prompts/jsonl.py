@@ -74,7 +74,7 @@ class RowSource:
             try:
                 if row.problem:
                     raise DataError(row.problem)
-                text, answer, messages = FORMATS[format](Columns(row, fields or {}, f"{table}.fields"))
+                text, answer, messages = FORMATS[format](NamedColumns(row, fields or {}, f"{table}.fields"))
             except DataError as problem:
                 problems.setdefault(str(problem), []).append(row.where)
                 continue
@@ -159,7 +159,7 @@ def _listed(problems: Mapping[str, Sequence[str]], num_rows: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class NamedColumns:
     """A row's values by field, in the columns that `data.fields` names, else in those of the format."""
 
     row: Row
@@ -269,23 +269,23 @@ def _message(value: Any, what: str) -> Message:
     return {"role": role, "content": content}
 
 
-Read = tuple[str, Any, tuple[Message, ...]]
+PromptParts = tuple[str, Any, tuple[Message, ...]]
 """Text, answer and messages of a question."""
 
 
-def plain(row: Columns) -> Read:
+def plain(row: NamedColumns) -> PromptParts:
     """Read `prompt`, a string or a list of messages, or else `messages`, and `answer`, any JSON value."""
     text, messages = row.prompt("prompt", "messages")
     return text, row.answer("answer"), messages
 
 
-def math(row: Columns) -> Read:
+def math(row: NamedColumns) -> PromptParts:
     """Read MATH-500, AIME 2024 and 2025: `problem` (or `question`) and `answer`; ask for \\boxed{}."""
     text, messages = row.prompt("problem", "question", "Problem", "Question", suffix=_BOXED)
     return text, row.answer("answer", "Answer"), messages
 
 
-def gsm8k(row: Columns) -> Read:
+def gsm8k(row: NamedColumns) -> PromptParts:
     """Read GSM8K: `question`, and the number after #### in `answer`; ask for \\boxed{}."""
     _, mark, number = row.text("answer", "answer").rpartition("####")
     number = number.strip().replace(",", "")
@@ -295,13 +295,13 @@ def gsm8k(row: Columns) -> Read:
     return text, number, messages
 
 
-def humaneval(row: Columns) -> Read:
+def humaneval(row: NamedColumns) -> PromptParts:
     """Read HumanEval: `prompt`, `test` and `entry_point`; the answer is for reward.kind = "code"."""
     tests = f"{row.text('test', 'test')}\n\ncheck({row.text('entry_point', 'entry_point')})\n"
     return _PROGRAM.format(row.text("prompt", "prompt").rstrip()), {"tests": tests}, ()
 
 
-FORMATS: dict[str, Callable[[Columns], Read]] = {
+FORMATS: dict[str, Callable[[NamedColumns], PromptParts]] = {
     "plain": plain,
     "math": math,
     "gsm8k": gsm8k,

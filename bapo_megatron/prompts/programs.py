@@ -69,8 +69,8 @@ def solution(expression: str) -> str:
     return f"```python\ndef f(x): return {expression}\n```"
 
 
-FAMILY = tuple(Program(form, constant) for form in FORMS for constant in CONSTANTS)
-_OUTPUTS = {program: [program(x) for x in SHOWN_INPUTS] for program in FAMILY}
+PROGRAMS = tuple(Program(form, constant) for form in FORMS for constant in CONSTANTS)
+_OUTPUTS = {program: [program(x) for x in SHOWN_INPUTS] for program in PROGRAMS}
 
 
 def is_told_apart(program: Program, inputs: Sequence[int]) -> bool:
@@ -91,7 +91,7 @@ class ProgramTask:
     @classmethod
     def random(cls, rng: random.Random, num_examples: int) -> ProgramTask:
         """Draw a task; each function of the family is equally likely."""
-        program = rng.choice(FAMILY)
+        program = rng.choice(PROGRAMS)
         while True:
             inputs = tuple(sorted(rng.sample(SHOWN_INPUTS, num_examples)))
             if is_told_apart(program, inputs):

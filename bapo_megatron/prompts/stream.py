@@ -12,7 +12,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
-from bapo_megatron.types import Count, Prompt
+from bapo_megatron.types import Natural, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,13 +27,13 @@ class StreamState(TypedDict):
     """A `PromptStream` in a checkpoint."""
 
     source: str
-    size: Count
+    size: Natural
     seed: int
-    epoch: Count
-    position: Count
-    next_id: Count
-    skipped_empty: Count
-    skipped_too_long: Count
+    epoch: Natural
+    position: Natural
+    next_id: Natural
+    skipped_empty: Natural
+    skipped_too_long: Natural
 
 
 class PromptStream:

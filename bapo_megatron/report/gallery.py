@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.metrics import FAMILIES, METRICS, Metric, declared
+from bapo_megatron.metrics import METRIC_FAMILIES, METRICS, Metric, declared
 from bapo_megatron.report import quantities
 from bapo_megatron.report.figures import STEPS, Scale, XAxis
 from bapo_megatron.report.history import History, entry_names
@@ -118,7 +118,7 @@ def _of_set(panel: Panel, name: str) -> Panel:
 
 def _of_parts(runs: Sequence[History]) -> list[Panel]:
     """Return the figure of the parts that the rewards have; none without parts."""
-    family = FAMILIES["reward/NAME/mean"]
+    family = METRIC_FAMILIES["reward/NAME/mean"]
     keys = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row if declared(key) is not None)
     names = {key: key.split("/")[1] for key in keys if key.startswith("reward/") and key not in METRICS}
     curves = tuple(Curve(name, key, row=f"{name}, mean") for key, name in names.items())
@@ -130,7 +130,7 @@ def _of_sources(names: Sequence[str]) -> list[Panel]:
     """Return the figures of a mixture of sources; none for no names."""
     if not names:
         return []
-    reward, share = FAMILIES["data/NAME/reward"], FAMILIES["data/NAME/prompt_share"]
+    reward, share = METRIC_FAMILIES["data/NAME/reward"], METRIC_FAMILIES["data/NAME/prompt_share"]
     rewards = tuple(Curve(name, f"data/{name}/reward", row=f"{name}, mean reward") for name in names)
     shares = tuple(Curve(name, f"data/{name}/prompt_share", percent=True, row=f"{name}, %") for name in names)
     return [

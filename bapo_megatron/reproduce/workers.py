@@ -15,7 +15,7 @@ import bapo_megatron.train  # noqa: F401  run_rank imports these late
 from bapo_megatron.engines.embedded import server
 from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.worker import redirect_output, run_rank
+from bapo_megatron.trainer import redirect_output, run_rank
 
 
 def serve(lifeline: Connection, arguments: list[str], log: Path, key: str) -> None:

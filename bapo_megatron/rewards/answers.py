@@ -76,7 +76,7 @@ def _last_result(reference: Any, response: str) -> str | None:
 def _as_judged(reference: Any, response: str) -> str | None:
     """Return the text that the data set's scorer gets; a number in one spelling, which all scorers read."""
     is_number = reasoning_gym.is_plain_number(reference["answer"])
-    found = reasoning_gym.final_answer(response, is_number=is_number)
+    found = reasoning_gym.gym_answer(response, is_number=is_number)
     return _normalised(found) if found is not None and is_number else found
 
 

@@ -35,14 +35,14 @@ from bapo_megatron.rewards.scratch import exceeds, scratch_folder
 log = logging.getLogger(__name__)
 
 MAX_VERDICTS_KEPT = 1 << 16
-MAX_FILE_BYTES = 16 << 20  # for each file that a program writes, its output included
+MAX_WRITTEN_BYTES = 16 << 20  # for each file that a program writes, its output included
 MAX_BYTES = 64 << 20  # for all of them together, and for shared memory
 MAX_ENTRIES = 1024  # files and folders
 MAX_THREADS = 256
 _BOUNDS = {
     "max_entries": MAX_ENTRIES,
     "max_bytes": MAX_BYTES,
-    "max_file_bytes": MAX_FILE_BYTES,
+    "max_file_bytes": MAX_WRITTEN_BYTES,
     "max_threads": MAX_THREADS,
 }
 _WATCH_S = 0.05
@@ -147,7 +147,7 @@ class CodeJudge:
         surroundings = {
             "memory_bytes": self.memory_bytes,
             "cpu_s": int(self.timeout_s) + _MORE_CPU_S,
-            "file_bytes": MAX_FILE_BYTES,
+            "file_bytes": MAX_WRITTEN_BYTES,
             "machine": platform.machine(),
             "calls": self._calls,
             "judge": os.getpid(),

@@ -76,7 +76,7 @@ class Failed:
     problem: Literal["timeout", "error"] = "error"
 
 
-Answer = Continue | End | Failed
+StepAnswer = Continue | End | Failed
 
 
 class Environment(Protocol):
@@ -87,12 +87,12 @@ class Environment(Protocol):
         """The longest time that a step may take."""
         ...
 
-    async def step(self, turn: TurnJson, state: Any) -> Answer:
+    async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
         """Answer a turn. May be called again with the same turn and state."""
         ...
 
 
-def as_answer(value: Any) -> Answer:
+def as_answer(value: Any) -> StepAnswer:
     """Return the answer that a step function returned as JSON. Raises TypeError or ValueError."""
     keys = set(value) if isinstance(value, Mapping) else {None}
     words = [name for name in _WORDS if name in keys]

@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"(?:(?<![\d)])[-+])?\d[\d,]*(?:\.\d+)?")  # the minus of 7
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def build_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> Callable[[Any, str], float]:
+def gym_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> Callable[[Any, str], float]:
     """Build a judge for the answers of a ReasoningGymSource with the same arguments. Raises DataError.
 
     The score is the data set's own, from 0 to 1. If the reference is a plain number, the scorer gets the last number of
@@ -31,7 +31,7 @@ def build_judge(dataset: str | None, size: int, seed: int, options: dict[str, An
         if reference != answer["answer"]:
             raise DataError(f"reasoning_gym {dataset} item {answer['index']} changed: was {answer['answer']!r}")
         is_number = is_plain_number(reference)
-        score = float(data.score_answer(final_answer(response, is_number=is_number), entry))
+        score = float(data.score_answer(gym_answer(response, is_number=is_number), entry))
         return float(score >= 1.0) if is_number else score
 
     return judge
@@ -43,7 +43,7 @@ def build_judge_of_all(datasets: Mapping[str, Mapping[str, Any]], seed: int) -> 
     Args:
         datasets: dataset, size and options of each.
     """
-    judges = {source: build_judge(seed=seed, **arguments) for source, arguments in datasets.items()}
+    judges = {source: gym_judge(seed=seed, **arguments) for source, arguments in datasets.items()}
     if len(judges) == 1:
         return next(iter(judges.values()))
 
@@ -58,7 +58,7 @@ def is_plain_number(reference: str | None) -> bool:
     return reference is not None and _PLAIN_NUMBER.fullmatch(reference) is not None
 
 
-def final_answer(response: str, *, is_number: bool) -> str | None:
+def gym_answer(response: str, *, is_number: bool) -> str | None:
     """Return a response's last <answer>...</answer>, else all of it without surrounding blanks; None if empty.
 
     With `is_number`, return the last number of that text. Takes time linear in the length, so that evaluation may group

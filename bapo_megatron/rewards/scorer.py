@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import EXACT, JudgeSpec, Verdict, build_judge, fields_of
-from bapo_megatron.rewards.pool import WorkerPool
+from bapo_megatron.rewards.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config

@@ -18,7 +18,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from bapo_megatron.config import dotted
-from bapo_megatron.types import Count, Number
+from bapo_megatron.types import Natural, Number
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, RewardConfig
@@ -107,7 +107,7 @@ class Moments:
 class MomentsState(TypedDict):
     """The `Moments` of a `RewardScaler` in a checkpoint."""
 
-    count: Count
+    count: Natural
     mean: Number
     squares: Annotated[Number, Field(ge=0)]
 

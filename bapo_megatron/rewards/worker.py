@@ -1,4 +1,4 @@
-"""Run a judge or an environment: `python -m bapo_megatron.rewards.worker FD`, started by `rewards/pool.py`.
+"""Run a judge or an environment: `python -m bapo_megatron.rewards.worker FD`, started by `rewards/worker_pool.py`.
 
 The socket FD carries one JSON object a line.
     in:   {"judge": JudgeSpec} or {"environment": EnvironmentSpec}, then {"id": n, "fields": {...}} for each request

@@ -1,8 +1,8 @@
 """Requests to engines: their content, their repetition, and the checks of each reply.
 
-An engine that keeps failing is fenced off (pool.py); its responses stay as they were, for another engine to continue.
-A reply is accepted only if its weight versions are possible: not older than the engine's weights at the time of the
-request (else it was restarted), not newer than any that the trainer has pushed.
+An engine that keeps failing is fenced off (engines/pool.py); its responses stay as they were, for another engine to
+continue. A reply is accepted only if its weight versions are possible: not older than the engine's weights at the time
+of the request (else it was restarted), not newer than any that the trainer has pushed.
 """
 
 import asyncio

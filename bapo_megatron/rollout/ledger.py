@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from bapo_megatron.types import Count, NeedsTokens, Sample
+from bapo_megatron.types import Natural, NeedsTokens, Sample
 
-State = Literal["queued", "running", "partial", "finished"]
+SampleState = Literal["queued", "running", "partial", "finished"]
 
-_ALLOWED: dict[State, tuple[State, ...]] = {
+_ALLOWED: dict[SampleState, tuple[SampleState, ...]] = {
     "queued": ("running",),
     "running": ("queued", "partial", "finished"),
     "partial": ("running",),
@@ -38,13 +38,13 @@ class LedgerError(RuntimeError):
 class LedgerState(TypedDict):
     """A `Ledger` in a checkpoint."""
 
-    states: dict[str, State]
-    tokens: dict[str, Count]
-    num_samples: dict[str, Count]
-    num_tokens: dict[str, Count]
-    given: dict[str, Count]
-    num_given: dict[str, Count]
-    dropped: dict[str, Count]
+    states: dict[str, SampleState]
+    tokens: dict[str, Natural]
+    num_samples: dict[str, Natural]
+    num_tokens: dict[str, Natural]
+    given: dict[str, Natural]
+    num_given: dict[str, Natural]
+    dropped: dict[str, Natural]
 
 
 @dataclass(slots=True)
@@ -69,8 +69,8 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._states: dict[str, State] = {}
-        self._num_in: Counter[State] = Counter()
+        self._states: dict[str, SampleState] = {}
+        self._num_in: Counter[SampleState] = Counter()
         self._tokens: dict[str, int] = {}  # generated so far, by sample still here
         self._given: dict[str, int] = {}  # by environments so far, by sample still here that has any
         self.num_samples: Counter[str] = Counter()  # admitted, trained, dropped
@@ -231,7 +231,7 @@ class Ledger:
             self._given[sample.sample_id] = num_given
             self.num_given["given"] += num_given - num_before
 
-    def _move(self, sample_id: str, to: State) -> None:
+    def _move(self, sample_id: str, to: SampleState) -> None:
         state = self._states.get(sample_id)
         if state is None or to not in _ALLOWED[state]:
             raise LedgerError(f"sample {sample_id} cannot go from {state or 'nowhere'} to {to}")

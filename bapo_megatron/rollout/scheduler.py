@@ -6,8 +6,8 @@
 
 Without the last two a step samples in *rounds*: the driver answers all samples that wait for it, then each sample that
 needs tokens grows by one piece, all engines together. The samples then depend only on the seed and the weights, so that
-an interrupted run can be repeated exactly. With either of them a `Stream` keeps every slot busy. Both keep untaken
-samples for the next step.
+an interrupted run can be repeated exactly. With either of them `ContinuousSampling` keeps every slot busy. Both keep
+untaken samples for the next step.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoGroupKeptError, UserError
 from bapo_megatron.rollout.book import Keep, Prompts, RolloutBook
+from bapo_megatron.rollout.continuous import ContinuousSampling
 from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
 from bapo_megatron.rollout.drivers import Driver, advanced
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
-from bapo_megatron.rollout.stream import Stream
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Ended, Group, Sample
 
@@ -57,7 +57,7 @@ class Scheduler:
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
         self.book = RolloutBook(config, prompts, bound, keep, streams, by_group=driver.by_group)
         self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed, streams=streams)
-        self._stream = Stream(config, self.book, self._dispatcher, self._answers, self._book_answers)
+        self._stream = ContinuousSampling(config, self.book, self._dispatcher, self._answers, self._book_answers)
         self._updates_per_step = updates_per_step
         self._num_dropped_before: Counter[str] = Counter()  # groups by reason, until the last stats
         self._num_dropped_in_a_row = 0

@@ -17,11 +17,11 @@ from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import Verdict
-from bapo_megatron.rollout.shares import BatchShares, Plan, describe
+from bapo_megatron.rollout.shares import BatchShares, SharePlan, header_of
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch, Group
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 NEEDS_WEIGHTS: Final = None
 """The result of a call that needs a push first: the last engine has failed, and one is back without the weights. After
 the push, the same call resumes."""
@@ -80,7 +80,7 @@ class SharedRollouts:
         self._shares = shares
         self._sign_of_life_s = config.parallel.timeout_s / 4
 
-    def next_batch(self, step: int, version: int, plan: Plan) -> Batch | None:
+    def next_batch(self, step: int, version: int, plan: SharePlan) -> Batch | None:
         """Return this rank's share of one step's batch, sampled with weights of `version` or older, or NEEDS_WEIGHTS.
 
         Args:
@@ -92,7 +92,7 @@ class SharedRollouts:
             nonlocal made
             assert self._first is not None
             made = self._make(self._first, step, version)
-            return None if made is None else describe(made)
+            return None if made is None else header_of(made)
 
         header = share_json(make if self._first else None, sign_of_life_s=self._sign_of_life_s)
         return NEEDS_WEIGHTS if header is NEEDS_WEIGHTS else self._shares.deal(made, header, plan)
@@ -128,7 +128,7 @@ class SharedRollouts:
         return batch
 
 
-def share_json(make: Callable[[], T] | None, *, sign_of_life_s: float) -> T:
+def share_json(make: Callable[[], _T] | None, *, sign_of_life_s: float) -> _T:
     """Return rank 0's JSON value on every rank of the default process group.
 
     Args:

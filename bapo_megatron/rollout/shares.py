@@ -17,11 +17,11 @@ from bapo_megatron.runtime.ranks import gather_json
 from bapo_megatron.tokens import CORE_STREAMS, TokenStream
 from bapo_megatron.types import Batch
 
-Plan = Callable[[Batch], Sequence[Tensor]]
+SharePlan = Callable[[Batch], Sequence[Tensor]]
 """The sequences that each data rank needs, int64, ascending: the same on every rank, from lengths and masks alone."""
 
 
-def describe(batch: Batch) -> dict[str, Any]:
+def header_of(batch: Batch) -> dict[str, Any]:
     """Return what a rank must know of a batch before it gets one, as JSON."""
     return {
         "metrics": batch.metrics,
@@ -55,7 +55,7 @@ class BatchShares:
         }
         self._group = groups.get(data_rank)
 
-    def deal(self, batch: Batch | None, header: dict[str, Any], plan: Plan) -> Batch:
+    def deal(self, batch: Batch | None, header: dict[str, Any], plan: SharePlan) -> Batch:
         """Return this rank's share of rank 0's batch.
 
         Args:

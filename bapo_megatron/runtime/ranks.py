@@ -4,25 +4,16 @@ Flags and JSON values travel as CPU tensors over the default process group. Impo
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bapo_megatron import errors
 from bapo_megatron.errors import UserError
-
-_NUM_DIRECT = 1 << 14  # numbers that ranks send each other directly; the ring is faster from 16 times as many on
-_COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.MIN: torch.minimum,
-}
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -79,25 +70,6 @@ def failing_together() -> Iterator[None]:
         raise error
     name, text = complaints[0]
     raise getattr(errors, name, UserError)(text) from error
-
-
-def combine(
-    table: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Tensor:
-    """Return the sum, maximum or minimum of a table over a group (default: all ranks), with the same bits on each rank.
-
-    One collective of the group. On a CPU the ranks send small tables to each other and combine them in rank order:
-    gloo's all-reduce passes many messages on in turn, and takes 2 to 4 times as long (docs/performance.md).
-    """
-    group = group or dist.group.WORLD
-    assert group is not None, "there is a process group"
-    if table.is_cuda or group.size() == 1 or table.numel() > _NUM_DIRECT:
-        table = table.clone()
-        dist.all_reduce(table, op, group=group)
-        return table
-    tables = table.new_empty(group.size(), *table.shape)
-    dist.all_to_all_single(tables.flatten(), table.flatten().repeat(group.size()), group=group)
-    return reduce(_COMBINE[op], tables.unbind())
 
 
 def share_flag(value: bool | None) -> bool:

@@ -1,6 +1,6 @@
 """Trainer ranks on standby: processes that have imported everything, and wait to be told which rank they are.
 
-    local.py, once ranks train          StandbyRanks.fill()  --> python -m bapo_megatron.worker --run-dir RUN --standby
+    local.py, once ranks train          StandbyRanks.fill()  --> python -m bapo_megatron.trainer --run-dir RUN --standby
     local.py, when they start again     StandbyRanks.take()  --> one line on its standard input: `Orders` as JSON
 
 A standby holds no GPU memory and no connection. It ends with its launcher: its standard input closes.
@@ -45,7 +45,7 @@ class StandbyRanks:
     """
 
     def __init__(self, run_path: Path, count: int, environment: Mapping[str, str]) -> None:
-        self._command = [sys.executable, "-m", "bapo_megatron.worker", "--run-dir", str(run_path), "--standby"]
+        self._command = [sys.executable, "-m", "bapo_megatron.trainer", "--run-dir", str(run_path), "--standby"]
         self._count = count
         self._environment = os.environ | environment
         self._waiting: list[subprocess.Popen[bytes]] = []

@@ -47,7 +47,7 @@ from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, wri
 from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.preflight.placement import place
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
-from bapo_megatron.worker import STOPPED, run_rank
+from bapo_megatron.trainer import STOPPED, run_rank
 
 RUN = "run"
 _SETTING = "slurm.startup_timeout_s"
@@ -57,7 +57,7 @@ _SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class TrainerStart:
     """One start of the trainer's step, as the batch script describes it."""
 
     number: int = 1
@@ -166,7 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meeting = Meeting(options.meeting)
         if options.role == "engines":
             return _run_engines(config, meeting, rank)
-        return _run_trainer(config, meeting, rank, Start(options.attempt, options.failed_at_s, options.exit_code))
+        return _run_trainer(
+            config, meeting, rank, TrainerStart(options.attempt, options.failed_at_s, options.exit_code)
+        )
     except UserError as error:
         if meeting is not None:
             meeting.over_file.touch()
@@ -176,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _run_trainer(config: Config, meeting: Meeting, rank: int, start: Start) -> int:
+def _run_trainer(config: Config, meeting: Meeting, rank: int, start: TrainerStart) -> int:
     """Run one trainer rank, from the rendezvous to the end of the run."""
     if rank > 0:
         code = _run_rank(config, meeting, rank, start)
@@ -192,7 +194,9 @@ def _run_trainer(config: Config, meeting: Meeting, rank: int, start: Start) -> i
             return _run_first_rank(config, meeting, start, run_dir, restart)
 
 
-def _run_first_rank(config: Config, meeting: Meeting, start: Start, run_dir: RunDir, restart: Restart | None) -> int:
+def _run_first_rank(
+    config: Config, meeting: Meeting, start: TrainerStart, run_dir: RunDir, restart: Restart | None
+) -> int:
     """Tell all others where to meet, and run rank 0."""
     if run_dir.is_finished:
         print(f"bapo: all {config.train.num_steps} steps of {run_dir.path} are done")
@@ -223,7 +227,7 @@ def _run_first_rank(config: Config, meeting: Meeting, start: Start, run_dir: Run
     return code
 
 
-def _restart_after(config: Config, start: Start) -> Restart | list[str] | None:
+def _restart_after(config: Config, start: TrainerStart) -> Restart | list[str] | None:
     """Return the restart that this start is, or lines why there is none; None for the job's first start."""
     path = Path(config.run.dir) / config.run.name
     if start.number == 1 or not path.is_dir():
@@ -234,7 +238,7 @@ def _restart_after(config: Config, start: Start) -> Restart | list[str] | None:
     return restart if isinstance(restart, Restart) else [problem, restart, *how_often(before)]
 
 
-def _run_rank(config: Config, meeting: Meeting, rank: int, start: Start) -> int:
+def _run_rank(config: Config, meeting: Meeting, rank: int, start: TrainerStart) -> int:
     """Run a rank once all engines are there. The first one takes their key."""
     run = meeting.wait(start.file, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
     if "is_over" in run:

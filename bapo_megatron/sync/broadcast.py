@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import Capabilities, Engine, GroupSeat, PauseMode
-from bapo_megatron.engines.group import GroupBackend, UpdateGroup, connect_store, host_store, in_thread
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack, plan_buckets
+from bapo_megatron.engines.update_group import GroupBackend, UpdateGroup, connect_store, host_store, in_thread
+from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack_bucket, plan_buckets
 from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UserError
 from bapo_megatron.sync.base import Submit, SyncStats
 from bapo_megatron.sync.session import Infos, Members, Replies, Session
@@ -202,7 +202,7 @@ class _Sender:
         version = self.version if is_last else None
         if self.group.backend == "nccl":
             data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
-            pack(bucket, tensors, data)
+            pack_bucket(bucket, tensors, data)
             tensors = [data]
         names = {spec.name for spec in bucket.specs}
 

@@ -20,8 +20,8 @@ from bapo_megatron.errors import (
 from bapo_megatron.sync.base import Submit, SyncStats
 from bapo_megatron.sync.verify import check_model, check_weights, minority
 
-T = TypeVar("T")
-Call = Callable[[Engine], Coroutine[Any, Any, T]]
+_T = TypeVar("_T")
+Call = Callable[[Engine], Coroutine[Any, Any, _T]]
 Infos = Mapping[str, Mapping[str, Any]]
 """`server_info` by url."""
 
@@ -127,10 +127,10 @@ def _listed(transports: Set[str]) -> str:
     return " or ".join(sorted(transports)) or "nothing"
 
 
-class Replies(Generic[T]):
+class Replies(Generic[_T]):
     """Calls in progress, one per engine, with one deadline."""
 
-    def __init__(self, what: str, futures: dict[str, Future[T]], timeout_s: float) -> None:
+    def __init__(self, what: str, futures: dict[str, Future[_T]], timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s
         self._what = what  # completes "waited for <url> to ..."
         self._timeout_s = timeout_s
@@ -161,10 +161,10 @@ class Replies(Generic[T]):
         timeout_s = max(0.0, deadline - time.monotonic())
         wait(self._futures.values(), timeout_s, FIRST_EXCEPTION if first_failure else ALL_COMPLETED)
 
-    def collect(self) -> tuple[dict[str, T], dict[str, EngineError]]:
+    def collect(self) -> tuple[dict[str, _T], dict[str, EngineError]]:
         """Wait for all replies or the deadline; return results and failures by url. A late engine has failed."""
         self.wait_until(self.deadline)
-        results: dict[str, T] = {}
+        results: dict[str, _T] = {}
         failures: dict[str, EngineError] = {}
         for url, future in self._futures.items():
             if not future.done():
@@ -188,13 +188,13 @@ class Members:
         self.session = session
         self.drop({})
 
-    def start(self, what: str, call: Call[T], only: Collection[str] | None = None) -> Replies[T]:
+    def start(self, what: str, call: Call[_T], only: Collection[str] | None = None) -> Replies[_T]:
         """Start the same call to every engine, or to those at the urls `only`."""
         asked = [engine for engine in self.engines if only is None or engine.url in only]
         futures = {engine.url: self.session.submit(call(engine)) for engine in asked}
         return Replies(what, futures, self.session.timeout_s)
 
-    def all(self, what: str, call: Call[T], only: Collection[str] | None = None) -> dict[str, T]:
+    def all(self, what: str, call: Call[_T], only: Collection[str] | None = None) -> dict[str, _T]:
         """Return results by url and fence the engines that fail. Raises as `drop` does."""
         results, failures = self.start(what, call, only).collect()
         self.drop(failures)

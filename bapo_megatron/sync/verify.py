@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.engines.base import Capabilities, Engine
-from bapo_megatron.engines.http import shown
+from bapo_megatron.engines.http import shortened
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
@@ -45,7 +45,9 @@ def check_weights(
 ) -> None:
     """Compare one engine's version and checksum with those sent. Raises EngineError naming a difference."""
     if str(info.get("weight_version")) != str(version):
-        raise EngineError(f"{url} reports weight version {shown(info.get('weight_version'))} after {version} was sent")
+        raise EngineError(
+            f"{url} reports weight version {shortened(info.get('weight_version'))} after {version} was sent"
+        )
 
     if checksum.get("algorithm") != DIGEST:
         _check_names(url, list(digests), checksum)

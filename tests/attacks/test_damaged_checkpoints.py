@@ -22,7 +22,7 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.checkpoint.arrays import detached, write_arrays
 from bapo_megatron.checkpoint.folder import (
-    DIGEST,
+    DIGEST_FIELD,
     INDEX,
     MOMENTS,
     SQUARES,
@@ -43,7 +43,7 @@ from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.gradient_guard import GradientGuard
-from bapo_megatron.learner.hf.names import place_shard, to_shard
+from bapo_megatron.learner.slicing import place_shard, to_shard
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.staleness import StalenessBound
@@ -509,7 +509,7 @@ def reseal(step: Path, file: Path, body: Any) -> None:
     file.write_text(seal(body))
     if file.name == INDEX:
         state = json.loads((step / STATE).read_text())
-        del state[DIGEST]
+        del state[DIGEST_FIELD]
         state["parts"][file.parent.name]["index"] = digest_of(file)
         (step / STATE).write_text(seal(state))
 
@@ -524,7 +524,7 @@ def test_resealed_edits(checkpoints: Checkpoints, tmp_path: Path, outcomes: Outc
             step = folder / f"step-{STEPS[-1]:06d}"
             file = step / rng.choice((STATE, "learner/" + INDEX, "critic/" + INDEX))
             body = json.loads(file.read_text())
-            del body[DIGEST]
+            del body[DIGEST_FIELD]
             edit(rng, body)
             reseal(step, file, body)
             if rng.randrange(3) == 0:  # no older one to fall back to

@@ -27,12 +27,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.config.schema import Config, SyncConfig
 from bapo_megatron.engines import processes
-from bapo_megatron.engines.group import UpdateGroup, host_store
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
+from bapo_megatron.engines.update_group import UpdateGroup, host_store
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from tests.distributed import HANG_S

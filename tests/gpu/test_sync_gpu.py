@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
-from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
+from bapo_megatron.engines.update_group import Launch, UpdateGroup, host_store
 from tests.distributed import HANG_S
 
 BUSY_CYCLES = 200_000_000  # about 0.1 s

@@ -38,7 +38,7 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
-from bapo_megatron.rewards.pool import Verdict
+from bapo_megatron.rewards.worker_pool import Verdict
 from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.base import RankZeroChannel

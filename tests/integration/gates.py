@@ -69,7 +69,7 @@ class Gates:
 def build_in_ranks() -> None:
     """In any process of the run, as it starts."""
     command = " ".join(sys.orig_argv)
-    if "bapo_megatron.worker" in command or "bapo_megatron.slurm.node" in command:
+    if "bapo_megatron.trainer" in command or "bapo_megatron.slurm.node" in command:
         build()
 
 
@@ -173,8 +173,8 @@ def _count_updates() -> None:
 def _count_calls() -> None:
     """Put a gate before every request for samples, and before every call to an engine, and every broadcast, of a
     push."""
-    from bapo_megatron.engines.group import UpdateGroup
     from bapo_megatron.engines.http import HttpEngine
+    from bapo_megatron.engines.update_group import UpdateGroup
 
     numbers, requests = itertools.count(1), itertools.count(1)
     send, broadcast = HttpEngine._send, UpdateGroup.broadcast

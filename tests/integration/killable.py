@@ -251,7 +251,7 @@ def _train(
 ) -> None:
     import torch
 
-    from bapo_megatron import worker
+    from bapo_megatron import trainer
 
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **address}
@@ -264,7 +264,7 @@ def _train(
         build()
     if prepare:
         prepare()
-    raise SystemExit(worker.main(["--run-dir", str(run_dir), "--engine-url", url]))
+    raise SystemExit(trainer.main(["--run-dir", str(run_dir), "--engine-url", url]))
 
 
 def _write_to(log: Path) -> None:

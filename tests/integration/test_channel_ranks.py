@@ -15,7 +15,7 @@ from bapo_megatron.checkpoint.shards import Piece
 from bapo_megatron.engines.wire import TensorSpec, in_order
 from bapo_megatron.errors import EngineError, NoEngineLeftError, UserError
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.weights import ModelWeights
+from bapo_megatron.learner.weight_source import ModelWeights
 from bapo_megatron.runtime.ranks import failing_together, gather_json
 from bapo_megatron.sync.base import RankZeroChannel, SyncStats, WeightSource
 from tests.distributed import run_distributed

@@ -18,7 +18,7 @@ from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.learner.hf.convert import gather_weights
+from bapo_megatron.learner.exchange import gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.split_model import PARTS
 from tests.distributed import run_distributed

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare
-from bapo_megatron.rewards import pool
+from bapo_megatron.rewards import worker_pool
 from tests.distributed import HANG_S
 from tests.integration.campaign import ROLLOUT, Campaign, Fault, Site
 from tests.integration.campaign_faults import JUDGE, PUSHES, REPLIES, SAMPLING, spoilt
@@ -128,7 +128,7 @@ def deal(num_legs: int, seed: int) -> list[list[list[Fault]]]:
 @pytest.fixture
 def vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Vain:
     strike_only("hang", monkeypatch)
-    monkeypatch.setattr(pool, "START_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(worker_pool, "START_TIMEOUT_S", HANG_S)
     return Vain(tmp_path, monkeypatch)
 
 

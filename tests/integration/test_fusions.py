@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import load_hf_config, model_shape
-from bapo_megatron.learner import model
+from bapo_megatron.learner import policy
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import Machine, fusion_fields
 from tests.distributed import run_distributed
@@ -80,9 +80,9 @@ def check_stand_ins(rank: int, world_size: int, root: Path) -> None:
         ("gradient_accumulation_fusion", "qwen3", {"recompute": True, "recompute_layers": 2}),
     ]
     for name, family, train in cases:
-        model.fusion_fields = lambda *_: {}
+        policy.fusion_fields = lambda *_: {}
         plain = updates(make_config(train=train), root / family)
-        model.fusion_fields = lambda *_, name=name: {name: True}
+        policy.fusion_fields = lambda *_, name=name: {name: True}
         fused = updates(make_config(train=train), root / family)
         assert_close(fused, plain, rtol=1e-4, atol=1e-6)
     assert wgrad_gemm_accum_fp32.num_calls > 0  # type: ignore[attr-defined]
@@ -142,6 +142,6 @@ def test_fused_linears_are_marked_but_not_the_output_layer() -> None:
     """Transformer Engine's and Megatron's linears read one flag each."""
     engine, megatron = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     engine.fuse_wgrad_accumulation = megatron.gradient_accumulation_fusion = False  # type: ignore[assignment]
-    model._fuse_weight_gradients(torch.nn.ModuleList([engine, megatron, torch.nn.Linear(2, 2)]))
+    policy._fuse_weight_gradients(torch.nn.ModuleList([engine, megatron, torch.nn.Linear(2, 2)]))
     assert engine.fuse_wgrad_accumulation
     assert megatron.gradient_accumulation_fusion

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bapo_megatron.checkpoint.folder import DIGEST
+from bapo_megatron.checkpoint.folder import DIGEST_FIELD
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.rollout.ledger import Ledger
@@ -109,7 +109,7 @@ def checkpoint_of(run: Path, step: int) -> dict[str, Any]:
     found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
     assert found
     texts = {name: json.loads((folder / name).read_text()) for name in ("state.json", "learner/index.json")}
-    for name in ("run", DIGEST):
+    for name in ("run", DIGEST_FIELD):
         del texts["state.json"][name]
     return found | texts
 

@@ -25,7 +25,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.model import transformer_config
+from bapo_megatron.learner.policy import transformer_config
 from bapo_megatron.types import Batch, MiniBatch
 from tests.distributed import HANG_S, run_distributed
 from tests.garbage import tensors_in_cycles

@@ -16,7 +16,7 @@ from bapo_megatron.checkpoint.folder import MOMENTS
 from bapo_megatron.config.losses import CustomLoss
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
-from bapo_megatron.learner.hf.convert import gather_weights
+from bapo_megatron.learner.exchange import gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import scorers_of, with_scores
 from bapo_megatron.types import Batch, MiniBatch

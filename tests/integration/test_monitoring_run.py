@@ -89,7 +89,7 @@ class Run:
 def _rank(rank: int, size: int, port: int, run_dir: Path, url: str, fault: Callable[[int, Path], None]) -> None:
     import torch
 
-    from bapo_megatron import worker
+    from bapo_megatron import trainer
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -97,7 +97,7 @@ def _rank(rank: int, size: int, port: int, run_dir: Path, url: str, fault: Calla
     screen = os.open(run_dir / "screen.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(screen, 1)
     fault(rank, run_dir)
-    raise SystemExit(worker.main(["--run-dir", str(run_dir), "--engine-url", url]))
+    raise SystemExit(trainer.main(["--run-dir", str(run_dir), "--engine-url", url]))
 
 
 def slow_then_hung(rank: int, run_dir: Path) -> None:
@@ -105,7 +105,7 @@ def slow_then_hung(rank: int, run_dir: Path) -> None:
 
     These clocks count forward passes.
     """
-    from bapo_megatron.learner.model import PolicyModel
+    from bapo_megatron.learner.policy import PolicyModel
     from bapo_megatron.runtime import straggler
 
     forward, spent_s = PolicyModel.forward, 0.0
@@ -240,8 +240,8 @@ def _out_of_memory(folder: Path) -> None:
     from bapo_megatron.errors import OutOfMemoryError
     from bapo_megatron.learner import megatron
     from bapo_megatron.learner.megatron import MegatronLearner
-    from bapo_megatron.learner.model import PolicyModel
     from bapo_megatron.learner.parallel import stop_processes
+    from bapo_megatron.learner.policy import PolicyModel
     from bapo_megatron.monitor.oom import explaining_out_of_memory
     from bapo_megatron.runtime.stopwatch import Stopwatch
     from bapo_megatron.types import ClipBounds

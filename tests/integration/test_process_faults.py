@@ -74,7 +74,7 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
 
         def have_ranks_started() -> bool:
             started.update(descendants(run.pid))
-            return run.poll() is not None or sum("bapo_megatron.worker" in args for args in started.values()) >= 2
+            return run.poll() is not None or sum("bapo_megatron.trainer" in args for args in started.values()) >= 2
 
         wait_until(have_ranks_started, "the ranks started")
         gates.wait("import", lambda: run.poll() is None, (tmp_path / "output").read_text)
@@ -160,10 +160,10 @@ def test_a_local_run_listens_on_loopback_only(tmp_path: Path, settings: list[str
     finally:
         run.send_signal(signal.SIGTERM)
         run.wait(HANG_S)
-    for part in ("bapo_megatron.worker", "rewards.worker", *parts):
+    for part in ("bapo_megatron.trainer", "rewards.worker", *parts):
         assert any(part in each.command for each in seen.values()), f"no {part} in {seen}"
     assert {address for each in seen.values() for address in each.addresses} == {"127.0.0.1"}, seen
-    in_groups = [each for each in seen.values() if "bapo_megatron.worker" in each.command or parts[0] in each.command]
+    in_groups = [each for each in seen.values() if "bapo_megatron.trainer" in each.command or parts[0] in each.command]
     assert [each.environment.get("GLOO_SOCKET_IFNAME") for each in in_groups] == ["lo"] * len(in_groups), in_groups
 
 

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from bapo_megatron.learner import attention, model
+from bapo_megatron.learner import attention, policy
 from tests.distributed import run_distributed
 from tests.hf_models import save_model
 from tests.integration.hf_roundtrip import check_models_of_rank, check_saved, write_reference
@@ -108,9 +108,9 @@ class Provider(LocalSpecProvider):
 
 def check_with_stand_ins(rank: int, world_size: int, root: Path, names: list[str], layout: dict[str, Any]) -> None:
     gpt_layer_specs.TESpecProvider = Provider
-    model.TENorm = Norm
+    policy.TENorm = Norm
     attention.TEDotProductAttention = Attention
-    model.uses_transformer_engine = lambda *_: True  # type: ignore[assignment]
+    policy.uses_transformer_engine = lambda *_: True  # type: ignore[assignment]
     check_models_of_rank(rank, world_size, root, names, layout, 1e-5)
     assert {"linear", "attention"} <= set(built)
 

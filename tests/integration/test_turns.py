@@ -16,7 +16,7 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.rewards.environments import Answer, Continue, End, TurnJson
+from bapo_megatron.rewards.environments import Continue, End, StepAnswer, TurnJson
 from bapo_megatron.rollout.drivers import StepDriver
 from bapo_megatron.types import Batch, ClipBounds, Ended, Group, NeedsTokens, Sample, Segment
 from tests.distributed import run_distributed
@@ -33,7 +33,7 @@ class TwoTurns:
 
     deadline_s = 0.0
 
-    async def step(self, turn: TurnJson, state: Any) -> Answer:
+    async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
         if turn["number"] == 1:
             return Continue({"first": len(turn["token_ids"])}, token_ids=[30, 31])
         return End({"length": float(len(turn["token_ids"])), "first": state["first"] / 2})

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.engines.group import UpdateGroup
+from bapo_megatron.engines.update_group import UpdateGroup
 from bapo_megatron.sync import broadcast, session
 from bapo_megatron.sync.broadcast import _Sender
 from bapo_megatron.sync.session import Replies

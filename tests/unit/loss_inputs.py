@@ -11,7 +11,7 @@ from bapo_megatron.algorithms.second_moment import SecondMomentRule
 from bapo_megatron.algorithms.update_rules import Again, NoBounds, no_tokens, update_rule
 from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
-from bapo_megatron.learner.metrics import TokenMetrics
+from bapo_megatron.learner.token_metrics import TokenMetrics
 from bapo_megatron.metrics import Metric
 from bapo_megatron.types import ClipBounds, MicroBatch
 

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
-from bapo_megatron.engines.http import shown
+from bapo_megatron.engines.http import shortened
 
 _LOGPROB_SLACK = 1e-4
 _MAX_FLOAT = sys.float_info.max
@@ -24,18 +24,18 @@ def plain_parse(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     if not isinstance(token_ids, list):
         raise BadReplyError("the reply has no output_ids")
     if (rid := meta.get("id", request.rid)) != request.rid:
-        raise BadReplyError(f"the reply is of request {shown(rid)}")
+        raise BadReplyError(f"the reply is of request {shortened(rid)}")
     finish = meta.get("finish_reason")
     reason = finish.get("type") if isinstance(finish, dict) else None
     if reason not in _FINISH_REASONS:
-        raise BadReplyError(f"finish_reason {shown(finish)} is not one of {_FINISH_REASONS}")
+        raise BadReplyError(f"finish_reason {shortened(finish)} is not one of {_FINISH_REASONS}")
     if len(token_ids) > request.max_new_tokens:
         raise BadReplyError(f"{len(token_ids)} tokens were returned, at most {request.max_new_tokens} were asked for")
     if not token_ids and reason != "abort":
-        raise BadReplyError(f"no token was returned, and finish_reason is {shown(reason)}")
+        raise BadReplyError(f"no token was returned, and finish_reason is {shortened(reason)}")
     for token_id in token_ids:
         if type(token_id) is not int or token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
-            raise BadReplyError(f"token id {shown(token_id)} is outside the vocabulary of {vocab_size}")
+            raise BadReplyError(f"token id {shortened(token_id)} is outside the vocabulary of {vocab_size}")
     num_prompt_tokens = _count(meta, "prompt_tokens", len(request.token_ids))
     if num_prompt_tokens != len(request.token_ids):
         raise BadReplyError(f"it continues {num_prompt_tokens} prompt tokens, but {len(request.token_ids)} were sent")
@@ -53,7 +53,7 @@ def plain_parse(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
 def _count(meta: dict[str, Any], name: str, default: int) -> int:
     value = meta.get(name, default)
     if type(value) is not int or value < 0:
-        raise BadReplyError(f"{name} {shown(value)} is not a count")
+        raise BadReplyError(f"{name} {shortened(value)} is not a count")
     return value
 
 
@@ -70,11 +70,11 @@ def _behaviour_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[flo
         if not isinstance(triple, list) or len(triple) < 2 or type(triple[1]) is not int or triple[1] != token_id:
             start = triple[:2] if isinstance(triple, list) else triple
             raise BadReplyError(
-                f"log-prob entry {shown(start)} at output token {index} does not belong to token {token_id}"
+                f"log-prob entry {shortened(start)} at output token {index} does not belong to token {token_id}"
             )
         logprob = triple[0]
         if type(logprob) not in (int, float) or not -_MAX_FLOAT <= logprob <= _LOGPROB_SLACK:
-            raise BadReplyError(f"log-prob {shown(logprob)} at output token {index} is not a finite number <= 0")
+            raise BadReplyError(f"log-prob {shortened(logprob)} at output token {index} is not a finite number <= 0")
         logprobs.append(min(float(logprob), 0.0))
     return tuple(logprobs)
 
@@ -83,7 +83,7 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
     raw = meta.get("weight_versions")
     if not isinstance(raw, list):
         raise BadReplyError("the reply has no weight_versions; the server is older than SGLang 0.5.23")
-    uncovered = f"weight_versions {shown(raw)} do not cover the {num_tokens} output tokens in order"
+    uncovered = f"weight_versions {shortened(raw)} do not cover the {num_tokens} output tokens in order"
     spans: list[VersionSpan] = []
     covered = 0
     for entry in raw:
@@ -105,7 +105,7 @@ def parse_version(version: object) -> int:
     digits = str(version) if type(version) in (int, str) else ""
     if re.fullmatch("[0-9]{1,18}", digits):
         return int(digits)
-    raise BadReplyError(f"weight version {shown(version)} is not a whole number")
+    raise BadReplyError(f"weight version {shortened(version)} is not a whole number")
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import Any
 
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine
-from bapo_megatron.rollout import stream
+from bapo_megatron.rollout import continuous
 from bapo_megatron.rollout.book import Keep, Prompts, RolloutBook, groups_of
+from bapo_megatron.rollout.continuous import ContinuousSampling
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.rollout.staleness import StalenessBound
-from bapo_megatron.rollout.stream import Stream
 from bapo_megatron.tokens import JoinedRows
 from bapo_megatron.types import Group, NeedsEnvironment, NeedsTokens, Sample, with_values
 
@@ -198,10 +198,10 @@ class PlainBook:
             self.ledger.drop(sample.sample_id, reason)
 
 
-class PlainQueue(stream._Queue):
+class PlainQueue(continuous._Queue):
     """A heap that each step fills anew."""
 
-    def __init__(self, ranks: Iterable[stream._Rank]) -> None:
+    def __init__(self, ranks: Iterable[continuous._Rank]) -> None:
         super().__init__()
         self._heap = list(ranks)
         heapq.heapify(self._heap)
@@ -209,12 +209,12 @@ class PlainQueue(stream._Queue):
     def __len__(self) -> int:
         return len(self._heap)
 
-    def put(self, rank: stream._Rank) -> None:
+    def put(self, rank: continuous._Rank) -> None:
         heapq.heappush(self._heap, rank)
 
 
-class PlainStream(Stream):
-    """`Stream`, whose queue is made anew in each step, and which counts the requests of each engine before each use."""
+class PlainStream(ContinuousSampling):
+    """`ContinuousSampling`, with a new queue in each step; it counts the requests of each engine before each use."""
 
     def start(self, step: int, version: int) -> None:
         self._is_behind = True
@@ -230,9 +230,11 @@ class PlainStream(Stream):
         for sample in samples:
             self._ready.put(self._rank(sample))
 
-    def _rank(self, sample: Sample) -> stream._Rank:
+    def _rank(self, sample: Sample) -> continuous._Rank:
         is_urgent = self._book.is_urgent(sample, self.next_version)
-        return stream._Rank(not is_urgent, self._pieces[sample.sample_id], sample.prompt.prompt_id, sample.sample_id)
+        return continuous._Rank(
+            not is_urgent, self._pieces[sample.sample_id], sample.prompt.prompt_id, sample.sample_id
+        )
 
     def _pump(self) -> None:
         if not self._is_open or self._failure is not None:
@@ -262,7 +264,7 @@ class PlainStream(Stream):
             if not self._dispatcher.pool.live():
                 self._changed.set()
             self._pump()
-            await asyncio.sleep(stream._TICK_S)
+            await asyncio.sleep(continuous._TICK_S)
 
 
 def make_plain(scheduler: Scheduler) -> Scheduler:

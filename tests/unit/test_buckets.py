@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack, plan_buckets, unpack
+from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack_bucket, plan_buckets, unpack_bucket
 from bapo_megatron.errors import EngineError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.float8_e4m3fn]
@@ -26,7 +26,7 @@ def manifest_of(named: dict[str, torch.Tensor]) -> list[TensorSpec]:
 
 def filled(named: dict[str, torch.Tensor], bucket: Bucket) -> torch.Tensor:
     data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-    pack(bucket, [named[spec.name] for spec in bucket.specs], data)
+    pack_bucket(bucket, [named[spec.name] for spec in bucket.specs], data)
     return data
 
 
@@ -40,8 +40,8 @@ def test_round_trip(kinds: list[tuple[torch.dtype, list[int]]], max_bytes: int) 
         assert len(bucket.specs) == 1 or bucket.num_bytes <= max_bytes
         data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         held = dict(islice(weights, len(bucket.specs)))
-        pack(bucket, [held[spec.name] for spec in bucket.specs], data)
-        received |= dict(unpack(data.clone(), bucket.specs))
+        pack_bucket(bucket, [held[spec.name] for spec in bucket.specs], data)
+        received |= dict(unpack_bucket(data.clone(), bucket.specs))
     assert next(weights, None) is None
     assert received.keys() == named.keys()
     for name, tensor in named.items():
@@ -62,7 +62,7 @@ def test_layout_is_the_bytes_one_after_the_other() -> None:
 def test_views_and_strides_are_flattened_in_row_major_order() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
     (bucket,) = plan_buckets(manifest_of({"t": tensor}), 1024)
-    assert torch.equal(unpack(filled({"t": tensor}, bucket), bucket.specs)[0][1], tensor)
+    assert torch.equal(unpack_bucket(filled({"t": tensor}, bucket), bucket.specs)[0][1], tensor)
     assert digest(tensor) == xxhash.xxh3_128_hexdigest(tensor.contiguous().numpy().tobytes())
 
 
@@ -110,9 +110,9 @@ def test_a_learner_that_yields_something_else_is_found_out() -> None:
 def test_bad_input_is_refused() -> None:
     data = torch.zeros(6, dtype=torch.uint8)
     with pytest.raises(ValueError, match="6 bytes"):
-        unpack(data, [TensorSpec("a", "float32", (2,))])
+        unpack_bucket(data, [TensorSpec("a", "float32", (2,))])
     with pytest.raises(ValueError, match=r"b: byte offset 2 is not aligned to float32"):
-        unpack(data, [TensorSpec("a", "bfloat16", (1,)), TensorSpec("b", "float32", (1,))])
+        unpack_bucket(data, [TensorSpec("a", "bfloat16", (1,)), TensorSpec("b", "float32", (1,))])
     with pytest.raises(ValueError, match="complex64"):
         plan_buckets([TensorSpec("c", "complex64", (1,))], 64)
     with pytest.raises(ValueError, match="empty"):

@@ -74,7 +74,7 @@ import math
 import torch
 from bapo_megatron.algorithms.update_rules import no_tokens, update_rule
 from tests.unit.loss_inputs import loss_inputs
-from bapo_megatron.learner.metrics import TokenMetrics
+from bapo_megatron.learner.token_metrics import TokenMetrics
 
 rule = update_rule(config.loss, config.bapo)
 log_probs_R = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)

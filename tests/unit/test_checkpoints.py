@@ -22,7 +22,7 @@ from pydantic import AfterValidator, InstanceOf
 from typing_extensions import TypedDict
 
 from bapo_megatron.checkpoint.arrays import write_arrays
-from bapo_megatron.checkpoint.folder import DIGEST, SQUARES, Manifest, read_index, seal
+from bapo_megatron.checkpoint.folder import DIGEST_FIELD, SQUARES, Manifest, read_index, seal
 from bapo_megatron.checkpoint.saving import Saving
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
@@ -444,7 +444,7 @@ def test_parts_of_another_checkpoint_are_refused(tmp_path: Path, part: str, olde
 def test_a_checkpoint_from_before_its_parts_were_tied_is_used(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     body = json.loads((path / "state.json").read_text())
-    del body["parts"], body[DIGEST]
+    del body["parts"], body[DIGEST_FIELD]
     (path / "state.json").write_text(seal(body))
     assert resume(tmp_path) == 1
 
@@ -550,7 +550,7 @@ def test_values_that_no_run_saves_are_named_with_file_and_stream(
         name: rows.tolist() for name, rows in ROWS.items()
     }
     body = json.loads((path / "state.json").read_text())
-    del body[DIGEST]
+    del body[DIGEST_FIELD]
     if field == "version":
         body["rollout"]["active"][0]["samples"][0]["trajectories"][0]["segments"][0][field] = value
     else:
@@ -585,7 +585,7 @@ def test_arrays_are_part_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_run_saved_before_segments_is_refused_with_the_commit_that_resumes_it(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     body = json.loads((path / "state.json").read_text())
-    del body[DIGEST]
+    del body[DIGEST_FIELD]
     (path / "state.json").write_text(seal(body | {"format": 2}))
     with pytest.raises(
         CheckpointError, match="has format 2, this version reads format 3; resume it with commit b40d263"

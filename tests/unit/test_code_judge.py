@@ -23,7 +23,7 @@ import bapo_megatron.rewards.code as code_module
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards import RewardScorer, pool
+from bapo_megatron.rewards import RewardScorer, worker_pool
 from bapo_megatron.rewards.code import CodeJudge, last_program, same_output
 from bapo_megatron.rewards.refusals import Refusals
 from bapo_megatron.rewards.scratch import delete_abandoned, delete_folder, scratch_folder
@@ -479,7 +479,7 @@ def test_the_scorer_runs_programs_and_counts(scorer: RewardScorer) -> None:
 
 
 def test_a_program_that_does_not_end_costs_no_judge_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "GRACE_S", HANG_S)
+    monkeypatch.setattr(worker_pool, "GRACE_S", HANG_S)
     with code_scorer(1.0) as scorer:
         processes = set(psutil.Process().children())
         assert scorer.score(prompts_for(["import signal\nsignal.pause()"])) == [0.0]

@@ -14,16 +14,16 @@ from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.environments import Answer, Continue, End, EnvironmentSpec, Failed, TurnJson, as_answer
-from bapo_megatron.rewards.pool import EnvironmentProcesses
+from bapo_megatron.rewards.environments import Continue, End, EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
+from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.drivers import StepDriver
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, NeedsTokens, Prompt, Sample, Segment
 from tests.hang import HANG_S
 from tests.states import through_checkpoint
+from tests.unit.test_continuous import TimedEngine, train
 from tests.unit.test_scheduler import STOP, ScriptedEngine, make, run_on_clock
-from tests.unit.test_stream import TimedEngine, train
 
 WORDS = (20, 21)  # of the environment: no engine samples them
 LIMIT = 40
@@ -39,7 +39,7 @@ class Turns:
         self._answer_s = answer_s
         self._failing = failing  # one of so many samples
 
-    async def step(self, turn: TurnJson, state: Any) -> Answer:
+    async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
         self.asked.append(json.dumps([turn, state]))
         if self._answer_s:
             await asyncio.sleep(self._answer_s * (1 + len(turn["token_ids"]) % 3))
@@ -176,7 +176,7 @@ def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
         pass
 
     class Dies(Turns):
-        async def step(self, turn: TurnJson, state: Any) -> Answer:
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
             answer = await super().step(turn, state)
             if len(self.asked) == 25:
                 raise Killed
@@ -246,7 +246,7 @@ def test_samples_that_failed_have_no_reward_and_change_nothing_for_the_others() 
 
 def test_a_group_that_failed_as_a_whole_is_replaced() -> None:
     class Flaky(Turns):
-        async def step(self, turn: TurnJson, state: Any) -> Answer:
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
             return Failed("no browser") if turn["answer"] == 0 else await super().step(turn, state)
 
     class Numbered:
@@ -273,7 +273,7 @@ def test_an_environment_that_only_fails_ends_the_run_with_its_reason() -> None:
 
 def test_an_environment_that_breaks_later_ends_the_run_too() -> None:
     class Breaks(Turns):
-        async def step(self, turn: TurnJson, state: Any) -> Answer:
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
             return Failed("no browser") if len(self.asked) > 20 else await super().step(turn, state)
 
     scheduler = make(Rounds(), driver=driver(Breaks()), max_response_tokens=LIMIT)
@@ -346,7 +346,7 @@ def test_an_environment_in_processes_answers_or_fails_and_others_go_on(name: str
     }
     asked = ["count", "end", *failures, "neither"]
 
-    async def run() -> list[Answer]:
+    async def run() -> list[StepAnswer]:
         return list(await asyncio.gather(*(environment.step(turn_of(a), {"count": 40}) for a in asked)))
 
     try:

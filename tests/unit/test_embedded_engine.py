@@ -24,7 +24,7 @@ from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.server import Server
-from bapo_megatron.engines.embedded.server import serve as serve_http
+from bapo_megatron.engines.embedded.server import serve_engine as serve_http
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from tests.distributed import HANG_S
 from tests.garbage import tensors_in_cycles
@@ -51,7 +51,7 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def serve(engine: BatchingEngine, asked: list[tuple[list[int], SamplingParams]]) -> Sampled:
+def serve_engine(engine: BatchingEngine, asked: list[tuple[list[int], SamplingParams]]) -> Sampled:
     sequences = [engine.new_sequence(str(i), ids, params) for i, (ids, params) in enumerate(asked)]
     engine.submit(sequences)
     for sequence in sequences:
@@ -70,16 +70,16 @@ def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None
     fresh = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     used = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     try:
-        expected = serve(fresh, requests(0))
+        expected = serve_engine(fresh, requests(0))
         assert any(len(ids) > 1 for ids, _ in expected)
-        serve(used, requests(1))
+        serve_engine(used, requests(1))
         left = [used.new_sequence(f"left {i}", ids, params) for i, (ids, params) in enumerate(requests(2))]
         used.submit(left)
         used.call(lambda: used.pause("retract")).result(HANG_S)
         used.call(lambda: used.abort(None)).result(HANG_S)
         used.call(used.resume).result(HANG_S)
-        assert serve(used, requests(0)) == expected
-        assert serve(fresh, requests(0)) == expected
+        assert serve_engine(used, requests(0)) == expected
+        assert serve_engine(fresh, requests(0)) == expected
     finally:
         stop(fresh)
         stop(used)
@@ -89,7 +89,7 @@ def test_no_tensor_waits_for_the_garbage_collector(model: Model) -> None:
     """Collections are rare in an engine."""
     engine = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     try:
-        assert tensors_in_cycles(lambda: serve(engine, requests(0))) == []
+        assert tensors_in_cycles(lambda: serve_engine(engine, requests(0))) == []
     finally:
         stop(engine)
 
@@ -213,10 +213,10 @@ def test_samples_of_one_prompt_share_its_prefill(model: Model, monkeypatch: pyte
     try:
         prompts = [[3, 4, 5, 6], [3, 4, 5, 7], [3, 4, 5]]
         asked = [(prompts[i % 3], SamplingParams(max_new_tokens=12, sampling_seed=i)) for i in range(15)]
-        together = serve(engine, asked)
+        together = serve_engine(engine, asked)
         assert shapes == [(3, 4)]
         for request, (ids, logprobs) in zip(asked, together, strict=True):
-            ((alone, alone_logprobs),) = serve(engine, [request])
+            ((alone, alone_logprobs),) = serve_engine(engine, [request])
             assert ids == alone
             assert logprobs == pytest.approx(alone_logprobs, abs=1e-5)
     finally:
@@ -320,7 +320,7 @@ def test_a_tiny_temperature_is_greedy(model: Model, temperature: float) -> None:
     engine = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     try:
         asked = [([3, 4], SamplingParams(max_new_tokens=8, temperature=t)) for t in (0.0, temperature)]
-        greedy, tiny = serve(engine, asked)
+        greedy, tiny = serve_engine(engine, asked)
         assert tiny == greedy
     finally:
         stop(engine)
@@ -437,7 +437,7 @@ def test_released_memory_is_given_back() -> None:
     model = Model.from_pretrained(demo_model_path(), max_len=64)
     engine = BatchingEngine(model, max_running=1, max_context=64)
     try:
-        serve(engine, [([3, 4, 5], SamplingParams(max_new_tokens=4))])
+        serve_engine(engine, [([3, 4, 5], SamplingParams(max_new_tokens=4))])
         assert engine._cache.data.any()
         assert all(weight.any() for name, weight in model.named_weights.items() if "proj" in name)
         engine.call(engine.release, when_still=True).result(HANG_S)

@@ -19,8 +19,8 @@ from bapo_megatron.engines.connected import ConnectedEngines, LoopThread
 from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.evaluation.run import _Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
-from bapo_megatron.rewards.pool import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
+from bapo_megatron.rewards.worker_pool import Verdict
 from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.types import NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S, PATIENT

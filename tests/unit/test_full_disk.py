@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bapo_megatron import worker
+from bapo_megatron import trainer
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import CheckpointError, UserError
@@ -137,9 +137,9 @@ def test_a_disk_that_fills_up_while_metrics_are_written_is_one_error(tmp_path: P
 def fail_to_train(folder: Path, told: int) -> None:
     os.environ["RANK"] = "0"
     os.dup2(told, 1)  # a pipe, which is no file that the limit is for
-    worker._train = lambda *_: (_ for _ in ()).throw(UserError("no room"))  # type: ignore[assignment]
+    trainer._train = lambda *_: (_ for _ in ()).throw(UserError("no room"))  # type: ignore[assignment]
     with full_disk(0):
-        raise SystemExit(worker.run_rank(RunDir.attach(folder), []))
+        raise SystemExit(trainer.run_rank(RunDir.attach(folder), []))
 
 
 def test_an_error_that_cannot_be_left_in_a_file_is_told(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from bapo_megatron import worker
+from bapo_megatron import trainer
 from bapo_megatron.config.engines import startup_limit_s
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import sglang
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.learner.adam import AdamState
-from bapo_megatron.learner.model import PolicyModel
+from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.runtime import environment
 from bapo_megatron.runtime.environment import TRAINER_VARIABLES, nccl_variables, trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
@@ -94,13 +94,13 @@ def test_a_rank_sets_them_before_it_imports_torch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HEARTBEAT, "beat", beat)  # "importing torch and Megatron-Core"
     monkeypatch.setattr("bapo_megatron.config.load.load_config", lambda *_: Config())
     with pytest.raises(InterruptedError):
-        worker._train(SimpleNamespace(config_path=tmp_path), [], 0, None, None)  # type: ignore[arg-type]
+        trainer._train(SimpleNamespace(config_path=tmp_path), [], 0, None, None)  # type: ignore[arg-type]
     assert trainer_variables({}).items() <= seen.items()
 
 
 def test_the_launchers_import_neither_torch_nor_matplotlib() -> None:
     code = (
-        "import sys, bapo_megatron.local, bapo_megatron.worker, bapo_megatron.slurm.node;"
+        "import sys, bapo_megatron.local, bapo_megatron.trainer, bapo_megatron.slurm.node;"
         "print(sorted({'torch', 'matplotlib', 'megatron'} & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)

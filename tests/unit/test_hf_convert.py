@@ -15,7 +15,7 @@ from bapo_megatron.hf.reader import INDEX, SINGLE, HFReader
 from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors, model_shape
 from bapo_megatron.hf.splits import Interleaved
 from bapo_megatron.hf.writer import write_safetensors
-from bapo_megatron.learner.hf.names import from_shards, to_shard
+from bapo_megatron.learner.slicing import from_shards, to_shard
 
 
 def make_shape(family: str, **change: Any) -> ModelShape:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.buffer.batch import batch_metrics
-from bapo_megatron.metrics import FAMILIES, METRICS, declared, page, reduce_updates
+from bapo_megatron.metrics import METRIC_FAMILIES, METRICS, declared, page, reduce_updates
 from bapo_megatron.monitor.record import sample_record
 from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.monitor.summary import count, duration, summarize
@@ -36,7 +36,7 @@ def test_the_page_is_current_and_describes_exactly_the_declared_metrics() -> Non
     ages = ["age_0", "age_1_3", "age_4_up"]
     bins = [f"p{b}0" for b in range(10)]  # of probabilities: pNN in the table stands for all of them
     names = {(name.replace("pNN", b).replace("AGE", age), unit) for name, unit in rows for b in bins for age in ages}
-    assert names == {(name, metric.unit) for name, metric in (METRICS | FAMILIES).items()}
+    assert names == {(name, metric.unit) for name, metric in (METRICS | METRIC_FAMILIES).items()}
 
 
 def test_a_metric_of_something_that_the_settings_name_has_the_declaration_of_its_family() -> None:

@@ -235,7 +235,7 @@ def test_ranks_at_the_same_place_share_a_line_and_the_odd_one_comes_first() -> N
 
 
 WAITING = "when\nstep 1, train: in all_reduce, called by learner/parallel.py:1 (sum)\n"
-HANGING = "when\nstep 1, train: at learner/model.py:2 (forward)\n"
+HANGING = "when\nstep 1, train: at learner/policy.py:2 (forward)\n"
 
 
 def test_a_rank_that_hangs_is_named_before_those_that_wait_for_it() -> None:
@@ -246,7 +246,7 @@ def test_a_rank_that_hangs_is_named_before_those_that_wait_for_it() -> None:
 @pytest.mark.parametrize(
     ("reports", "named"),
     [
-        ({0: WAITING, 1: HANGING, 2: WAITING}, "rank 1 in step 1, train: at learner/model.py:2 (forward)"),
+        ({0: WAITING, 1: HANGING, 2: WAITING}, "rank 1 in step 1, train: at learner/policy.py:2 (forward)"),
         ({0: WAITING, 2: WAITING}, "rank 1 without a report: busy, stopped, or blocked outside of Python"),
         ({0: WAITING, 1: WAITING, 2: WAITING}, None),
         ({0: HANGING}, None),

@@ -217,7 +217,7 @@ def test_megatron_takes_the_fields(recipe: str) -> None:
     """Megatron's own checks pass, and its view of which layers are bfloat16 is ours."""
     from megatron.core.fp8_utils import is_first_last_bf16_layer
 
-    from bapo_megatron.learner.model import transformer_config
+    from bapo_megatron.learner.policy import transformer_config
 
     layers = [] if recipe == "delayed" else ["precision.bf16_layers_at_start=1", "precision.bf16_layers_at_end=2"]
     config = load_config([], [*FP8.split(), f"precision.recipe={recipe}", *layers])

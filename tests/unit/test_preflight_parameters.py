@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
-from bapo_megatron.learner import model as learner_model
+from bapo_megatron.learner import policy
 from bapo_megatron.learner.critic import CriticModel
-from bapo_megatron.learner.model import PolicyModel, transformer_config
 from bapo_megatron.learner.parallel import ParallelLayout, start_processes
+from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.preflight.known import KNOWN_MODELS
 from bapo_megatron.preflight.memory import critic_parameters, model_parameters, rank_parameters
 from tests.hf_models import MODELS, make_model_config
@@ -59,9 +59,9 @@ def make_config(**parallel: object) -> Config:
 @pytest.fixture(autouse=True)
 def _meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     apply_cpu_compat()
-    monkeypatch.setattr(learner_model, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(policy, "device", lambda: torch.device("meta"))
     # plain numbers, which the scaled kinds compute from values that a meta tensor does not have
-    monkeypatch.setattr(learner_model, "rotary_frequencies", lambda shape: (torch.empty(shape.head_dim // 2), 1.0))
+    monkeypatch.setattr(policy, "rotary_frequencies", lambda shape: (torch.empty(shape.head_dim // 2), 1.0))
 
 
 def check_ranks(shape: ModelShape, config: Config, world_size: int, ranks: range) -> None:

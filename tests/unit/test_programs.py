@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.programs import (
-    FAMILY,
+    PROGRAMS,
     SHOWN_INPUTS,
     TESTED_INPUTS,
     Program,
@@ -34,14 +34,14 @@ def test_worked_example() -> None:
 
 
 def test_expressions_say_what_the_functions_compute() -> None:
-    assert len(FAMILY) == len({program.expression for program in FAMILY}) == 64
-    for program in FAMILY:
+    assert len(PROGRAMS) == len({program.expression for program in PROGRAMS}) == 64
+    for program in PROGRAMS:
         assert [eval(program.expression, {"x": x}) for x in TESTED_INPUTS] == [program(x) for x in TESTED_INPUTS]
 
 
 def test_tests_hold_for_their_function_alone() -> None:
-    assert len({tuple(program(x) for x in TESTED_INPUTS) for program in FAMILY}) == len(FAMILY)
-    for program, other in zip(FAMILY, FAMILY[1:] + FAMILY[:1], strict=True):
+    assert len({tuple(program(x) for x in TESTED_INPUTS) for program in PROGRAMS}) == len(PROGRAMS)
+    for program, other in zip(PROGRAMS, PROGRAMS[1:] + PROGRAMS[:1], strict=True):
         exec(program.tests, {"f": program})
         with pytest.raises(AssertionError):
             exec(program.tests, {"f": other})
@@ -49,7 +49,7 @@ def test_tests_hold_for_their_function_alone() -> None:
 
 def test_two_examples_can_tell_each_function() -> None:
     pairs = list(itertools.combinations(SHOWN_INPUTS, 2))
-    assert all(any(is_told_apart(program, pair) for pair in pairs) for program in FAMILY)
+    assert all(any(is_told_apart(program, pair) for pair in pairs) for program in PROGRAMS)
 
 
 @settings(deadline=None, max_examples=30)  # other processes may hold the cores
@@ -59,7 +59,7 @@ def test_the_examples_fit_one_function_only(seed: int, num_examples: int) -> Non
     examples = [tuple(map(int, pair.split(">"))) for pair in task.prompt.removesuffix(":").split(" ")]
     assert [x for x, _ in examples] == sorted({x for x, _ in examples})
     assert len(examples) == num_examples
-    assert [p for p in FAMILY if all(p(x) == y for x, y in examples)] == [task.program]
+    assert [p for p in PROGRAMS if all(p(x) == y for x, y in examples)] == [task.program]
 
 
 def test_items_depend_on_seed_and_index_only() -> None:

@@ -17,7 +17,7 @@ from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.rewards.answers import final_answer
 from bapo_megatron.rewards.code import CodeJudge
 from bapo_megatron.rewards.judges import JudgeSpec
-from bapo_megatron.rewards.reasoning_gym import build_judge
+from bapo_megatron.rewards.reasoning_gym import gym_judge
 
 AIME = {"id": 60, "problem": "Every morning Aya ...", "solution": "...", "answer": "204", "url": "...", "year": "2024"}
 MATH_500 = {"problem": "Convert (0,3).", "solution": "...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2}
@@ -36,7 +36,7 @@ SpellBackward = tuple[Any, Callable[[Any, str], float], dict[str, Any]]
 def spell_backward() -> SpellBackward:
     """The data set "esenihC" for "Chinese", its judge, and the answer of its first item."""
     source = ReasoningGymSource("spell_backward", 1, 0, {})
-    return source.data, build_judge("spell_backward", 1, 0, {}), source[0].answer
+    return source.data, gym_judge("spell_backward", 1, 0, {}), source[0].answer
 
 
 def write(folder: Path, rows: list[dict[str, Any]], suffix: str) -> str:

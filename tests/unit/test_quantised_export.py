@@ -14,9 +14,9 @@ from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors, model_shape
 from bapo_megatron.learner.adam import WEIGHT
-from bapo_megatron.learner.hf.convert import gather_weights, parameters_by_global_name
-from bapo_megatron.learner.hf.names import to_shard
-from bapo_megatron.learner.weights import ModelWeights, Unquantised
+from bapo_megatron.learner.exchange import gather_weights, parameters_by_global_name
+from bapo_megatron.learner.slicing import to_shard
+from bapo_megatron.learner.weight_source import ModelWeights, Unquantised
 
 LAYOUT: Any = SimpleNamespace(
     rank=0,

@@ -1,20 +1,17 @@
-"""The cores of a process, their division between trainer and engines, and the tables that ranks combine."""
+"""The cores of a process, and their division between trainer and engines."""
 
-import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import start
 from bapo_megatron.engines.processes import EngineShare
-from bapo_megatron.runtime import num_cores, ranks
-from tests.distributed import HANG_S, run_distributed
+from bapo_megatron.runtime import num_cores
+from tests.distributed import HANG_S
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
@@ -61,39 +58,6 @@ def test_processes_are_started_with_these_threads(tmp_path: Path, monkeypatch: p
     for num_ranks, num_threads in ((0, "8"), (2, "4")):
         (spec,) = start.embedded_specs(config, tmp_path, logs, [30000], EngineShare(1, 0, num_ranks=num_ranks))
         assert spec.command[spec.command.index("--threads") + 1] == num_threads
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_tables_of_all_ranks_combine(num_ranks: int) -> None:
-    run_distributed(check_combine, num_ranks)
-
-
-def check_combine(rank: int, world_size: int) -> None:
-    """Each rank has the same bits, those of a plain sum in rank order, whichever way the table took."""
-    for shape in ((57,), (2, 3), (), (0,), (ranks._NUM_DIRECT,), (ranks._NUM_DIRECT + 1,)):
-        tables = [torch.randn(shape, dtype=torch.float64, generator=_generator(i)).exp() for i in range(world_size)]
-        mine = tables[rank].clone()
-        stacked = torch.stack(tables)
-        for op, expected in (
-            (dist.ReduceOp.SUM, sum(tables)),
-            (dist.ReduceOp.MAX, stacked.amax(0)),
-            (dist.ReduceOp.MIN, stacked.amin(0)),
-        ):
-            found = ranks.combine(mine, op=op)
-            torch.testing.assert_close(found, expected, rtol=1e-15, atol=0.0)
-            of_all = [torch.empty_like(found) for _ in range(world_size)]
-            dist.all_gather(of_all, found)
-            assert all(torch.equal(found, other) for other in of_all), "the same bits on every rank"
-        assert torch.equal(mine, tables[rank]), "the argument stays as it was"
-    lost = torch.tensor([math.nan if rank == world_size - 1 else 1.0], dtype=torch.float64)
-    assert ranks.combine(lost).isnan().all()
-    alone = dist.new_group([0])
-    if rank == 0:
-        assert ranks.combine(torch.ones(2, dtype=torch.float64), alone).tolist() == [1.0, 1.0]
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

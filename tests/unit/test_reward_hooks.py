@@ -25,9 +25,9 @@ from pydantic import ValidationError
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.all import check_settings
-from bapo_megatron.rewards import RewardScorer, pool
+from bapo_megatron.rewards import RewardScorer, worker_pool
 from bapo_megatron.rewards.judges import as_verdict
-from bapo_megatron.rewards.pool import Worker, WorkerLost
+from bapo_megatron.rewards.worker_pool import Worker, WorkerLost
 from bapo_megatron.types import Prompt
 from tests.distributed import HANG_S
 from tests.unit.reward_hooks import NUM_BESIDE_A_CRASH, NUM_TOGETHER
@@ -43,7 +43,7 @@ def hooks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def deadlines_are_for_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("START_TIMEOUT_S", "GRACE_S", "_END_TIMEOUT_S"):
-        monkeypatch.setattr(pool, name, HANG_S)
+        monkeypatch.setattr(worker_pool, name, HANG_S)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
         processes.append(start(*args, **options))
         return processes[-1]
 
-    monkeypatch.setattr(pool.subprocess, "Popen", popen)
+    monkeypatch.setattr(worker_pool.subprocess, "Popen", popen)
     return processes
 
 
@@ -224,7 +224,7 @@ class TestPlain:
                 killpg(*put_off.pop())
             await ended(worker)
 
-        monkeypatch.setattr(pool.os, "killpg", lambda *which: put_off.append(which))
+        monkeypatch.setattr(worker_pool.os, "killpg", lambda *which: put_off.append(which))
         monkeypatch.setattr(Worker, "ended", ended_late)
         strike_only("hang", monkeypatch)
         with scorer_of("plain") as scorer:
@@ -287,7 +287,7 @@ class TestPlain:
 
     def test_close_ends_a_call_that_arrives_meanwhile(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The call has found the pool open; then another thread closes it, or tries to."""
-        submit = pool.asyncio.run_coroutine_threadsafe
+        submit = worker_pool.asyncio.run_coroutine_threadsafe
         at_the_gate = threading.Event()
 
         class Gate:
@@ -307,14 +307,14 @@ class TestPlain:
         with scorer_of("plain") as scorer, ThreadPoolExecutor(2) as threads:
 
             def close_first(coroutine: Any, loop: Any) -> Future[Any]:
-                monkeypatch.setattr(pool.asyncio, "run_coroutine_threadsafe", submit)
+                monkeypatch.setattr(worker_pool.asyncio, "run_coroutine_threadsafe", submit)
                 closing = threads.submit(scorer.close)
                 closing.add_done_callback(lambda _: at_the_gate.set())
                 assert at_the_gate.wait(HANG_S)
                 return submit(coroutine, loop)
 
             monkeypatch.setattr(scorer._pool, "_gate", Gate(), raising=False)
-            monkeypatch.setattr(pool.asyncio, "run_coroutine_threadsafe", close_first)
+            monkeypatch.setattr(worker_pool.asyncio, "run_coroutine_threadsafe", close_first)
             waiting = threads.submit(scorer.score, items("hang"))
             with pytest.raises(RuntimeError, match="closed"):
                 waiting.result(timeout=HANG_S)
@@ -322,10 +322,10 @@ class TestPlain:
     def test_judges_end_with_a_trainer_that_is_killed(self, said: int) -> None:
         program = f"""
             from bapo_megatron.config.schema import Config
-            from bapo_megatron.rewards import RewardScorer, pool
+            from bapo_megatron.rewards import RewardScorer, worker_pool
             from bapo_megatron.types import Prompt
             if __name__ == "__main__":
-                pool.START_TIMEOUT_S = {HANG_S}
+                worker_pool.START_TIMEOUT_S = {HANG_S}
                 reward = {{"kind": "reward_hooks:plain", "timeout_s": {HANG_S}}}
                 scorer = RewardScorer(Config.model_validate({{"reward": reward}}))
                 scorer.score([(Prompt(0, (1,), "", "", "test"), "hang")])

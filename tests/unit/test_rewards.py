@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bapo_megatron.rewards.pool as pool_module
+import bapo_megatron.rewards.worker_pool as pool_module
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.prompts.chains import ChainSource
@@ -20,7 +20,7 @@ from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.answers import judge_chain
 from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.math import judge_math
-from bapo_megatron.rewards.reasoning_gym import build_judge, build_judge_of_all, final_answer
+from bapo_megatron.rewards.reasoning_gym import build_judge_of_all, gym_answer, gym_judge
 from bapo_megatron.types import Prompt
 from tests.unit.test_reward_hooks import HANG_S, judges, strike_only
 
@@ -166,14 +166,14 @@ def test_math_judge_survives_malformed_latex(response):
     ],
 )
 def test_final_answer(response, is_number, answer):
-    assert final_answer(response, is_number=is_number) == answer
+    assert gym_answer(response, is_number=is_number) == answer
 
 
 @pytest.mark.gym
 class TestReasoningGymJudge:
     def test_every_reference_answer_gets_the_full_score(self):
         source = ReasoningGymSource("basic_arithmetic", 100, 3, ONE_DIGIT)
-        judge = build_judge("basic_arithmetic", 100, 3, ONE_DIGIT)
+        judge = gym_judge("basic_arithmetic", 100, 3, ONE_DIGIT)
         for i in range(100):
             answer = source[i].answer
             assert judge(answer, f"Let me see: 9 * 99, so {answer['answer']}.") == 1.0
@@ -182,16 +182,16 @@ class TestReasoningGymJudge:
 
     def test_words_keep_the_data_set_s_partial_score(self):
         source = ReasoningGymSource("letter_counting", 10, 0, {})
-        judge = build_judge("letter_counting", 10, 0, {})
+        judge = gym_judge("letter_counting", 10, 0, {})
         assert judge(source[0].answer, source[0].answer["answer"]) == 1.0
         source = ReasoningGymSource("spell_backward", 10, 0, {})
-        judge = build_judge("spell_backward", 10, 0, {})
+        judge = gym_judge("spell_backward", 10, 0, {})
         assert judge(source[0].answer, source[0].answer["answer"]) == 1.0
         assert judge(source[0].answer, "x") < 1.0
 
     def test_prompts_of_another_seed_are_refused(self):
         source = ReasoningGymSource("basic_arithmetic", 100, 3, ONE_DIGIT)
-        judge = build_judge("basic_arithmetic", 100, 4, ONE_DIGIT)
+        judge = gym_judge("basic_arithmetic", 100, 4, ONE_DIGIT)
         other = ReasoningGymSource("basic_arithmetic", 100, 4, ONE_DIGIT)
         changed = next(i for i in range(100) if source[i].answer != other[i].answer)
         with pytest.raises(DataError, match=rf"item {changed} changed"):

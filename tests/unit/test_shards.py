@@ -19,7 +19,7 @@ from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.shape import ModelShape, entries
-from bapo_megatron.learner.hf.names import place_shard, to_shard
+from bapo_megatron.learner.slicing import place_shard, to_shard
 from tests.unit.test_hf_convert import make_shape, random_weights
 
 FACTS: Facts = {"version": 3, "skipped_updates": 0, "model": {}}

@@ -11,7 +11,7 @@ from torch import Tensor
 from bapo_megatron.buffer.packing import Pass, Share, sequences_of
 from bapo_megatron.rollout import shares as dealing
 from bapo_megatron.rollout.shared import share_json
-from bapo_megatron.rollout.shares import BatchShares, describe
+from bapo_megatron.rollout.shares import BatchShares, header_of
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Batch, MicroBatch
 from tests.distributed import HANG_S, run_distributed
@@ -60,7 +60,7 @@ def packs_on_every_rank(rank: int, world_size: int) -> None:
     stage, data_rank = rank // 4, rank // 2 % 2
     whole = make_batch(13, ROUTES, SCORES)
     shares = BatchShares(data_rank, stage, layers_of, HANG_S)
-    header = share_json((lambda: describe(whole)) if rank == 0 else None, sign_of_life_s=1.0)
+    header = share_json((lambda: header_of(whole)) if rank == 0 else None, sign_of_life_s=1.0)
     passes = passes_of(Share(data_rank, 2, context_rank=0, context_size=2, equal_lengths=True))
     batch = shares.deal(whole if rank == 0 else None, header, partial(sequences_of, passes, data_size=2))
     assert batch.metrics == whole.metrics
@@ -110,7 +110,7 @@ def sent_by_rank_0(monkeypatch: pytest.MonkeyPatch, batch: Batch, data_size: int
     monkeypatch.setattr(dealing.dist, "broadcast", broadcast)
     monkeypatch.setattr(dealing.dist, "send", send)
     shares = BatchShares(0, 0, layers_of, HANG_S)
-    shares.deal(batch, describe(batch), partial(sequences_of, passes, data_size=data_size))
+    shares.deal(batch, header_of(batch), partial(sequences_of, passes, data_size=data_size))
     return sent
 
 

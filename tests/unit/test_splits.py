@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bapo_megatron.hf.families import COLUMNS, COPY, QKV, ROWS, VOCAB, Parameter
 from bapo_megatron.hf.shape import Dense, Experts, LayerShape, layer_entries
-from bapo_megatron.hf.splits import Box, Copy, EachExpert, Entry, Rows, Shard, Split
-from bapo_megatron.learner.hf.names import from_shards, place_shard, to_shard
+from bapo_megatron.hf.splits import Box, Copy, EachExpert, Entry, EvenRows, Shard, Split
+from bapo_megatron.learner.slicing import from_shards, place_shard, to_shard
 from tests.unit.test_hf_convert import make_shape
 
 
@@ -68,7 +68,7 @@ def split_entries(draw: st.DrawFn) -> tuple[Entry, int]:
             shapes = [(groups * head * each, *inner), (groups * head, *inner), (groups * head, *inner)]
         case "parts":
             sizes = {letter: draw(many) for letter in "kvn"}
-            split = Rows(("kkv", "v", "n"))
+            split = EvenRows(("kkv", "v", "n"))
             shapes = [(2 * sizes["k"] + sizes["v"], *inner), (sizes["v"], *inner), (sizes["n"], *inner)]
         case "gated":
             groups, head, each = draw(many), draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -120,11 +120,11 @@ def test_joining_and_placing_undo_splitting(case: tuple[Entry, int]) -> None:
 
 def test_parts_of_a_fused_tensor_are_split_each() -> None:
     """Rank 1 of 2 holds the second half of each of k, k and v, then of z."""
-    entry = Entry("p", 0, None, Rows(("kkv", "v")), ("qkv", "z"), ((8, 1), (4, 1)), {"k": 2, "v": 4})
+    entry = Entry("p", 0, None, EvenRows(("kkv", "v")), ("qkv", "z"), ((8, 1), (4, 1)), {"k": 2, "v": 4})
     shard = shards_of(entry, tensors_of(entry), 2)[1]
     assert shard.flatten().tolist() == [2, 4, 7, 8, 11, 12]
     with pytest.raises(AssertionError, match="the parts of qkv have 8 of its 9 rows"):
-        Entry("p", 0, None, Rows(("kkv",)), ("qkv",), ((9, 1),), {"k": 2, "v": 4}).shard(0, 2)
+        Entry("p", 0, None, EvenRows(("kkv",)), ("qkv",), ((9, 1),), {"k": 2, "v": 4}).shard(0, 2)
 
 
 def test_gates_stand_behind_the_queries_of_their_group() -> None:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines import group
+from bapo_megatron.engines import update_group
 from bapo_megatron.engines.base import GroupSeat
 from bapo_megatron.engines.connected import LoopThread
-from bapo_megatron.engines.group import Launch, UpdateGroup, host_store
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.wire import Bucket, digest, unpack
+from bapo_megatron.engines.update_group import Launch, UpdateGroup, host_store
+from bapo_megatron.engines.wire import Bucket, digest, unpack_bucket
 from bapo_megatron.errors import EngineError
 from bapo_megatron.sync import broadcast
 from bapo_megatron.sync.broadcast import BroadcastChannel
@@ -76,11 +76,11 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
         return formed[-1], None
 
     def destroy(lazy: LazyGroup) -> None:
-        del group._world.pg_group_ranks[lazy]  # type: ignore[arg-type]
+        del update_group._world.pg_group_ranks[lazy]  # type: ignore[arg-type]
         lazy.events.append("closed")
 
-    monkeypatch.setattr(group, "_new_process_group_helper", new_group)
-    monkeypatch.setattr(group.dist, "destroy_process_group", destroy)
+    monkeypatch.setattr(update_group, "_new_process_group_helper", new_group)
+    monkeypatch.setattr(update_group.dist, "destroy_process_group", destroy)
     use_clock(monkeypatch)
     monkeypatch.setattr(broadcast._Sender, "_device", "cpu")
     yield formed
@@ -119,7 +119,7 @@ class NcclEngine(ScriptedEngine):
         lazy.enter(self.url)
         while len(lazy.sent) <= index:
             await (asyncio.sleep(0.001) if lazy.is_met.is_set() else clock.wait_in_vain())
-        self.weights |= dict(unpack(lazy.sent[index], specs))
+        self.weights |= dict(unpack_bucket(lazy.sent[index], specs))
         if version is not None:
             self.version = str(version)
         return {spec.name: digest(self.weights[spec.name]) for spec in specs}

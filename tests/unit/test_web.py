@@ -17,7 +17,7 @@ import torch
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded.engine import BatchingEngine
 from bapo_megatron.engines.embedded.model import Model
-from bapo_megatron.engines.embedded.server import Server, serve
+from bapo_megatron.engines.embedded.server import Server, serve_engine
 from bapo_megatron.engines.embedded.text import TextModel
 from bapo_megatron.monitor.prometheus import PrometheusEndpoint
 from bapo_megatron.report.serve import _Handler, _LivePage
@@ -134,7 +134,7 @@ def served(server: Server, folder: Path) -> Iterator[int]:
     async def run() -> None:
         loop.add_signal_handler = lambda *_: None  # type: ignore[method-assign] - not in this thread
         serving = asyncio.create_task(
-            serve(server, host="127.0.0.1", port=0, ready_file=ready_file, exit_with_parent=False)
+            serve_engine(server, host="127.0.0.1", port=0, ready_file=ready_file, exit_with_parent=False)
         )
         running.append(serving)
         while not ready_file.exists() and not serving.done():

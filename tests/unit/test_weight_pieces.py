@@ -13,8 +13,8 @@ from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.hf.families import EMBEDDING, OUTPUT
 from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors, model_shape
-from bapo_megatron.learner.hf.names import to_shard
-from bapo_megatron.learner.weights import ModelWeights
+from bapo_megatron.learner.slicing import to_shard
+from bapo_megatron.learner.weight_source import ModelWeights
 
 
 @st.composite

@@ -28,7 +28,7 @@ from bapo_megatron.engines.base import PauseMode, TokenScores
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
-from bapo_megatron.engines.embedded.streams import FedRows, Streams, sampled_rows
+from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams, sampled_rows
 from bapo_megatron.hf.streams import ServedTokens
 from bapo_megatron.runtime.trace import Trace
 from bapo_megatron.tokens import TokenStream, encoded_rows

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bapo_megatron.engines.embedded.streams import FedRows, Streams
+from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT, Family

@@ -10,10 +10,11 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import Field, StrictInt
 
 from bapo_megatron.engines.embedded.protocol import BadRequestError, RequestBody, SamplingParams, parse
@@ -21,7 +22,6 @@ from bapo_megatron.engines.embedded.text import Reply, TextModel
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MAX_CHOICES = 128
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _UnknownModelError(BadRequestError):

@@ -19,9 +19,9 @@ from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.errors import UserError
 
 MAX_SEQUENCES = 4096  # in one request: prompts x n
-MAX_RANKS = 1 << 16
-TokenIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
-Batch = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
+MAX_GROUP_SIZE = 1 << 16
+PromptIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
+PromptBatch = Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
 
 
 def _one_or_batch(value: object) -> str:
@@ -86,7 +86,9 @@ class GenerateBody(RequestBody):
     """Prompts as token ids, or, for a server with a tokenizer, as text."""
 
     input_ids: (
-        Annotated[Annotated[TokenIds, Tag("prompt")] | Annotated[Batch, Tag("batch")], Discriminator(_one_or_batch)]
+        Annotated[
+            Annotated[PromptIds, Tag("prompt")] | Annotated[PromptBatch, Tag("batch")], Discriminator(_one_or_batch)
+        ]
         | None
     ) = None
     text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_SEQUENCES)] | None = None
@@ -162,8 +164,8 @@ class MemoryBody(RequestBody):
 class InitGroupBody(RequestBody):
     master_address: str
     master_port: int = Field(gt=0, lt=65536)
-    rank_offset: int = Field(ge=1, le=MAX_RANKS)
-    world_size: int = Field(ge=2, le=MAX_RANKS)
+    rank_offset: int = Field(ge=1, le=MAX_GROUP_SIZE)
+    world_size: int = Field(ge=2, le=MAX_GROUP_SIZE)
     group_name: str = Field(default="weight_update_group", min_length=1)
     backend: Literal["gloo", "nccl"] = "nccl"
 

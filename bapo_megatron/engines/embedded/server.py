@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from bapo_megatron.config.families import own_family
 from bapo_megatron.engines.embedded import protocol
@@ -47,7 +48,6 @@ _MAX_LINE = 500  # characters of the log about a malformed request
 _UPDATE_TIMEOUT_S = 300.0
 _GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators: let it have it back soon
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = logging.getLogger(__name__)
 
@@ -389,7 +389,9 @@ class _OneLine(logging.Filter):
         return False
 
 
-async def serve(server: Server, *, host: str, port: int, ready_file: Path | None, exit_with_parent: bool) -> None:
+async def serve_engine(
+    server: Server, *, host: str, port: int, ready_file: Path | None, exit_with_parent: bool
+) -> None:
     """Serve until a signal, until the engine fails, or until stdin closes (`exit_with_parent`)."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -442,7 +444,7 @@ def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
     guard = Guard(host)
     server = Server(text.engine, model_path=text.name, update_timeout_s=_UPDATE_TIMEOUT_S, text=text, guard=guard)
     sys.setswitchinterval(_GIL_SWITCH_S)
-    asyncio.run(serve(server, host=host, port=port, ready_file=None, exit_with_parent=False))
+    asyncio.run(serve_engine(server, host=host, port=port, ready_file=None, exit_with_parent=False))
     _leave(text.engine)
 
 
@@ -482,7 +484,7 @@ def main(argv: list[str] | None = None) -> None:
     guard = Guard(args.host, take_key())
     server = Server(engine, model_path=args.model_path, update_timeout_s=args.update_timeout_s, guard=guard)
     asyncio.run(
-        serve(
+        serve_engine(
             server,
             host=args.host,
             port=args.port,

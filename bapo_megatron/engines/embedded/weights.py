@@ -19,8 +19,8 @@ from bapo_megatron.engines.embedded.protocol import (
     UpdateFromDiskBody,
     UpdateWeightsBody,
 )
-from bapo_megatron.engines.group import UpdateGroup, reach_store
-from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack
+from bapo_megatron.engines.update_group import UpdateGroup, reach_store
+from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack_bucket
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import weight_files
 
@@ -237,7 +237,7 @@ class WeightUpdater:
             if flat:
                 data = torch.empty(sum(spec.num_bytes for spec in specs), dtype=torch.uint8)
                 group.broadcast(data).wait()
-                for name, tensor in unpack(data, specs):
+                for name, tensor in unpack_bucket(data, specs):
                     places[name].copy_(tensor)
                     self._digests[name] = digest(places[name])
                 self._engine.lost -= places.keys()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 GroupBackend = Literal["gloo", "nccl"]
 
 _BACKLOG = 2048  # ranks that may connect at once, as torch has it
@@ -68,9 +68,9 @@ def reach_store(host: str, port: int, world_size: int, timeout_s: float) -> dist
     return reached.result()
 
 
-def in_thread(name: str, call: Callable[[], T]) -> Future[T]:
+def in_thread(name: str, call: Callable[[], _T]) -> Future[_T]:
     """Start `call` in a daemon thread, since it may block for ever; return its outcome as a future."""
-    outcome: Future[T] = Future()
+    outcome: Future[_T] = Future()
 
     def run() -> None:
         try:

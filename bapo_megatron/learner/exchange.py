@@ -14,8 +14,8 @@ from bapo_megatron.hf.families import EMBEDDING, OUTPUT, VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.hf.splits import Entry
-from bapo_megatron.learner.hf.names import Slicer, canonical, from_shards, place_shard, to_shard
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
+from bapo_megatron.learner.slicing import Slicer, canonical, from_shards, place_shard, to_shard
 from bapo_megatron.runtime.ranks import failing_together
 
 

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.environments import Answer, EnvironmentSpec, Failed, TurnJson, as_answer
+from bapo_megatron.rewards.environments import EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
 from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
 from bapo_megatron.runtime import num_cores
@@ -370,7 +370,7 @@ class EnvironmentProcesses:
         self.deadline_s = 2 * (spec.timeout_s + GRACE_S)  # asked again if its process is lost
         self._pool = WorkerPool(spec, concurrency)
 
-    async def step(self, turn: TurnJson, state: Any) -> Answer:
+    async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
         """Answer a turn; a step that raises, hangs or returns nonsense has failed."""
         reply = await self._pool.ask({"turn": turn, "state": state})
         if "answer" in reply:

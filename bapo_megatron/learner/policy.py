@@ -45,7 +45,7 @@ from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import fp8_fields, fusion_fields, this_machine, uses_transformer_engine
 from bapo_megatron.types import MicroBatch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
@@ -61,7 +61,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
     Raises:
         ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or its value does not work here.
     """
-    dtype = DTYPES[config.model.dtype]
+    dtype = TRAINED_DTYPES[config.model.dtype]
     (ffn_size,) = shape.ffn_sizes  # the learner builds equal layers
     virtual = config.parallel.virtual_pipeline if config.parallel.virtual_pipeline > 1 else None
     fields: dict[str, Any] = {

@@ -10,10 +10,10 @@ from torch.nn import ModuleList, Parameter
 from bapo_megatron.checkpoint.shards import Piece
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.hf.shape import ModelShape, entries
-from bapo_megatron.learner.hf.convert import gather_weights, own_pieces
+from bapo_megatron.learner.exchange import gather_weights, own_pieces
 from bapo_megatron.learner.parallel import ParallelLayout
 
-Read = Callable[[Parameter], Tensor]
+ReadParameter = Callable[[Parameter], Tensor]
 """Returns what stands for a parameter, in its shape. May be collective over the ranks that hold copies of it."""
 
 
@@ -35,11 +35,11 @@ class ModelWeights:
             for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True)
         ]
 
-    def pieces(self, read: Read = Parameter.detach) -> Iterator[Piece]:
+    def pieces(self, read: ReadParameter = Parameter.detach) -> Iterator[Piece]:
         """See `WeightSource.pieces` and `own_pieces`."""
         return own_pieces(self.model, self.shape, self.layout, read)
 
-    def whole(self, read: Read = Parameter.detach) -> Iterator[tuple[str, Tensor]]:
+    def whole(self, read: ReadParameter = Parameter.detach) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource.whole` and `gather_weights`."""
         return gather_weights(self.model, self.shape, self.layout, read)
 
@@ -49,7 +49,7 @@ class Unquantised:
     """A source that wraps the weights of a model with FP8 parameters, and gives Adam's weights, rounded, for those."""
 
     inner: ModelWeights
-    main_weight: Read  # of an FP8 parameter, float32
+    main_weight: ReadParameter  # of an FP8 parameter, float32
 
     @property
     def version(self) -> int:

@@ -91,7 +91,7 @@ class _Request(NamedTuple):
     engine: Engine
 
 
-class Stream:
+class ContinuousSampling:
     """Requests that keep every slot of every live engine busy. Belongs to one event loop."""
 
     def __init__(self, config: RolloutConfig, book: RolloutBook, dispatcher: Dispatcher, ask: Ask, take: Take) -> None:

@@ -1,4 +1,4 @@
-"""One trainer rank: `python -m bapo_megatron.worker` (started by local.py), or `run_rank` (slurm/node.py).
+"""One trainer rank: `python -m bapo_megatron.trainer` (started by local.py), or `run_rank` (slurm/node.py).
 
 With --standby, it first imports everything and waits for its `Orders` (runtime/standby.py).
 """
@@ -30,7 +30,7 @@ _PARENT_POLL_S = 0.5
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the training loop on this rank, as `run_rank` does."""
-    parser = argparse.ArgumentParser(prog="bapo_megatron.worker")
+    parser = argparse.ArgumentParser(prog="bapo_megatron.trainer")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--engine-url", action="append", default=[])
     parser.add_argument("--standby", action="store_true")
