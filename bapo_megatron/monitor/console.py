@@ -26,23 +26,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bapo_megatron.monitor.summary import (
-    count,
-    duration,
-    evaluation_lines,
-    mean,
-    number,
-    percent,
-    reward_metric,
-    short_duration,
-    summarize,
-)
+from bapo_megatron.runs.numbers import count, duration, number, percent, short_duration
+from bapo_megatron.runs.summary import mean, reward_metric, summarize_run
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Heartbeat
 from bapo_megatron.runtime.output import lasting
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
-    from bapo_megatron.monitor.rundir import RunDir
+    from bapo_megatron.runs.folder import RunDir
 
 Progress = Literal["auto", "bar", "lines"]
 
@@ -310,7 +301,7 @@ class Console:
     def summary(self) -> None:
         """Show the summary of the run: pass rate, resumed tokens, staleness, bounds, time of the steps."""
         self.close()
-        self._screen.lines((summarize(self._rows).text() if self._rows else "no step was trained").split("\n"))
+        self._screen.lines((summarize_run(self._rows).text() if self._rows else "no step was trained").split("\n"))
 
     def close(self) -> None:
         """Remove the live line. Safe to call twice."""
@@ -427,3 +418,25 @@ def _slowest(row: Mapping[str, float]) -> str:
         return "-"
     slowest = max(known, key=known.__getitem__)
     return f"{slowest} {percent(known[slowest] / step_s)}"
+
+
+def evaluation_lines(metrics: Mapping[str, float], when: str) -> list[str]:
+    """Return a line for each evaluation set that was asked; none without an evaluation.
+
+    Example: "evaluation after step 20, aime: reward 0.312 ± 0.041, best of a group 0.533, 812 tokens, 4% cut off".
+    """
+    lines = []
+    for key, reward in metrics.items():
+        if not (key.startswith("eval/") and key.endswith("/reward")):
+            continue
+        name = key.removeprefix("eval/").removesuffix("reward").removesuffix("/")
+        error, best, tokens, cut = (
+            metrics.get(key.removesuffix("reward") + other, math.nan)
+            for other in ("reward_stderr", "best_of_group", "response_tokens_mean", "truncated_share")
+        )
+        margin = f" ± {number(error, 3)}" if math.isfinite(error) else ""
+        line = f"evaluation {when}{name and f', {name}'}: reward {number(reward, 3)}{margin}"
+        if name:
+            line += f", best of a group {number(best, 3)}, {number(tokens, 0)} tokens, {percent(cut)} cut off"
+        lines.append(line)
+    return lines

@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from bapo_megatron import __version__
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.metrics import declared
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
+from bapo_megatron.version import __version__
 
 _PREFIX = "bapo_"
 COUNTERS = {

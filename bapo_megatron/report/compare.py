@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.summary import count, duration, first_and_last, mean, number, reward_metric, summarize
-from bapo_megatron.report.history import History, read_history
+from bapo_megatron.runs.history import History, read_history
+from bapo_megatron.runs.numbers import count, duration, number
+from bapo_megatron.runs.summary import first_and_last, mean, reward_metric, summarize_run
 
 MAX_GROUPS = len(ascii_uppercase)
 _NAMES = ("run.name", "run.dir")
@@ -259,7 +260,7 @@ _OUTCOMES = (
     _evaluation("eval/", "evaluation, last"),
     _Outcome("sampled tokens/s", lambda run: mean(run.column("rollout/tokens_per_s").tolist()), count),
     _Outcome("trained tokens/s", lambda run: mean(run.column("train/tokens_per_s").tolist()), count),
-    _Outcome("wall time", lambda run: summarize(run.rows).wall_time_s, duration),
+    _Outcome("wall time", lambda run: summarize_run(run.rows).wall_time_s, duration),
 )
 OUTCOMES = tuple(one.label for one in _OUTCOMES)
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.report.figures import Column, moving_average
-from bapo_megatron.report.history import History
 from bapo_megatron.report.panels import Level, Values
+from bapo_megatron.runs.history import History
 
 BINS = tuple(key.removesuffix("_share") for key in METRICS if re.fullmatch(r"profile/p\d0_share", key))
 """Metric prefixes of the token profile's bins, such as "profile/p00"; without the torch of `algorithms.diagnostics`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bapo_megatron.report.history import History
+from bapo_megatron.runs.history import History
 from bapo_megatron.runtime.files import read_jsonl, step_of
 
 logger = logging.getLogger(__name__)

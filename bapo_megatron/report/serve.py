@@ -11,9 +11,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.rundir import RunDir, is_in_use
-from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import render_run
+from bapo_megatron.runs.folder import RunDir, is_in_use
+from bapo_megatron.runs.history import read_history
 from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 
 LOOPBACK = "127.0.0.1"

@@ -23,7 +23,8 @@ from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.monitor.grafana import dashboard
 from bapo_megatron.monitor.prometheus import GPU_METRICS, prometheus_name
-from bapo_megatron.monitor.rundir import RunDir, read_metrics
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.steps import read_metrics
 from tests.distributed import HANG_S, forkserver
 from tests.integration.killable import Engine, small_run
 from tests.unit.test_monitoring import scrape

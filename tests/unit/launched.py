@@ -38,7 +38,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Console
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.worker import STOPPED, redirect_output
 
 _POLL_S = 0.01
