@@ -488,9 +488,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from bapo_megatron.local import train
+    from bapo_megatron.local import train_command
 
-    return train(arguments, _BEGAN_S)
+    return train_command(arguments, _BEGAN_S)
 
 
 def _init(options: argparse.Namespace) -> int:
@@ -614,11 +614,11 @@ def _report(options: argparse.Namespace) -> int:
 
     run, *others = options.runs
     if options.serve:
-        from bapo_megatron.report.serve import serve
+        from bapo_megatron.report.serve import serve_report
 
         if others or options.output:
             raise UserError("--serve follows one run and writes no file; give one run, without --output")
-        serve(run, options.port, lambda text: print(text, flush=True))
+        serve_report(run, options.port, lambda text: print(text, flush=True))
         return 0
     print(write_comparison(options.runs, options.output) if others else write_report(run, options.output))
     return 0

@@ -1,4 +1,4 @@
-"""Estimates from n sampled responses to each problem, and their confidence intervals. Pure arithmetic.
+"""Estimates from n sampled responses to each problem, and confidence intervals of these and of shares. Arithmetic.
 
     pass@k   probability that at least one of k responses passes
     maj@k    probability that the most frequent answer of k responses passes

@@ -106,8 +106,8 @@ class _Stop:
         raise KeyboardInterrupt
 
 
-def train(arguments: Sequence[str], began_s: float) -> int:
-    """Load a configuration, show what will run, check it, and train, as `run` does.
+def train_command(arguments: Sequence[str], began_s: float) -> int:
+    """Load a configuration, show what will run, check it, and train, as `train_locally` does.
 
     Args:
         arguments: configurations and settings of the command line.
@@ -127,7 +127,7 @@ def train(arguments: Sequence[str], began_s: float) -> int:
     return _run(load, checked, began_s)
 
 
-def run(config: Config) -> int:
+def train_locally(config: Config) -> int:
     """Train on this machine until the configured number of steps.
 
     Returns:

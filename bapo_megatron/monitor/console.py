@@ -169,7 +169,7 @@ def shown_path(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """A column of the table of steps."""
 
     label: str
@@ -178,7 +178,7 @@ class Column:
     priority: int  # on a narrow terminal, columns with the highest number go first
 
 
-def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[Column]:
+def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[TableColumn]:
     """Return the columns for a run with these metrics. A metric that is missing or NaN shows as "-"."""
 
     def value(name: str, digits: int = 2) -> Callable[[Mapping[str, float]], str]:
@@ -186,21 +186,21 @@ def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[Column]:
 
     digits = len(str(num_steps))
     columns = [
-        Column("step", 2 * digits + 1, lambda row: f"{int(row['step']):>{digits}}/{num_steps}", 0),
-        Column("reward", 6, value(reward_metric(metrics)), 1),
-        Column("entropy", 7, value("loss/entropy"), 3),
-        Column("age", 4, value("staleness/mean", 1), 5),
+        TableColumn("step", 2 * digits + 1, lambda row: f"{int(row['step']):>{digits}}/{num_steps}", 0),
+        TableColumn("reward", 6, value(reward_metric(metrics)), 1),
+        TableColumn("entropy", 7, value("loss/entropy"), 3),
+        TableColumn("age", 4, value("staleness/mean", 1), 5),
     ]
     if "bapo/num_at_start" in metrics:
         columns += [
-            Column("clip", 6, _searches, 4),
-            Column("pos", 4, lambda row: percent(row.get("bapo/positive_share", math.nan)), 6),
+            TableColumn("clip", 6, _searches, 4),
+            TableColumn("pos", 4, lambda row: percent(row.get("bapo/positive_share", math.nan)), 6),
         ]
     return [
         *columns,
-        Column("tok/s", 5, lambda row: count(row.get("rollout/tokens_per_s", math.nan)), 7),
-        Column("time", 6, lambda row: short_duration(row.get("time/step_s", math.nan)), 2),
-        Column("slowest", 11, _slowest, 8),
+        TableColumn("tok/s", 5, lambda row: count(row.get("rollout/tokens_per_s", math.nan)), 7),
+        TableColumn("time", 6, lambda row: short_duration(row.get("time/step_s", math.nan)), 2),
+        TableColumn("slowest", 11, _slowest, 8),
     ]
 
 
@@ -212,7 +212,7 @@ _LEGEND = {
 }
 
 
-def fit(columns: Sequence[Column], width: int) -> list[Column]:
+def fit(columns: Sequence[TableColumn], width: int) -> list[TableColumn]:
     """Return the columns that fit into a line."""
     kept = list(columns)
     while len(kept) > 1 and sum(_cell_width(c) + len(_GAP) for c in kept) - len(_GAP) > width:
@@ -220,12 +220,12 @@ def fit(columns: Sequence[Column], width: int) -> list[Column]:
     return kept
 
 
-def heading(columns: Sequence[Column]) -> str:
+def heading(columns: Sequence[TableColumn]) -> str:
     """Return the labels of the columns as a line."""
     return _GAP.join(column.label.rjust(_cell_width(column)) for column in columns)
 
 
-def row_of(columns: Sequence[Column], metrics: Mapping[str, float]) -> str:
+def row_of(columns: Sequence[TableColumn], metrics: Mapping[str, float]) -> str:
     """Return a step's values as a line."""
     return _GAP.join(column.cell(metrics).rjust(_cell_width(column)) for column in columns)
 
@@ -253,7 +253,7 @@ class Console:
         self._num_steps = num_steps
         self._rows = [dict(row) for row in history]
         self._heartbeat = heartbeat
-        self._columns: list[Column] = []  # of the heading that is shown
+        self._columns: list[TableColumn] = []  # of the heading that is shown
         self._shown: set[str] = set()
         self._live: Live | None = None
         self._began_s = time.monotonic()
@@ -316,17 +316,17 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _row(self, metrics: Mapping[str, float]) -> tuple[str, list[Column]]:
+    def _row(self, metrics: Mapping[str, float]) -> tuple[str, list[TableColumn]]:
         """Return the line of a step, and its columns; without a terminal, with the time of day and the time to go."""
         columns = columns_of(metrics, self._num_steps)
         if not self._screen.is_live:
-            stamp = Column("clock", 8, lambda _: time.strftime("%H:%M:%S"), 0)
-            to_go = Column("to go", 6, lambda _: short_duration(self._to_go_s()), 2)
+            stamp = TableColumn("clock", 8, lambda _: time.strftime("%H:%M:%S"), 0)
+            to_go = TableColumn("to go", 6, lambda _: short_duration(self._to_go_s()), 2)
             columns = [stamp, *columns, to_go]
         columns = fit(columns, self._screen.width)
         return row_of(columns, metrics), columns
 
-    def _show_heading(self, columns: list[Column]) -> None:
+    def _show_heading(self, columns: list[TableColumn]) -> None:
         if not self._columns:
             labels = {column.label for column in columns}
             legend = {label: text for label, text in _LEGEND.items() if label in labels}
@@ -401,7 +401,7 @@ def _stage_line(text: str, began_s: float) -> Text:
     return Text(f"{text} ({time.monotonic() - began_s:.0f} s)", "dim", no_wrap=True, overflow="ellipsis")
 
 
-def _cell_width(column: Column) -> int:
+def _cell_width(column: TableColumn) -> int:
     return max(len(column.label), column.width)
 
 

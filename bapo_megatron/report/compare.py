@@ -32,7 +32,7 @@ _UNSET = "unset"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RunSet:
     """One line of the figures: a run, or runs that differ by `run.seed` only."""
 
     key: str  # a letter
@@ -44,7 +44,7 @@ class Group:
 class Comparison:
     """Runs to compare, with their differences and warnings to the reader."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RunSet, ...]
     differences: list[tuple[str, list[str]]]  # setting or fact, and its value in each group
     warnings: list[str]  # reasons not to compare figures
     notes: list[str]
@@ -108,7 +108,7 @@ def _with_own_names(runs: Sequence[History]) -> list[History]:
     return named
 
 
-def _group(runs: Sequence[History]) -> tuple[Group, ...]:
+def _group(runs: Sequence[History]) -> tuple[RunSet, ...]:
     """Group runs that differ by seed only, in the order given; a repeated seed begins a new group."""
     members: list[list[History]] = []
     for run in runs:
@@ -127,7 +127,7 @@ def _group(runs: Sequence[History]) -> tuple[Group, ...]:
         raise UserError(
             f"{len(members)} lines in a figure cannot be told apart; give runs of at most {MAX_GROUPS} settings"
         )
-    return tuple(map(Group, ascii_uppercase, names, map(tuple, members)))
+    return tuple(map(RunSet, ascii_uppercase, names, map(tuple, members)))
 
 
 def _is_seed_of(run: History, group: Sequence[History]) -> bool:
@@ -147,7 +147,7 @@ def _common_name(group: Sequence[History]) -> str:
     return stem if stem and not stems else ", ".join(run.name for run in group)
 
 
-def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
+def _differences(groups: Sequence[RunSet]) -> list[tuple[str, list[str]]]:
     """List settings, code, packages and machines that differ between runs, without run.name and run.dir."""
     facts = {run.path: _facts(run) for group in groups for run in group.runs}
     names = dict.fromkeys(name for of_run in facts.values() for name in of_run)
@@ -187,7 +187,7 @@ def _warnings(runs: Sequence[History]) -> list[str]:
     return found
 
 
-def _notes(groups: Sequence[Group]) -> list[str]:
+def _notes(groups: Sequence[RunSet]) -> list[str]:
     runs = [run for group in groups for run in group.runs]
     notes = [f"{run.name} kept no config.toml: its settings are unknown." for run in runs if not run.settings]
     for run in runs:

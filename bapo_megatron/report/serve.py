@@ -19,7 +19,7 @@ from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 LOOPBACK = "127.0.0.1"
 
 
-def serve(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
+def serve_report(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
     """Serve a run's live page until Ctrl-C; port 0 takes a free one.
 
     Raises UserError if the folder is not a run, or the port is taken.

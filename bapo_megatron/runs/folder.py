@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.runs.environment import describe_environment, git_state
+from bapo_megatron.runs.provenance import describe_environment, git_state
 from bapo_megatron.runs.resuming import (
     check_resumable,
     has_results,
@@ -47,7 +47,7 @@ from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _RUN_ID = "run-id.txt"
 _STATUS = "status.json"
@@ -306,7 +306,7 @@ def _take_lock(path: Path, patience_s: float) -> TextIO:
             raise _in_use(path) from None
         except OSError as error:  # some network file systems have no locks; a run there is still better than none
             text = "%s: this file system cannot lock (%s); make sure that one process runs this name"
-            logger.warning(text, path, error)
+            log.warning(text, path, error)
         break
     lock.truncate(0)
     since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")

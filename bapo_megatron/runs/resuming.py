@@ -108,6 +108,7 @@ def _is_newer(key: str, old: Any, new: Any) -> bool:
 
 
 def num_steps_planned(config_text: str) -> int | None:
+    """Return train.num_steps of a configuration as TOML text; None if it has none."""
     return tomllib.loads(config_text).get("train", {}).get("num_steps")
 
 
@@ -130,6 +131,7 @@ def num_steps_done(path: Path) -> int:
 
 
 def has_results(path: Path) -> bool:
+    """Return whether the run has finished a step or saved a checkpoint."""
     metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
     return has_metrics or (checkpoints.is_dir() and any(checkpoints.iterdir()))

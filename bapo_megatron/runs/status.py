@@ -19,8 +19,8 @@ _LOG_LINE = re.compile(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d")
 _ERROR_LINE = re.compile(r"(?m)^(?!Traceback|The above|During|\[rank)(\S.*)$")
 
 
-class RunState(StrEnum):
-    """The state of a run."""
+class Standing(StrEnum):
+    """Where a run stands."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -32,7 +32,7 @@ class RunState(StrEnum):
 class RunStatus:
     """The state of a run, and the logs of its latest attempt and of the engines that it uses."""
 
-    state: RunState
+    state: Standing
     error: str  # of the latest attempt; "" without one
     judge_failure: str  # the first one in the latest attempt, if the judge failed often; else ""
     attempt: int
@@ -76,11 +76,11 @@ def read_status(run: History) -> RunStatus:
     is_finished = bool(run.rows) and run.num_planned_steps is not None and run.rows[-1]["step"] >= run.num_planned_steps
     error = "" if is_finished or latest.state == "interrupted" else _error(latest.log_dir)
     if is_finished:
-        state = RunState.FINISHED
+        state = Standing.FINISHED
     elif is_in_use(run.path):
-        state = RunState.RUNNING
+        state = Standing.RUNNING
     else:
-        state = RunState.FAILED if error or latest.state == "failed" else RunState.INTERRUPTED
+        state = Standing.FAILED if error or latest.state == "failed" else Standing.INTERRUPTED
     judge = latest.log_dir / "judge.txt"
     judge_failure = judge.read_text(encoding="utf-8", errors="replace").strip() if judge.exists() else ""
     return RunStatus(state, error, judge_failure, latest.attempt, tuple(_logs(latest)))

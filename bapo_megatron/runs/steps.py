@@ -8,7 +8,7 @@ from typing import Any
 
 from bapo_megatron.runtime.files import read_jsonl, step_of
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _MAX_FLOAT32 = 3.4028235e38
 
@@ -25,7 +25,7 @@ def read_metrics(path: Path) -> list[StepRow]:
     for record in read_jsonl(path):
         step = step_of(record)
         if step is None:
-            logger.warning("%s: skipped a line without a step: %.80r", path, record.get("step"))
+            log.warning("%s: skipped a line without a step: %.80r", path, record.get("step"))
         else:
             rows[step] = _as_floats(record) | {"step": float(step)}
     return [rows[step] for step in sorted(rows)]

@@ -12,7 +12,7 @@ import pytest
 from bapo_megatron.config.load import dump_config, load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.runs import environment, folder
+from bapo_megatron.runs import folder, provenance
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.resuming import different_settings
 from tests.distributed import HANG_S
@@ -197,7 +197,7 @@ def test_a_run_directory_that_cannot_be_created_says_so(tmp_path: Path) -> None:
 
 
 def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_GIT_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", HANG_S)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # of whoever runs the tests
 
     def git(*args: str) -> str:
@@ -205,17 +205,17 @@ def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch:
         command = ["git", "-C", str(tmp_path), *identity, *args]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG_S).stdout
 
-    assert environment.git_state(tmp_path) == (None, "")
+    assert provenance.git_state(tmp_path) == (None, "")
     git("init", "-q")
     (tmp_path / "code.py").write_text("x = 1\n")
     git("add", ".")
     git("commit", "-q", "-m", "first")
     (tmp_path / "code.py").write_text("x = 2\n")
-    commit, diff = environment.git_state(tmp_path)
+    commit, diff = provenance.git_state(tmp_path)
     assert commit == git("rev-parse", "HEAD").strip()
     assert "+x = 2" in diff
-    monkeypatch.setattr(environment, "_MAX_DIFF_BYTES", 50)
-    _, diff = environment.git_state(tmp_path)
+    monkeypatch.setattr(provenance, "_MAX_DIFF_BYTES", 50)
+    _, diff = provenance.git_state(tmp_path)
     assert len(diff) < 120
     assert "[cut: the whole diff has" in diff
 
