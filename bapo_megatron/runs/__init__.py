@@ -1,1 +1,1 @@
-"""The folder of a run: what it is, and what is read from it."""
+"""The folder of a run: what it holds, who has it, and what its files say."""
