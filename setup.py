@@ -120,9 +120,9 @@ EXTRAS = {
 
 
 def version() -> str:
-    text = (ROOT / "bapo_megatron" / "__init__.py").read_text(encoding="utf-8")
+    text = (ROOT / "bapo_megatron" / "version.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.MULTILINE)
-    assert match is not None, "bapo_megatron/__init__.py has no __version__"
+    assert match is not None, "bapo_megatron/version.py has no __version__"
     return match.group(1)
 
 

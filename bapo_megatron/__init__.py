@@ -11,7 +11,8 @@ These three are the public interface; `bapo_megatron.api` documents them, and `_
 
 from typing import Any
 
-__version__ = "0.1.0"
+from bapo_megatron.version import __version__
+
 __all__ = ["Run", "__version__", "evaluate", "load_config", "run"]
 
 

@@ -70,7 +70,7 @@ def run(*arguments: Config | str | Path) -> Run:
         raise UserError("run takes one loaded configuration, or the arguments of load_config")
     config = given[0] if given else load_config(*texts)
     path = Path(config.run.dir) / config.run.name
-    if code := local.run(config):
+    if code := local.train_locally(config):
         raise RuntimeError(f"training ended with exit code {code}; logs: {path / 'logs'}")
     return Run(config, path)
 

@@ -15,11 +15,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from bapo_megatron import __version__
 from bapo_megatron.errors import ConfigError, UserError, escaped
 from bapo_megatron.runtime import program
 from bapo_megatron.runtime.files import located
 from bapo_megatron.runtime.output import ESCAPING, Output, lasting, open_closed_streams
+from bapo_megatron.version import __version__
 
 if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
@@ -456,8 +456,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _slurm(options: argparse.Namespace) -> int:
-    from bapo_megatron.monitor.rundir import with_pinned_models
     from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.runs.resuming import with_pinned_models
     from bapo_megatron.slurm.submit import check_job, describe, make_job, submit
 
     here = not options.dry_run
@@ -488,9 +488,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from bapo_megatron.local import train
+    from bapo_megatron.local import train_command
 
-    return train(arguments, _BEGAN_S)
+    return train_command(arguments, _BEGAN_S)
 
 
 def _init(options: argparse.Namespace) -> int:
@@ -612,11 +612,11 @@ def _report(options: argparse.Namespace) -> int:
 
     run, *others = options.runs
     if options.serve:
-        from bapo_megatron.report.serve import serve
+        from bapo_megatron.report.serve import serve_report
 
         if others or options.output:
             raise UserError("--serve follows one run and writes no file; give one run, without --output")
-        serve(run, options.port, lambda text: print(text, flush=True))
+        serve_report(run, options.port, lambda text: print(text, flush=True))
         return 0
     print(write_comparison(options.runs, options.output) if others else write_report(run, options.output))
     return 0

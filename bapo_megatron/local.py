@@ -33,10 +33,11 @@ from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import EngineError, UserError, escaped
 from bapo_megatron.monitor.console import Screen, header, shown_path
-from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, start_again
-from bapo_megatron.monitor.rundir import RunDir, with_pinned_models
 from bapo_megatron.monitor.stall import hanging_ranks, last_words
-from bapo_megatron.monitor.summary import duration
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.numbers import duration
+from bapo_megatron.runs.restarts import Restart, how_often, next_restart, start_again
+from bapo_megatron.runs.resuming import with_pinned_models
 from bapo_megatron.runtime import num_cores, program
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
 from bapo_megatron.trainer import STOPPED
@@ -105,8 +106,8 @@ class _Stop:
         raise KeyboardInterrupt
 
 
-def train(arguments: Sequence[str], began_s: float) -> int:
-    """Load a configuration, show what will run, check it, and train, as `run` does.
+def train_command(arguments: Sequence[str], began_s: float) -> int:
+    """Load a configuration, show what will run, check it, and train, as `train_locally` does.
 
     Args:
         arguments: configurations and settings of the command line.
@@ -126,7 +127,7 @@ def train(arguments: Sequence[str], began_s: float) -> int:
     return _run(load, checked, began_s)
 
 
-def run(config: Config) -> int:
+def train_locally(config: Config) -> int:
     """Train on this machine until the configured number of steps.
 
     Returns:

@@ -3,8 +3,8 @@
     python -m bapo_megatron.metrics > docs/metrics.md
 
 A loss returns a record of per-token values. The learner reduces them over tokens, micro-batches and ranks (`tokens`);
-the recorder reduces the updates of a step to one number (`updates`); the report and the Grafana dashboard draw it
-(`panel`). A metric that is not declared is averaged over the updates, and kept in metrics.jsonl.
+the recorder reduces the updates of a step to one number (`updates`); the report draws it (`panel`). A metric that is
+not declared is averaged over the updates, and kept in metrics.jsonl.
 """
 
 import math

@@ -33,16 +33,16 @@ from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, scorers_of, with_scores
+from bapo_megatron.monitor.console import evaluation_lines
 from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
-from bapo_megatron.monitor.restarts import restart_of
-from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.monitor.summary import evaluation_lines
 from bapo_megatron.rollout.book import samples_fit
 from bapo_megatron.rollout.manager import ManagerState, connect_rollouts
 from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState
 from bapo_megatron.rollout.shared import NEEDS_WEIGHTS, SharedRollouts
 from bapo_megatron.rollout.shares import BatchShares
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.restarts import restart_of
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.phases import Phases, SeparateDevices
 from bapo_megatron.runtime.ranks import StopFile

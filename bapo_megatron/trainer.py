@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bapo_megatron.errors import UserError, escaped
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime import starting
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER

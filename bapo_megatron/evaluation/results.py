@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bapo_megatron.evaluation.statistics import bootstrap, majority_at_k, pass_at_k, powers_up_to
-from bapo_megatron.monitor.summary import wilson_interval
+from bapo_megatron.estimates import bootstrap, majority_at_k, pass_at_k, powers_up_to, wilson_interval
 
 _PASSES = 1.0  # the least reward of a response that passes
 _MAX_TABLE_ROWS = 40

@@ -1,1 +1,1 @@
-"""The run's folder, metrics and console, and its watchdogs."""
+"""Observing a run: its record, console, alarms, sinks and watchdogs."""

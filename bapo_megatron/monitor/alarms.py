@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean, variance
 
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
-from bapo_megatron.monitor.summary import Z_95, Row, increases, is_pass_rate, percent, reward_metric
+from bapo_megatron.estimates import Z_95
+from bapo_megatron.runs.numbers import percent
+from bapo_megatron.runs.steps import StepRow
+from bapo_megatron.runs.summary import increases, is_pass_rate, reward_metric
 
 _WINDOW_STEPS = 10
 _MIN_STEPS_TO_JUDGE = 5
@@ -49,13 +52,13 @@ class Steps:
     """The steps of a run so far, as rules see them."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.recent: list[Row] = []
-        self.before: Row = {}  # the step before the recent ones
+        self.rows: list[StepRow] = []
+        self.recent: list[StepRow] = []
+        self.before: StepRow = {}  # the step before the recent ones
         self.peak_lr = 0.0
         self.evaluations: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by metric: mean, standard error
 
-    def add(self, row: Row) -> None:
+    def add(self, row: StepRow) -> None:
         """Take in the next step."""
         self.rows.append(row)
         self.recent = self.rows[-_WINDOW_STEPS:]
@@ -68,14 +71,14 @@ class Steps:
                     self.evaluations[name].append((value, error))
 
     @property
-    def latest(self) -> Row:
+    def latest(self) -> StepRow:
         return self.rows[-1]
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric in the recent steps, as far as they are finite."""
         return [value for row in self.recent if math.isfinite(value := row.get(name, math.nan))]
 
-    def always(self, test: Callable[[Row], bool]) -> bool:
+    def always(self, test: Callable[[StepRow], bool]) -> bool:
         """Return whether all recent steps pass a test, of which nan passes none; there must be five of them."""
         return len(self.recent) >= _MIN_STEPS_TO_JUDGE and all(map(test, self.recent))
 
@@ -205,7 +208,7 @@ def _flat(name: str, pairs: Sequence[tuple[float, float]]) -> str | None:
     return f"{name} has not risen in {num} evaluations: it is {level:.3f}, its rise {rise:+.3f} ± {half:.3f}."
 
 
-def _has_risen(rows: Sequence[Row]) -> bool:
+def _has_risen(rows: Sequence[StepRow]) -> bool:
     """Return whether the mean reward of the last ten steps exceeds the mean of the first ten by more than chance.
 
     A run that has learned before its first evaluation shows it so.
@@ -235,7 +238,7 @@ def _all_clipped(steps: Steps) -> str | None:
     return f"{percent(share)} of the tokens with an advantage were clipped in {steps.span}, and have no gradient."
 
 
-def _clipped_share(row: Row) -> float:
+def _clipped_share(row: StepRow) -> float:
     """Return the share of the tokens with an advantage that were clipped; nan if it is not known, or none has one."""
     clipped = row.get("loss/clip_high_share", math.nan) + row.get("loss/clip_low_share", math.nan)
     clipped += row.get("loss/dual_clip_share", 0.0)
@@ -393,7 +396,7 @@ _OF_ERRORS: dict[type[UserError], str] = {NoGroupKeptError: "no group kept", Div
 class AlarmLog:
     """The alarms of a run, in the order in which they were raised."""
 
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
+    def __init__(self, rows: Iterable[StepRow] = ()) -> None:
         self._steps = Steps()
         self._raised: dict[str, Alarm] = {}
         for row in rows:
@@ -403,7 +406,7 @@ class AlarmLog:
     def raised(self) -> list[Alarm]:
         return list(self._raised.values())
 
-    def observe(self, row: Row) -> list[Alarm]:
+    def observe(self, row: StepRow) -> list[Alarm]:
         """Take in the next step, and return the alarms that fire at it."""
         self._steps.add(row)
         found = {rule.name: saw for rule in RULES if (saw := rule.saw(self._steps)) is not None}

@@ -27,23 +27,14 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo_megatron.config.engines import engine_kind, num_started
-from bapo_megatron.monitor.summary import (
-    count,
-    duration,
-    evaluation_lines,
-    mean,
-    number,
-    percent,
-    reward_metric,
-    short_duration,
-    summarize,
-)
+from bapo_megatron.runs.numbers import count, duration, number, percent, short_duration
+from bapo_megatron.runs.summary import mean, reward_metric, summarize_run
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Heartbeat
 from bapo_megatron.runtime.output import lasting
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
-    from bapo_megatron.monitor.rundir import RunDir
+    from bapo_megatron.runs.folder import RunDir
 
 Progress = Literal["auto", "bar", "lines"]
 
@@ -178,7 +169,7 @@ def shown_path(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """A column of the table of steps."""
 
     label: str
@@ -187,7 +178,7 @@ class Column:
     priority: int  # on a narrow terminal, columns with the highest number go first
 
 
-def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[Column]:
+def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[TableColumn]:
     """Return the columns for a run with these metrics. A metric that is missing or NaN shows as "-"."""
 
     def value(name: str, digits: int = 2) -> Callable[[Mapping[str, float]], str]:
@@ -195,21 +186,21 @@ def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[Column]:
 
     digits = len(str(num_steps))
     columns = [
-        Column("step", 2 * digits + 1, lambda row: f"{int(row['step']):>{digits}}/{num_steps}", 0),
-        Column("reward", 6, value(reward_metric(metrics)), 1),
-        Column("entropy", 7, value("loss/entropy"), 3),
-        Column("age", 4, value("staleness/mean", 1), 5),
+        TableColumn("step", 2 * digits + 1, lambda row: f"{int(row['step']):>{digits}}/{num_steps}", 0),
+        TableColumn("reward", 6, value(reward_metric(metrics)), 1),
+        TableColumn("entropy", 7, value("loss/entropy"), 3),
+        TableColumn("age", 4, value("staleness/mean", 1), 5),
     ]
     if "bapo/num_at_start" in metrics:
         columns += [
-            Column("clip", 6, _searches, 4),
-            Column("pos", 4, lambda row: percent(row.get("bapo/positive_share", math.nan)), 6),
+            TableColumn("clip", 6, _searches, 4),
+            TableColumn("pos", 4, lambda row: percent(row.get("bapo/positive_share", math.nan)), 6),
         ]
     return [
         *columns,
-        Column("tok/s", 5, lambda row: count(row.get("rollout/tokens_per_s", math.nan)), 7),
-        Column("time", 6, lambda row: short_duration(row.get("time/step_s", math.nan)), 2),
-        Column("slowest", 11, _slowest, 8),
+        TableColumn("tok/s", 5, lambda row: count(row.get("rollout/tokens_per_s", math.nan)), 7),
+        TableColumn("time", 6, lambda row: short_duration(row.get("time/step_s", math.nan)), 2),
+        TableColumn("slowest", 11, _slowest, 8),
     ]
 
 
@@ -221,7 +212,7 @@ _LEGEND = {
 }
 
 
-def fit(columns: Sequence[Column], width: int) -> list[Column]:
+def fit(columns: Sequence[TableColumn], width: int) -> list[TableColumn]:
     """Return the columns that fit into a line."""
     kept = list(columns)
     while len(kept) > 1 and sum(_cell_width(c) + len(_GAP) for c in kept) - len(_GAP) > width:
@@ -229,12 +220,12 @@ def fit(columns: Sequence[Column], width: int) -> list[Column]:
     return kept
 
 
-def heading(columns: Sequence[Column]) -> str:
+def heading(columns: Sequence[TableColumn]) -> str:
     """Return the labels of the columns as a line."""
     return _GAP.join(column.label.rjust(_cell_width(column)) for column in columns)
 
 
-def row_of(columns: Sequence[Column], metrics: Mapping[str, float]) -> str:
+def row_of(columns: Sequence[TableColumn], metrics: Mapping[str, float]) -> str:
     """Return a step's values as a line."""
     return _GAP.join(column.cell(metrics).rjust(_cell_width(column)) for column in columns)
 
@@ -262,7 +253,7 @@ class Console:
         self._num_steps = num_steps
         self._rows = [dict(row) for row in history]
         self._heartbeat = heartbeat
-        self._columns: list[Column] = []  # of the heading that is shown
+        self._columns: list[TableColumn] = []  # of the heading that is shown
         self._shown: set[str] = set()
         self._live: Live | None = None
         self._began_s = time.monotonic()
@@ -310,7 +301,7 @@ class Console:
     def summary(self) -> None:
         """Show the summary of the run: pass rate, resumed tokens, staleness, bounds, time of the steps."""
         self.close()
-        self._screen.lines((summarize(self._rows).text() if self._rows else "no step was trained").split("\n"))
+        self._screen.lines((summarize_run(self._rows).text() if self._rows else "no step was trained").split("\n"))
 
     def close(self) -> None:
         """Remove the live line. Safe to call twice."""
@@ -325,17 +316,17 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _row(self, metrics: Mapping[str, float]) -> tuple[str, list[Column]]:
+    def _row(self, metrics: Mapping[str, float]) -> tuple[str, list[TableColumn]]:
         """Return the line of a step, and its columns; without a terminal, with the time of day and the time to go."""
         columns = columns_of(metrics, self._num_steps)
         if not self._screen.is_live:
-            stamp = Column("clock", 8, lambda _: time.strftime("%H:%M:%S"), 0)
-            to_go = Column("to go", 6, lambda _: short_duration(self._to_go_s()), 2)
+            stamp = TableColumn("clock", 8, lambda _: time.strftime("%H:%M:%S"), 0)
+            to_go = TableColumn("to go", 6, lambda _: short_duration(self._to_go_s()), 2)
             columns = [stamp, *columns, to_go]
         columns = fit(columns, self._screen.width)
         return row_of(columns, metrics), columns
 
-    def _show_heading(self, columns: list[Column]) -> None:
+    def _show_heading(self, columns: list[TableColumn]) -> None:
         if not self._columns:
             labels = {column.label for column in columns}
             legend = {label: text for label, text in _LEGEND.items() if label in labels}
@@ -410,7 +401,7 @@ def _stage_line(text: str, began_s: float) -> Text:
     return Text(f"{text} ({time.monotonic() - began_s:.0f} s)", "dim", no_wrap=True, overflow="ellipsis")
 
 
-def _cell_width(column: Column) -> int:
+def _cell_width(column: TableColumn) -> int:
     return max(len(column.label), column.width)
 
 
@@ -427,3 +418,25 @@ def _slowest(row: Mapping[str, float]) -> str:
         return "-"
     slowest = max(known, key=known.__getitem__)
     return f"{slowest} {percent(known[slowest] / step_s)}"
+
+
+def evaluation_lines(metrics: Mapping[str, float], when: str) -> list[str]:
+    """Return a line for each evaluation set that was asked; none without an evaluation.
+
+    Example: "evaluation after step 20, aime: reward 0.312 ± 0.041, best of a group 0.533, 812 tokens, 4% cut off".
+    """
+    lines = []
+    for key, reward in metrics.items():
+        if not (key.startswith("eval/") and key.endswith("/reward")):
+            continue
+        name = key.removeprefix("eval/").removesuffix("reward").removesuffix("/")
+        error, best, tokens, cut = (
+            metrics.get(key.removesuffix("reward") + other, math.nan)
+            for other in ("reward_stderr", "best_of_group", "response_tokens_mean", "truncated_share")
+        )
+        margin = f" ± {number(error, 3)}" if math.isfinite(error) else ""
+        line = f"evaluation {when}{name and f', {name}'}: reward {number(reward, 3)}{margin}"
+        if name:
+            line += f", best of a group {number(best, 3)}, {number(tokens, 0)} tokens, {percent(cut)} cut off"
+        lines.append(line)
+    return lines

@@ -53,7 +53,7 @@ def explaining_out_of_memory(config: Config, model_path: Path, rank: int) -> Ite
         error = raised.__cause__ if isinstance(raised, UserError) else raised  # see `failing_together`
         if error is None or not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(explain(error, config, model_path, rank)) from error
+        raise OutOfMemoryError(_explain(error, config, model_path, rank)) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,7 +61,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
-def explain(error: BaseException, config: Config, model_path: Path, rank: int, heartbeat: Heartbeat = HEARTBEAT) -> str:
+def _explain(
+    error: BaseException, config: Config, model_path: Path, rank: int, heartbeat: Heartbeat = HEARTBEAT
+) -> str:
     """Compose the message: place, memory in use, this rank's plan, and changes that save memory, best first."""
     hf_config = load_hf_config(model_path)
     shape = model_shape(hf_config, own=own_family(config.model.family))
@@ -93,23 +95,23 @@ def part_of(error: BaseException, heartbeat: Heartbeat) -> str:
 def _planned(memory: TrainerMemory) -> str:
     """Describe the plan. Example: "planned for this rank, GiB: weights 14.2, gradients 28.3, ..., peak 70.1"."""
     parts = ", ".join(
-        f"{name.removeprefix('or: ')} {amount(value)}" for name, value, _ in memory_parts(memory) if value
+        f"{name.removeprefix('or: ')} {_amount(value)}" for name, value, _ in memory_parts(memory) if value
     )
-    return f"planned for this rank: {parts}; peak {amount(memory.total)} (update and buckets have their own times)"
+    return f"planned for this rank: {parts}; peak {_amount(memory.total)} (update and buckets have their own times)"
 
 
 def _suggestions(config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_bytes: int | None) -> Iterator[str]:
     """Suggest single changes; with a known cluster, layouts too, fastest first."""
     for number, change in enumerate(lighter(config, shape, hf_config, gpu_bytes), start=1):
-        yield f"try {number}: {shlex.join(change.overrides)}, planned peak {amount(change.total)}"
+        yield f"try {number}: {shlex.join(change.overrides)}, planned peak {_amount(change.total)}"
     if config.cluster.gpu is not None:
         for layout in suggest(config, hf_config, make_plan(config, shape), count=2):
-            yield f"or: {shlex.join(layout.overrides)}, planned peak {amount(layout.plan.trainer.total)}"
+            yield f"or: {shlex.join(layout.overrides)}, planned peak {_amount(layout.plan.trainer.total)}"
     if gpu_bytes is None:
         yield "or: a machine with more memory, or fewer engines beside the trainer (rollout.num_servers)"
 
 
-def amount(num_bytes: int) -> str:
+def _amount(num_bytes: int) -> str:
     """Format bytes. Example: "1.25 GiB", "3.1 MiB"."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
 

@@ -1,26 +1,23 @@
-"""The Prometheus endpoint of a run: latest metrics, counters, engines, last actions, and this machine's GPUs.
+"""The Prometheus endpoint of a run: latest metrics, counters, engines and last actions.
 
-`monitor.prometheus_port` starts it on trainer rank 0. A scrape reads everything from memory except the GPUs' values,
-for which it queries NVML in milliseconds.
+`monitor.prometheus_port` starts it on trainer rank 0. A scrape reads everything from memory. NVIDIA's dcgm-exporter
+tells of GPUs.
 """
 
-import contextlib
-import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from bapo_megatron import __version__
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.metrics import declared
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
 from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
+from bapo_megatron.version import __version__
 
 _PREFIX = "bapo_"
 COUNTERS = {
@@ -34,19 +31,6 @@ ENGINE_METRICS: dict[str, tuple[str, Callable[[EngineState], float]]] = {
     "engine_weight_version": ("weight version of the engine, -1 if unknown", lambda e: e.version),
     "engine_running_requests": ("requests being sampled by the engine", lambda e: e.num_running),
     "engine_waiting_requests": ("requests waiting in the engine", lambda e: e.num_waiting),
-}
-GPU_METRICS: dict[str, tuple[str, Callable[[Any, Any], float]]] = {  # read from pynvml and a device's handle
-    "gpu_memory_used_bytes": ("memory in use", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
-    "gpu_memory_total_bytes": ("memory", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
-    "gpu_utilization_ratio": (
-        "share of the last second, or less, in which a kernel ran",
-        lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-    ),
-    "gpu_power_watts": ("power draw", lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
-    "gpu_temperature_celsius": (
-        "temperature",
-        lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-    ),
 }
 
 
@@ -64,39 +48,12 @@ def prometheus_name(metric: str) -> str:
     return _PREFIX + safe
 
 
-class GPUFacts:
-    """All GPUs of this machine; none without a driver, a GPU, or nvidia-ml-py.
-
-    Args:
-        nvml: the module pynvml; None: the installed one, if any.
-    """
-
-    def __init__(self, nvml: Any = None) -> None:
-        if nvml is None:
-            with contextlib.suppress(ImportError):
-                nvml = importlib.import_module("pynvml")
-        self._nvml = nvml
-        self._gpus: list[Any] = []
-        if nvml is not None:
-            with contextlib.suppress(nvml.NVMLError):  # no driver
-                nvml.nvmlInit()
-                self._gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-
-    def read(self) -> Iterator[tuple[str, int, float]]:
-        """Yield (metric, index of the GPU, value), leaving out values that a GPU does not report."""
-        for name, (_, read) in GPU_METRICS.items():
-            for index, gpu in enumerate(self._gpus):
-                with contextlib.suppress(self._nvml.NVMLError):
-                    yield name, index, float(read(self._nvml, gpu))
-
-
 class RunCollector(Collector):
     """The samples of a scrape, each labelled with the run's name (`run`)."""
 
-    def __init__(self, run: str, gpus: GPUFacts, heartbeat: Heartbeat = HEARTBEAT) -> None:
+    def __init__(self, run: str, heartbeat: Heartbeat = HEARTBEAT) -> None:
         self.engine_states: Callable[[], Sequence[EngineState]] = list
         self._run = run
-        self._gpus = gpus
         self._heartbeat = heartbeat
         self._lock = threading.Lock()
         self._latest: dict[str, float] = {}
@@ -133,19 +90,11 @@ class RunCollector(Collector):
         yield self._gauge(
             "seconds_since_last_action", "time since the last action of a role of trainer rank 0", ages, "role"
         )
-        yield from self._gpu()
 
     def _engines(self) -> Iterator[Metric]:
         states = self.engine_states()
         for name, (description, of) in ENGINE_METRICS.items():
             yield self._gauge(name, description, [((s.url,), float(of(s))) for s in states], "engine")
-
-    def _gpu(self) -> Iterator[Metric]:
-        readings = list(self._gpus.read())
-        for name, (description, _) in GPU_METRICS.items():
-            values = [((str(index),), value) for found, index, value in readings if found == name]
-            if values:
-                yield self._gauge(name, f"{description}, of a GPU of trainer rank 0's machine", values, "gpu")
 
     def _gauge(
         self, name: str, description: str, values: Sequence[tuple[tuple[str, ...], float]], *labels: str
@@ -164,7 +113,7 @@ class PrometheusEndpoint:
     """
 
     def __init__(self, run: str, host: str, port: int) -> None:
-        self.collector = RunCollector(run, GPUFacts())
+        self.collector = RunCollector(run)
         registry = CollectorRegistry()
         registry.register(self.collector)
         handler = type("_Handler", (GuardedHandler, MetricsHandler), {"registry": registry})

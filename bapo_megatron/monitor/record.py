@@ -19,14 +19,16 @@ from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.monitor.alarms import AlarmLog
 from bapo_megatron.monitor.console import Console, shown_path
-from bapo_megatron.monitor.restarts import num_restarts, restart_of
-from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
-from bapo_megatron.monitor.summary import duration, is_pass_rate, percent, reward_metric
 from bapo_megatron.preflight.checks.slurm import check_time
 from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.numbers import duration, percent
+from bapo_megatron.runs.restarts import num_restarts, restart_of
+from bapo_megatron.runs.steps import read_metrics
+from bapo_megatron.runs.summary import is_pass_rate, reward_metric
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after, write_atomically
 from bapo_megatron.runtime.straggler import StragglerAlarm
 from bapo_megatron.types import Ended, Group, Sample

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from bapo_megatron.config.schema import Config, SinkName
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime.files import write_atomically
 
 _MAX_WAITING = 1000  # steps that a slow sink may lag behind

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.summary import count, duration, first_and_last, mean, number, reward_metric, summarize
-from bapo_megatron.report.history import History, read_history
+from bapo_megatron.runs.history import History, read_history
+from bapo_megatron.runs.numbers import count, duration, number
+from bapo_megatron.runs.summary import first_and_last, mean, reward_metric, summarize_run
 
 MAX_GROUPS = len(ascii_uppercase)
 _NAMES = ("run.name", "run.dir")
@@ -31,7 +32,7 @@ _UNSET = "unset"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RunSet:
     """One line of the figures: a run, or runs that differ by `run.seed` only."""
 
     key: str  # a letter
@@ -43,7 +44,7 @@ class Group:
 class Comparison:
     """Runs to compare, with their differences and warnings to the reader."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RunSet, ...]
     differences: list[tuple[str, list[str]]]  # setting or fact, and its value in each group
     warnings: list[str]  # reasons not to compare figures
     notes: list[str]
@@ -107,7 +108,7 @@ def _with_own_names(runs: Sequence[History]) -> list[History]:
     return named
 
 
-def _group(runs: Sequence[History]) -> tuple[Group, ...]:
+def _group(runs: Sequence[History]) -> tuple[RunSet, ...]:
     """Group runs that differ by seed only, in the order given; a repeated seed begins a new group."""
     members: list[list[History]] = []
     for run in runs:
@@ -126,7 +127,7 @@ def _group(runs: Sequence[History]) -> tuple[Group, ...]:
         raise UserError(
             f"{len(members)} lines in a figure cannot be told apart; give runs of at most {MAX_GROUPS} settings"
         )
-    return tuple(map(Group, ascii_uppercase, names, map(tuple, members)))
+    return tuple(map(RunSet, ascii_uppercase, names, map(tuple, members)))
 
 
 def _is_seed_of(run: History, group: Sequence[History]) -> bool:
@@ -146,7 +147,7 @@ def _common_name(group: Sequence[History]) -> str:
     return stem if stem and not stems else ", ".join(run.name for run in group)
 
 
-def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
+def _differences(groups: Sequence[RunSet]) -> list[tuple[str, list[str]]]:
     """List settings, code, packages and machines that differ between runs, without run.name and run.dir."""
     facts = {run.path: _facts(run) for group in groups for run in group.runs}
     names = dict.fromkeys(name for of_run in facts.values() for name in of_run)
@@ -186,7 +187,7 @@ def _warnings(runs: Sequence[History]) -> list[str]:
     return found
 
 
-def _notes(groups: Sequence[Group]) -> list[str]:
+def _notes(groups: Sequence[RunSet]) -> list[str]:
     runs = [run for group in groups for run in group.runs]
     notes = [f"{run.name} kept no config.toml: its settings are unknown." for run in runs if not run.settings]
     for run in runs:
@@ -259,7 +260,7 @@ _OUTCOMES = (
     _evaluation("eval/", "evaluation, last"),
     _Outcome("sampled tokens/s", lambda run: mean(run.column("rollout/tokens_per_s").tolist()), count),
     _Outcome("trained tokens/s", lambda run: mean(run.column("train/tokens_per_s").tolist()), count),
-    _Outcome("wall time", lambda run: summarize(run.rows).wall_time_s, duration),
+    _Outcome("wall time", lambda run: summarize_run(run.rows).wall_time_s, duration),
 )
 OUTCOMES = tuple(one.label for one in _OUTCOMES)
 

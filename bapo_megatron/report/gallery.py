@@ -10,8 +10,8 @@ from typing import Any
 from bapo_megatron.metrics import METRIC_FAMILIES, METRICS, Metric, declared
 from bapo_megatron.report import quantities
 from bapo_megatron.report.figures import STEPS, Scale, XAxis
-from bapo_megatron.report.history import History, entry_names
 from bapo_megatron.report.panels import Curve, Panel, Values, no_levels, steps
+from bapo_megatron.runs.history import History, entry_names
 
 _AXES: Mapping[str, tuple[XAxis, Values]] = {
     "steps": (STEPS, steps),

@@ -19,14 +19,16 @@ import jinja2
 
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.monitor.alarms import AlarmLog
-from bapo_megatron.monitor.summary import Row, count, duration, number, percent, summarize
 from bapo_megatron.report.compare import Comparison, compare, outcome_names, outcomes
 from bapo_megatron.report.figures import Plot, draw
 from bapo_megatron.report.gallery import PANELS, with_named
-from bapo_megatron.report.history import History, entry_names, read_history
 from bapo_megatron.report.samples import choose_samples, read_samples
-from bapo_megatron.report.status import count_events, read_status
 from bapo_megatron.report.style import Look, css_variables, look, to_svg
+from bapo_megatron.runs.history import History, entry_names, read_history
+from bapo_megatron.runs.numbers import count, duration, number, percent
+from bapo_megatron.runs.status import count_events, read_status
+from bapo_megatron.runs.steps import StepRow
+from bapo_megatron.runs.summary import summarize_run
 from bapo_megatron.runtime.files import write_atomically
 
 COMPARISON_NAME = "comparison.html"
@@ -225,7 +227,7 @@ def _outcomes_of_runs(comparison: Comparison, sets: Sequence[str]) -> list[tuple
 def _facts(run: History) -> list[tuple[str, str, str]]:
     """Return key facts as (label, value, remark)."""
     rows, settings = run.rows, run.settings
-    summary = summarize(rows)
+    summary = summarize_run(rows)
     window = f"first and last {summary.window_steps} steps" if summary.window_steps > 1 else "first and last step"
     of_planned = f"of {run.num_planned_steps}" if run.num_planned_steps is not None else ""
     tokens = math.fsum(row["train/tokens"] for row in rows if math.isfinite(row.get("train/tokens", math.nan)))
@@ -265,7 +267,7 @@ def _cell(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+def _columns(rows: Sequence[StepRow]) -> dict[str, list[float | None]]:
     """Return all metrics for plotting: name -> value per step, to six digits; None where not finite."""
     names = sorted({name for row in rows for name in row})
     return {

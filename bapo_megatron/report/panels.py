@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapo_megatron.monitor.summary import wilson_interval
+from bapo_megatron.estimates import wilson_interval
 from bapo_megatron.report.figures import (
     PLAIN,
     SMOOTH_STEPS,
@@ -18,8 +18,8 @@ from bapo_megatron.report.figures import (
     compared,
     moving_average,
 )
-from bapo_megatron.report.history import History
 from bapo_megatron.report.style import REFERENCE, look
+from bapo_megatron.runs.history import History
 
 Values = Callable[[History], Column]
 Groups = Mapping[str, Sequence[History]]

@@ -6,10 +6,10 @@ import numpy as np
 
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.report.figures import Column, moving_average
-from bapo_megatron.report.history import History
 from bapo_megatron.report.panels import Level, Values
+from bapo_megatron.runs.history import History
 
-BINS = tuple(key.removesuffix("_share") for key in METRICS if re.fullmatch(r"profile/p\d0_share", key))
+_BINS = tuple(key.removesuffix("_share") for key in METRICS if re.fullmatch(r"profile/p\d0_share", key))
 """Metric prefixes of the token profile's bins, such as "profile/p00"; without the torch of `algorithms.diagnostics`."""
 
 
@@ -48,8 +48,8 @@ def by_probability(name: str) -> Values:
 
     def values(run: History) -> Column:
         tokens, means = (
-            np.stack([np.nan_to_num(run.column("train/tokens"), nan=1.0) * run.column(f"{b}_share") for b in BINS]),
-            np.stack([run.column(f"{b}_{name}") for b in BINS]),
+            np.stack([np.nan_to_num(run.column("train/tokens"), nan=1.0) * run.column(f"{b}_share") for b in _BINS]),
+            np.stack([run.column(f"{b}_{name}") for b in _BINS]),
         )
         tokens = np.where(np.isfinite(means), tokens, 0.0)
         return _ratio(np.nansum(tokens * np.nan_to_num(means), axis=1), np.nansum(tokens, axis=1))
@@ -58,7 +58,7 @@ def by_probability(name: str) -> Values:
 
 
 def bin_centres(run: History) -> Column:
-    return (np.arange(len(BINS)) + 0.5) / len(BINS)
+    return (np.arange(len(_BINS)) + 0.5) / len(_BINS)
 
 
 def best_of_group(prefix: str) -> Values:
@@ -112,7 +112,7 @@ def kl_target(run: History) -> list[Level]:
     return [] if target is None else [Level(f"target {target:g}", target)]
 
 
-def balance(run: History) -> list[Level]:
+def balance_level(run: History) -> list[Level]:
     return [Level("balance", 0.5)]
 
 

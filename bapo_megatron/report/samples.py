@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from bapo_megatron.report.history import History
+from bapo_megatron.runs.history import History
 from bapo_megatron.runtime.files import read_jsonl, step_of
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _MAX_NUMBER = 1e15
 _MAX_SAMPLES = 200
@@ -50,7 +50,7 @@ def read_samples(run: History) -> list[ShownSample]:
         try:
             samples.append(_sample(f"{step_of(record)}-{i}", record, before))
         except (TypeError, AttributeError) as error:
-            logger.warning("%s: skipped a line, not a sample: %s", path, error)
+            log.warning("%s: skipped a line, not a sample: %s", path, error)
     return samples
 
 

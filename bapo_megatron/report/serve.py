@@ -12,13 +12,13 @@ from urllib.parse import unquote, urlsplit
 
 from bapo_megatron.engines.processes import LOOPBACK
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.rundir import RunDir, is_in_use
-from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import render_run
+from bapo_megatron.runs.folder import RunDir, is_in_use
+from bapo_megatron.runs.history import read_history
 from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 
 
-def serve(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
+def serve_report(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
     """Serve a run's live page until Ctrl-C; port 0 takes a free one.
 
     Raises UserError if the folder is not a run, or the port is taken.

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from bapo_megatron import __version__
 from bapo_megatron.assets import SHIPPED_MODELS, shipped_model_path
 from bapo_megatron.checkpoint.folder import digest_of
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.version import __version__
 
 _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")  # settings, weights, tokenizer
 

@@ -21,7 +21,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.key import new_key
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.rundir import RunDir, read_metrics
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.steps import read_metrics
 
 _WORKERS = "bapo_megatron.reproduce.workers"
 _POLL_S = 0.05

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.diagnostics import BINS, MEANS
-from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.reproduce.pool import run_path
 from bapo_megatron.reproduce.study import Run, Study
+from bapo_megatron.runs.steps import read_metrics
 
 Row = Mapping[str, float]
 

@@ -14,7 +14,7 @@ import bapo_megatron.runtime.ranks
 import bapo_megatron.train  # noqa: F401  run_rank imports these late
 from bapo_megatron.engines.embedded import server
 from bapo_megatron.engines.key import KEY_VARIABLE
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.trainer import redirect_output, run_rank
 
 

@@ -35,7 +35,7 @@ EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other promp
 
 
 @dataclass(slots=True)
-class Evaluation:
+class InRunEvaluation:
     """The evaluation inside a run: problems of its own, and judges that do not disturb that of training."""
 
     evaluator: Evaluator
@@ -58,7 +58,7 @@ class RolloutManager:
     judge: TextJudge
     scheduler: Scheduler
     builder: BatchBuilder
-    evaluation: Evaluation | None  # None without eval.interval_steps
+    evaluation: InRunEvaluation | None  # None without eval.interval_steps
     _last_batch_s: float = field(default_factory=time.monotonic)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -213,7 +213,7 @@ def connect_rollouts(
 
 def _evaluation(
     config: Config, engines: ConnectedEngines, tokenizer: Any, stop_token_ids: tuple[int, ...]
-) -> Evaluation:
+) -> InRunEvaluation:
     """Take the prompts of every set; those of a procedural source are drawn with another seed than in training."""
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": config.run.seed + EVAL_SEED})})
     sets: list[tuple[EvalSet, list[Prompt]]] = []
@@ -230,4 +230,4 @@ def _evaluation(
             judges.append((spec, judge))
         drivers[one.name] = JudgeOnce(judge)
     evaluator = Evaluator(config, engines.pool, sets, stop_token_ids, drivers)
-    return Evaluation(evaluator, [judge for _, judge in judges])
+    return InRunEvaluation(evaluator, [judge for _, judge in judges])

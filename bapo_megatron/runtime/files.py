@@ -16,7 +16,7 @@ from bapo_megatron.errors import UserError
 
 _ADVICE = "make room there, or choose another folder (run.dir)"
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             records.append(record)
         elif line.strip():
             torn = "" if line.endswith("\n") else ": the last line is unfinished, its step was being written"
-            logger.warning("%s, line %d: skipped, not a JSON object%s", path, line_number, torn)
+            log.warning("%s, line %d: skipped, not a JSON object%s", path, line_number, torn)
     return records
 
 
@@ -169,5 +169,5 @@ def _drop_torn_tail(path: Path) -> None:
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1
     if end < len(content):
-        logger.warning("%s: dropped an unfinished last line", path)
+        log.warning("%s: dropped an unfinished last line", path)
         os.truncate(path, end)

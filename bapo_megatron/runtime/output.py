@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 ESCAPING = "bapo_megatron.escaping"
 """Error handler of an encoding that lacks a character: it is written as Python escapes it, such as "\\xfc"; a byte of a
@@ -68,7 +68,7 @@ class Output:
         self.problem = error
         if not self.is_lasting:
             raise error
-        logger.warning("nothing more is shown: the output cannot be written any more (%s)", error.strerror or error)
+        log.warning("nothing more is shown: the output cannot be written any more (%s)", error.strerror or error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -43,9 +43,9 @@ from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_vari
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Screen, header
-from bapo_megatron.monitor.restarts import Restart, how_often, next_restart, write_restart
-from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.preflight.placement import place
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.restarts import Restart, how_often, next_restart, write_restart
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.trainer import STOPPED, run_rank
 

@@ -21,13 +21,14 @@ from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor import rundir
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
-from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.report import page
 from bapo_megatron.report.page import write_report
 from bapo_megatron.rollout.recorded import read_groups
+from bapo_megatron.runs import folder
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 from tests.attacks.conftest import HangError, Outcomes, deadline
 from tests.distributed import HANG_S
@@ -90,7 +91,7 @@ def safetensors_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         original(tensors, file, **options)
 
     monkeypatch.setattr(bapo_megatron.hf.writer, "save_file", save_file)
-    monkeypatch.setattr(rundir, "_git_state", lambda folder: (None, ""))  # takes longest
+    monkeypatch.setattr(folder, "git_state", lambda folder: (None, ""))  # takes longest
     yield
     DISK.folder = "/nowhere"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.rundir import read_metrics
+from bapo_megatron.runs.steps import read_metrics
 from tests.distributed import HANG_S
 
 SMALL = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
-from bapo_megatron.monitor.rundir import read_metrics
+from bapo_megatron.runs.steps import read_metrics
 from tests.distributed import HANG_S
 from tests.hang import PATIENT
 from tests.integration.killable import Attempt, Engine

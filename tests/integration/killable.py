@@ -21,7 +21,7 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import reserved_ports
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from bapo_megatron.tokens import encoded_rows
 from bapo_megatron.types import ClipBounds, MiniBatch

@@ -34,9 +34,9 @@ from transformers import AutoModelForCausalLM
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.convert import hf_folder
 from bapo_megatron.engines.processes import kill
-from bapo_megatron.monitor.restarts import restart_of
-from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.rollout.recorded import read_groups
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.restarts import restart_of
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from bapo_megatron.types import Sample
 from tests.distributed import HANG_S

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.monitor.rundir import read_metrics
+from bapo_megatron.runs.steps import read_metrics
 from tests.hang import PATIENT
 from tests.integration.test_train import bapo
 

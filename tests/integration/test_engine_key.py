@@ -178,7 +178,7 @@ def test_the_key_of_a_run_is_in_no_file_and_on_no_command_line(tmp_path: Path, m
     monkeypatch.setattr(local, "new_key", lambda: next(taken))
     for num_steps in (1, 2):
         settings = ["parallel.tensor=2", "checkpoint.interval_steps=1", f"train.num_steps={num_steps}"]
-        assert local.run(small_run(tmp_path, "a", *settings)) == 0
+        assert local.train_locally(small_run(tmp_path, "a", *settings)) == 0
     assert not leaks(tmp_path)
     assert not any(KEY in command for command in commands)
     assert sorted(holders) == sorted(f"{key} {who}" for key in keys for who in ("0", "engine"))

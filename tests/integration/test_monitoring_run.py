@@ -19,10 +19,9 @@ import pytest
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import reserved_ports
-from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.grafana import dashboard
-from bapo_megatron.monitor.prometheus import GPU_METRICS, prometheus_name
-from bapo_megatron.monitor.rundir import RunDir, read_metrics
+from bapo_megatron.monitor.prometheus import prometheus_name
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.steps import read_metrics
 from tests.distributed import HANG_S, forkserver
 from tests.integration.killable import Engine, small_run
 from tests.unit.test_monitoring import scrape
@@ -177,14 +176,9 @@ def _check_scrape(run: Run) -> None:
     assert found['bapo_step{run="run"}'] >= 4
     assert found['bapo_steps_total{run="run"}'] == found['bapo_step{run="run"}']
     assert len(engine_versions(found)) == 1
-    exported = {name.split("{")[0] for name in found} | {f"bapo_{name}" for name in GPU_METRICS}
-    exported |= {prometheus_name(key) for key in METRICS}  # some do not apply to this run, such as the critic's
-    queries = [t["expr"] for panel in dashboard()["panels"] for t in panel.get("targets", [])]
-    assert len(queries) > 20
-    asked = {name for query in queries for name in re.findall(r"bapo_\w+", query)}
-    assert asked <= exported, f"the dashboard asks for what no run exports: {sorted(asked - exported)}"
-    rows = set(run.rows()[-1])
-    assert {prometheus_name(name) for name in rows & METRICS.keys()} <= exported
+    exported = {name.split("{")[0] for name in found}
+    earlier = set(run.rows()[2])
+    assert {prometheus_name(name) for name in earlier} <= exported
 
 
 def _check_stall(run: Run) -> None:

@@ -13,9 +13,10 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.report.gallery import PANELS, with_named
-from bapo_megatron.report.history import read_history
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.history import read_history
+from bapo_megatron.runs.steps import read_metrics
 from tests.integration.forked import SMALL
 from tests.integration.test_train import bapo
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.rundir import read_metrics
 from bapo_megatron.rollout.recorded import read_groups
+from bapo_megatron.runs.steps import read_metrics
 from tests.integration.forked import SMALL, refusal, train
 from tests.integration.killable import Engine
 from tests.integration.test_train import bapo

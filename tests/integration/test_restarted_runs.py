@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.restarts import restart_of
-from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.report.history import read_history
-from bapo_megatron.report.status import count_events
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.history import read_history
+from bapo_megatron.runs.restarts import restart_of
+from bapo_megatron.runs.status import count_events
 from bapo_megatron.runtime.files import read_jsonl
 from tests.integration.gates import Gates
 from tests.integration.nursery import stop

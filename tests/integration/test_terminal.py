@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
 from tests.distributed import HANG_S
 from tests.integration.forked import SMALL
 from tests.integration.gates import Gates

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.rundir import read_metrics
+from bapo_megatron.runs.steps import read_metrics
 from tests.distributed import HANG_S
 from tests.integration import forked
 from tests.integration.forked import SMALL

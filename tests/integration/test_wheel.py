@@ -24,7 +24,6 @@ print(*(str(f) for f in resources.files("bapo_megatron.report").iterdir() if f.n
 print(*(str(f) for f in resources.files("bapo_megatron_requirements").iterdir() if f.name == "cpu.txt"))
 print(*(str(f) for f in resources.files("bapo_megatron").iterdir() if f.name == "metrics.toml"))
 print(*(str(f) for f in resources.files("bapo_megatron.config").iterdir() if f.name == "system_calls.txt"))
-print(*(str(f) for f in resources.files("bapo_megatron.monitor").iterdir() if f.name == "grafana.toml"))
 print(*(str(f) for f in resources.files("bapo_megatron.report").iterdir() if f.name == "gallery.toml"))
 print(*(str(f) for f in resources.files("bapo_megatron.report").iterdir() if f.name == "page.js"))
 print(*(str(f) for f in (resources.files("bapo_megatron.report") / "uplot").iterdir() if f.name == "LICENSE"))

@@ -38,7 +38,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Console
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.trainer import STOPPED, redirect_output
 
 _POLL_S = 0.01
@@ -78,7 +78,9 @@ def launch(folder: Path, kind: str, settings: list[str]) -> int:
         local.started_engines = lambda *_: contextlib.nullcontext(forsaken)  # type: ignore[assignment]
     config = load_config(["demo"], [f"run.dir={folder}", *SETTINGS, *settings])
     try:
-        return local._run(wait_to_be_killed, lambda _: config, 0.0) if kind == "loading" else local.run(config)
+        return (
+            local._run(wait_to_be_killed, lambda _: config, 0.0) if kind == "loading" else local.train_locally(config)
+        )
     except UserError as error:  # as the command line does
         for line in str(error).split("\n"):
             print(f"bapo: {line}", file=sys.stderr)

@@ -16,8 +16,8 @@ from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
 from bapo_megatron.monitor.alarms import RULES, Alarm, AlarmLog
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
-from bapo_megatron.monitor.rundir import RunDir
-from bapo_megatron.report.history import read_history
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.history import read_history
 from tests.unit.run_folders import make_run, plain, step
 from tests.unit.test_full_disk import full_disk
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron import __version__, cli
+from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.runtime import program
+from bapo_megatron.version import __version__
 from tests.distributed import HANG_S
 
 BAPO = f"{sys.executable} -m bapo_megatron"

@@ -11,8 +11,8 @@ from bapo_megatron.cli import main
 from bapo_megatron.errors import UserError
 from bapo_megatron.report.compare import MAX_GROUPS, OUTCOMES, compare, outcome_names, outcomes
 from bapo_megatron.report.gallery import PANELS, with_named
-from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import write_comparison, write_report
+from bapo_megatron.runs.history import read_history
 from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, steps
 

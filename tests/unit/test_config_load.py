@@ -20,7 +20,7 @@ from bapo_megatron.config.load import (
     shipped_configs,
 )
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.monitor.rundir import different_settings
+from bapo_megatron.runs.resuming import different_settings
 
 
 def write(folder: Path, text: str, name: str = "run.toml") -> Path:

@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from bapo_megatron.monitor.console import Console, Screen, _Stages, columns_of, fit, heading, row_of
-from bapo_megatron.monitor.summary import evaluation_lines
+from bapo_megatron.monitor.console import Console, Screen, _Stages, columns_of, evaluation_lines, fit, heading, row_of
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 from tests.distributed import HANG_S
 

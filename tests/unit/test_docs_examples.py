@@ -28,8 +28,8 @@ from bapo_megatron.errors import CheckpointError, UserError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 from bapo_megatron.metrics import METRICS, page
 from bapo_megatron.report.gallery import PANELS, with_named
-from bapo_megatron.report.history import read_history
 from bapo_megatron.rewards.shaping import group_filter
+from bapo_megatron.runs.history import read_history
 from bapo_megatron.types import ClipBounds, Ended, Group, Prompt, Sample
 from tests.distributed import HANG_S
 from tests.hf_models import SIZES, VOCAB_SIZE, save_randomised

@@ -186,7 +186,7 @@ def loop() -> Iterator[LoopThread]:
 def rollouts(loop: LoopThread, asked: Evaluator) -> RolloutManager:
     engines: Any = SimpleNamespace(loop=loop, pool=asked._pool)
     unused: Any = None
-    evaluation = manager.Evaluation(asked, [])
+    evaluation = manager.InRunEvaluation(asked, [])
     return RolloutManager(Config(), engines, unused, unused, unused, unused, evaluation)
 
 

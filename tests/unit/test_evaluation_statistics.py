@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.estimates import bootstrap, majority_at_k, pass_at_k, powers_up_to, wilson_interval
 from bapo_megatron.evaluation import results
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
-from bapo_megatron.evaluation.statistics import bootstrap, majority_at_k, pass_at_k, powers_up_to
-from bapo_megatron.monitor.summary import wilson_interval
 
 RIGHT = "right"
 votes = st.lists(st.sampled_from([RIGHT, "a", "b", "c", None]), min_size=1, max_size=7)

@@ -8,10 +8,10 @@ import pytest
 
 from bapo_megatron.report.figures import Plot, Series, compared, draw, mean_and_range, moving_average
 from bapo_megatron.report.gallery import PANELS
-from bapo_megatron.report.history import History, read_history
 from bapo_megatron.report.panels import Panel
 from bapo_megatron.report.quantities import by_probability
 from bapo_megatron.report.style import css_variables, look
+from bapo_megatron.runs.history import History, read_history
 from tests.unit.figure_layout import layout_faults
 from tests.unit.run_folders import CONFIG, make_run, steps
 

@@ -16,7 +16,7 @@ from bapo_megatron import trainer
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import CheckpointError, UserError
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from tests.distributed import HANG_S, run_distributed
 from tests.unit.saveable import TinyModel, save_whole, settings

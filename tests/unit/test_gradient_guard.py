@@ -15,7 +15,7 @@ from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.monitor.alarms import AlarmLog
 from bapo_megatron.monitor.record import UpdateMetrics
-from bapo_megatron.monitor.summary import summarize
+from bapo_megatron.runs.summary import summarize_run
 from bapo_megatron.types import ClipBounds
 
 
@@ -81,4 +81,4 @@ def test_alarms_reach_the_metrics_of_the_step_and_the_user():
     assert row["optimizer/grad_norm"] == pytest.approx((11 + 90) / 13)
     (alarm,) = AlarmLog([row | {"step": 1.0, "version": 7.0}, row | {"step": 2.0, "version": 14.0}]).raised
     assert alarm.saw.startswith("the gradient norm spiked in 4 of the 14 updates of the last 2 steps, up to 50:")
-    assert "2 updates with a spike" in summarize([row]).text()
+    assert "2 updates with a spike" in summarize_run([row]).text()

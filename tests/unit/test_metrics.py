@@ -13,8 +13,9 @@ import pytest
 from bapo_megatron.buffer.batch import batch_metrics
 from bapo_megatron.metrics import METRIC_FAMILIES, METRICS, declared, page, reduce_updates
 from bapo_megatron.monitor.record import sample_record
-from bapo_megatron.monitor.rundir import read_metrics
-from bapo_megatron.monitor.summary import count, duration, summarize
+from bapo_megatron.runs.numbers import count, duration
+from bapo_megatron.runs.steps import read_metrics
+from bapo_megatron.runs.summary import summarize_run
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
@@ -165,7 +166,7 @@ def test_summary_compares_ten_steps_at_each_end_and_weighs_by_tokens() -> None:
         }
         for i in range(1, 31)
     ]
-    summary = summarize(rows)
+    summary = summarize_run(rows)
     assert (summary.reward_first, summary.reward_last, summary.window_steps) == (0.0, 1.0, 10)
     assert summary.resumed_token_share == pytest.approx(4000 / 6000)
     assert (summary.staleness_mean, summary.staleness_max, summary.wall_time_s) == (2.0, 6.0, 60.0)
@@ -173,7 +174,7 @@ def test_summary_compares_ten_steps_at_each_end_and_weighs_by_tokens() -> None:
 
 def test_summary_of_a_short_run_takes_windows_that_do_not_overlap() -> None:
     rows = [{"step": float(i), "reward/mean": float(i)} for i in range(1, 6)]
-    summary = summarize(rows)
+    summary = summarize_run(rows)
     assert (summary.window_steps, summary.reward_first, summary.reward_last) == (2, 1.5, 4.5)
     assert "- resumed" in summary.text()
 
@@ -184,7 +185,7 @@ def test_summary_of_a_short_run_takes_windows_that_do_not_overlap() -> None:
 )
 def test_a_mean_reward_is_a_pass_rate_only_if_all_rewards_are_0_or_1(rewards: tuple[float, ...], label: str) -> None:
     row = {"step": 1.0, "reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards)}
-    assert summarize([row]).text().startswith(f"{label:9}  {row['reward/mean']:.2f} -> ")
+    assert summarize_run([row]).text().startswith(f"{label:9}  {row['reward/mean']:.2f} -> ")
 
 
 def test_numbers_are_short() -> None:

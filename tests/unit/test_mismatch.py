@@ -14,7 +14,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import UpdateMetrics
-from bapo_megatron.monitor.summary import summarize
+from bapo_megatron.runs.summary import summarize_run
 from bapo_megatron.runtime.heartbeat import Heartbeat
 from bapo_megatron.types import ClipBounds
 
@@ -136,4 +136,4 @@ def test_the_summary_counts():
         console.step({**bad, "step": 2})
         console.summary()
     assert "4 updates over monitor.mismatch_alarm" in stream.getvalue()
-    assert "alarm" not in summarize([{"step": 1, "mismatch/alarms": 0.0}]).text()
+    assert "alarm" not in summarize_run([{"step": 1, "mismatch/alarms": 0.0}]).text()

@@ -1,14 +1,10 @@
-"""The endpoint for Prometheus, its dashboard, stalls, slow ranks, and what is out of memory."""
+"""The endpoint for Prometheus, stalls, slow ranks, and what is out of memory."""
 
 import asyncio
-import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-import types
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +16,8 @@ import torch
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.grafana import dashboard
 from bapo_megatron.monitor.oom import is_out_of_memory
-from bapo_megatron.monitor.prometheus import GPU_METRICS, GPUFacts, PrometheusEndpoint, RunCollector, prometheus_name
+from bapo_megatron.monitor.prometheus import PrometheusEndpoint, prometheus_name
 from bapo_megatron.monitor.stall import StallWatchdog, _by_place, hanging_ranks
 from bapo_megatron.runtime import straggler
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
@@ -79,68 +74,6 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"monitor.prometheus_port={port}: cannot listen on 127.0.0.1"):
             PrometheusEndpoint("demo", "127.0.0.1", port)
-
-
-def _refuse(error: Exception) -> Any:
-    def call(*_: object) -> None:
-        raise error
-
-    return call
-
-
-def fake_nvml(has_driver: bool) -> Any:
-    """pynvml, as far as it is used, with one GPU that does not tell its power."""
-    error = type("NVMLError", (Exception,), {})
-    nothing = _refuse(error("Driver Not Loaded"))
-    return types.SimpleNamespace(
-        NVMLError=error,
-        NVML_TEMPERATURE_GPU=0,
-        nvmlInit=(lambda: None) if has_driver else nothing,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=lambda gpu: types.SimpleNamespace(used=10, total=80),
-        nvmlDeviceGetUtilizationRates=lambda gpu: types.SimpleNamespace(gpu=75),
-        nvmlDeviceGetPowerUsage=_refuse(error("Not Supported")),
-        nvmlDeviceGetTemperature=lambda gpu, sensor: 61,
-    )
-
-
-def test_gpus_are_told_as_far_as_they_tell() -> None:
-    readings = list(GPUFacts(fake_nvml(has_driver=True)).read())
-    assert readings == [
-        ("gpu_memory_used_bytes", 0, 10.0),
-        ("gpu_memory_total_bytes", 0, 80.0),
-        ("gpu_utilization_ratio", 0, 0.75),
-        ("gpu_temperature_celsius", 0, 61.0),
-    ]
-    assert list(GPUFacts(fake_nvml(has_driver=False)).read()) == []
-    names = {family.name for family in RunCollector("demo", GPUFacts(fake_nvml(has_driver=True))).collect()}
-    assert {f"bapo_{name}" for name in GPU_METRICS} - names == {"bapo_gpu_power_watts"}
-
-
-def test_real_nvml_names_exist_and_no_gpu_is_no_error() -> None:
-    pynvml = pytest.importorskip("pynvml")
-    used = vars(fake_nvml(has_driver=True))
-    assert [name for name in used if not hasattr(pynvml, name)] == []
-    if not torch.cuda.is_available():
-        assert list(GPUFacts().read()) == []
-
-
-def test_the_dashboard_is_printed_and_its_panels_do_not_overlap() -> None:
-    command = [sys.executable, "-m", "bapo_megatron.monitor.grafana"]
-    assert json.loads(subprocess.run(command, capture_output=True, check=True, timeout=HANG_S).stdout) == dashboard()
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    (datasource,) = [v for v in dashboard()["templating"]["list"] if v["type"] == "datasource"]
-    plots = [panel for panel in panels if panel["type"] != "row"]
-    assert {panel["datasource"]["uid"] for panel in plots} == {f"${{{datasource['name']}}}"}
-    cells = {(p["gridPos"]["x"] + i, p["gridPos"]["y"] + j) for p in panels for i, j in _grid(p["gridPos"])}
-    assert len(cells) == sum(p["gridPos"]["w"] * p["gridPos"]["h"] for p in panels), "panels overlap"
-    assert max(x for x, _ in cells) < 24
-
-
-def _grid(place: dict[str, int]) -> list[tuple[int, int]]:
-    return [(i, j) for i in range(place["w"]) for j in range(place["h"])]
 
 
 # stalls

@@ -11,14 +11,14 @@ import pytest
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.alarms import RULES
-from bapo_megatron.monitor.restarts import Restart, write_restart
-from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.report import page as page_module
 from bapo_megatron.report.gallery import FIGURES, PANELS
-from bapo_megatron.report.history import read_history
 from bapo_megatron.report.page import render_run, write_report
 from bapo_megatron.report.samples import read_samples
-from bapo_megatron.report.status import State, count_events, read_status
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.history import read_history
+from bapo_megatron.runs.restarts import Restart, write_restart
+from bapo_megatron.runs.status import Standing, count_events, read_status
 from bapo_megatron.runtime.files import JsonlWriter
 from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, plain, step, steps
@@ -223,12 +223,12 @@ TRACEBACK = "Traceback (most recent call last):\n  File 'a.py', line 1, in f\n  
 @pytest.mark.parametrize(
     ("log", "state", "error"),
     [
-        ("", State.INTERRUPTED, ""),
-        (TRACEBACK, State.FAILED, "ValueError: bad"),
-        (TRACEBACK + "2026-11-22 01:00:00 INFO went on\n", State.INTERRUPTED, ""),
+        ("", Standing.INTERRUPTED, ""),
+        (TRACEBACK, Standing.FAILED, "ValueError: bad"),
+        (TRACEBACK + "2026-11-22 01:00:00 INFO went on\n", Standing.INTERRUPTED, ""),
     ],
 )
-def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, state: State, error: str) -> None:
+def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, state: Standing, error: str) -> None:
     run = make_run(tmp_path / "run", [plain(1)])
     folder = run / "logs" / "attempt-2"
     folder.mkdir(parents=True)
@@ -240,7 +240,7 @@ def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, st
     (folder / "judge.txt").write_text("ValueError in line 7")
     assert read_status(read_history(run)).judge_failure == "ValueError in line 7"
     (folder / "state.txt").write_text("interrupted\n")
-    assert read_status(read_history(run)).state == State.INTERRUPTED
+    assert read_status(read_history(run)).state == Standing.INTERRUPTED
 
 
 def test_a_restarted_run_shows_the_time_to_recover_and_the_logs_of_engines_that_live_on(tmp_path: Path) -> None:

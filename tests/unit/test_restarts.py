@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.monitor.restarts import next_restart, num_restarts, restart_of
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.restarts import next_restart, num_restarts, restart_of
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
 from tests.hang import HANG_S
 from tests.unit.launched import save

@@ -14,7 +14,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.errors import EngineError, NoEngineLeftError
 from bapo_megatron.rollout.dispatch import RolloutStats
-from bapo_megatron.rollout.manager import Evaluation, RolloutManager
+from bapo_megatron.rollout.manager import InRunEvaluation, RolloutManager
 from tests.distributed import HANG_S
 from tests.unit.test_evaluate import evaluator
 from tests.unit.test_scheduler import ScriptedEngine
@@ -147,7 +147,7 @@ def test_an_evaluation_may_take_any_time_while_answers_come_in(loop: LoopThread)
 
     made = manager(loop, None)
     asked: Any = SimpleNamespace(sample=sample, deadline_s=SHORT_S, what="answers", progress=lambda: (progress.look(),))
-    made.evaluation = Evaluation(asked, judges={})
+    made.evaluation = InRunEvaluation(asked, judges={})
     with pytest.raises(EngineError, match="all were asked for"):
         made.evaluate(0)
 

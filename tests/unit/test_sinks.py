@@ -16,9 +16,10 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.monitor import sinks
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
-from bapo_megatron.monitor.rundir import RunDir, read_metrics
 from bapo_megatron.monitor.sinks import SINKS, BackgroundSink, TensorBoardSink
 from bapo_megatron.preflight.checks import monitor
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.steps import read_metrics
 from tests.distributed import HANG_S
 
 

@@ -27,10 +27,10 @@ from bapo_megatron.engines.start import embedded_specs
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
-from bapo_megatron.monitor.restarts import Restart, write_restart
-from bapo_megatron.monitor.rundir import RunDir
 from bapo_megatron.preflight.checks.slurm import check_placement, check_shares, check_slurm
 from bapo_megatron.preflight.placement import Placement, place
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.restarts import Restart, write_restart
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.slurm import node
 from bapo_megatron.slurm.node import RUN, Meeting
@@ -455,7 +455,7 @@ def test_a_restart_waits_for_a_run_that_a_failed_node_still_holds(
 ) -> None:
     config = configured(f"run.dir={tmp_path}")
     held = RunDir.open(config)
-    monkeypatch.setattr("bapo_megatron.monitor.rundir.time.sleep", lambda _: held.close())
+    monkeypatch.setattr("bapo_megatron.runs.folder.time.sleep", lambda _: held.close())
     with RunDir.open(config, patience_s=HANG_S) as run_dir:
         assert run_dir.attempt == 2
 

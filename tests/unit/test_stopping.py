@@ -16,7 +16,7 @@ import pytest
 from bapo_megatron.config.load import load_config
 from bapo_megatron.local import _Stop
 from bapo_megatron.monitor.console import Console, Screen
-from bapo_megatron.monitor.rundir import RunDir
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime.heartbeat import Heartbeat
 from tests.distributed import HANG_S
 

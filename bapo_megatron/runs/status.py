@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.restarts import first_attempt
-from bapo_megatron.monitor.rundir import RunDir, is_in_use
-from bapo_megatron.monitor.summary import increases
-from bapo_megatron.report.history import History
+from bapo_megatron.runs.folder import RunDir, is_in_use
+from bapo_megatron.runs.history import History
+from bapo_megatron.runs.restarts import first_attempt
+from bapo_megatron.runs.summary import increases
 
 _TAIL_BYTES = 1 << 16
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -19,8 +19,8 @@ _LOG_LINE = re.compile(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d")
 _ERROR_LINE = re.compile(r"(?m)^(?!Traceback|The above|During|\[rank)(\S.*)$")
 
 
-class State(StrEnum):
-    """The state of a run."""
+class Standing(StrEnum):
+    """Where a run stands."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -29,10 +29,10 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class RunStatus:
     """The state of a run, and the logs of its latest attempt and of the engines that it uses."""
 
-    state: State
+    state: Standing
     error: str  # of the latest attempt; "" without one
     judge_failure: str  # the first one in the latest attempt, if the judge failed often; else ""
     attempt: int
@@ -70,20 +70,20 @@ _WATCHED = (
 )
 
 
-def read_status(run: History) -> Status:
+def read_status(run: History) -> RunStatus:
     """Read the state of a run: finished once all planned steps are done, even if a process still holds it."""
     latest = RunDir.attach(run.path)
     is_finished = bool(run.rows) and run.num_planned_steps is not None and run.rows[-1]["step"] >= run.num_planned_steps
     error = "" if is_finished or latest.state == "interrupted" else _error(latest.log_dir)
     if is_finished:
-        state = State.FINISHED
+        state = Standing.FINISHED
     elif is_in_use(run.path):
-        state = State.RUNNING
+        state = Standing.RUNNING
     else:
-        state = State.FAILED if error or latest.state == "failed" else State.INTERRUPTED
+        state = Standing.FAILED if error or latest.state == "failed" else Standing.INTERRUPTED
     judge = latest.log_dir / "judge.txt"
     judge_failure = judge.read_text(encoding="utf-8", errors="replace").strip() if judge.exists() else ""
-    return Status(state, error, judge_failure, latest.attempt, tuple(_logs(latest)))
+    return RunStatus(state, error, judge_failure, latest.attempt, tuple(_logs(latest)))
 
 
 def _logs(latest: RunDir) -> list[Path]:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.metrics import Metric
-from bapo_megatron.monitor.rundir import different_settings, read_metrics
-from bapo_megatron.monitor.summary import Row
+from bapo_megatron.runs.resuming import different_settings
+from bapo_megatron.runs.steps import StepRow, read_metrics
 from bapo_megatron.runtime.files import reading
 
 
@@ -25,7 +25,7 @@ class History:
 
     path: Path
     name: str
-    rows: Sequence[Row]  # one for each finished step, ascending
+    rows: Sequence[StepRow]  # one for each finished step, ascending
     config_text: str
     settings: Mapping[str, Any]  # flat, such as "bapo.rho0"
     environment: Mapping[str, Any]

@@ -6,7 +6,7 @@
         status.json                                              where the run stands, for programs that poll it
         run-id.txt                                               random: whose checkpoints these are
         logs/attempt-N/                                          logs of one attempt, with its own copy of the above
-            state.txt                                            its `State`
+            state.txt                                            its `AttemptState`
             first-step.txt                                       finished steps before it, once it trains
             restart.json                                         why the run began it by itself (restarts.py)
             judge.txt                                            first failure of a judge that fails often
@@ -20,94 +20,39 @@ import contextlib
 import fcntl
 import json
 import logging
-import math
 import os
-import platform
-import re
 import secrets
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import time
-import tomllib
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
-from bapo_megatron.assets import hub
-from bapo_megatron.config.earlier import RETIRED, updated
-from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.runtime import num_cores
-from bapo_megatron.runtime.files import explaining_os_errors, read_jsonl, step_of, write_atomically
+from bapo_megatron.errors import UserError
+from bapo_megatron.runs.provenance import describe_environment, git_state
+from bapo_megatron.runs.resuming import (
+    check_resumable,
+    has_results,
+    num_steps_done,
+    num_steps_planned,
+    num_steps_saved,
+    with_pinned_models,
+)
+from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
-# Settings that may change on resuming a run: they affect its length, speed or output, not its results.
-RESUMABLE_SETTINGS = (
-    "run.dir",
-    "run.max_restarts",
-    "run.standby",
-    "cluster.*",
-    "slurm.*",
-    "checkpoint.*",
-    "monitor.*",
-    "sync.*",
-    "train.num_steps",
-    "train.max_tokens_per_microbatch",
-    "train.logprob_chunk_tokens",
-    "train.logprob_backend",
-    "train.recompute",
-    "train.recompute_layers",
-    "train.recompute_modules",
-    "parallel.*",
-    "optimizer.distributed",
-    "data.on_bad_prompt",
-    "reward.concurrency",
-    "rollout.engine",
-    "rollout.record",
-    "rollout.recorded_from",
-    "rollout.overlap",
-    "rollout.abort_tail",
-    "rollout.max_staleness",
-    "rollout.urls",
-    "rollout.router_url",
-    "rollout.api_key",
-    "rollout.num_servers",
-    "rollout.server_tensor_parallel",
-    "rollout.max_concurrent_requests",
-    "rollout.max_retries",
-    "rollout.max_restarts",
-    "rollout.engine_threads",
-    "rollout.engine_max_context",
-    "sglang.*",
-    "*timeout_s",
-)
-_PACKAGES = (
-    "bapo-megatron",
-    "torch",
-    "megatron-core",
-    "transformers",
-    "sglang",
-    "transformer-engine",
-    "numpy",
-    "pydantic",
-)
 _RUN_ID = "run-id.txt"
 _STATUS = "status.json"
-_MAX_DIFF_BYTES = 1 << 20
-_MAX_FLOAT32 = 3.4028235e38
-_GIT_TIMEOUT_S = 10.0
 
-State = Literal["starting", "training", "finished", "interrupted", "failed"]
+AttemptState = Literal["starting", "training", "finished", "interrupted", "failed"]
 """What an attempt has come to. One that was killed stays in its last state, without holding the lock."""
 
 
@@ -180,7 +125,7 @@ class RunDir:
         self._record_facts(config_text)
         if self.run_id is None:
             write_atomically(self.path / _RUN_ID, f"{secrets.token_hex(8)}\n")
-        self.mark("starting", planned_steps=_num_steps(config_text))
+        self.mark("starting", planned_steps=num_steps_planned(config_text))
 
     @classmethod
     def preview(cls, config: Config) -> RunDir:
@@ -190,14 +135,14 @@ class RunDir:
         path = (Path(config.run.dir) / config.run.name).absolute()
         if is_in_use(path):
             raise _in_use(path)
-        if _has_results(path):
+        if has_results(path):
             config = with_pinned_models(config)
         return cls._next(path, dump_config(config), None)
 
     @classmethod
     def _next(cls, path: Path, config_text: str, lock: TextIO | None) -> RunDir:
-        _check_resumable(path, config_text)
-        is_finished = _num_steps_done(path) == _num_steps(config_text)
+        check_resumable(path, config_text)
+        is_finished = num_steps_done(path) == num_steps_planned(config_text)
         return cls(path, _last_attempt(path) + (not is_finished), lock, is_finished=is_finished)
 
     @classmethod
@@ -253,15 +198,15 @@ class RunDir:
         return self.log_dir / "stop"
 
     @property
-    def state(self) -> State | None:
-        """State of this attempt; None for one of an earlier version."""
+    def state(self) -> AttemptState | None:
+        """AttemptState of this attempt; None for one of an earlier version."""
         try:
             text = (self.log_dir / "state.txt").read_text(encoding="utf-8").strip()
         except OSError:
             return None
-        return next((state for state in get_args(State) if state == text), None)
+        return next((state for state in get_args(AttemptState) if state == text), None)
 
-    def mark(self, state: State, rank: int = 0, **facts: Any) -> None:
+    def mark(self, state: AttemptState, rank: int = 0, **facts: Any) -> None:
         """Record the state of this attempt, and further facts for `tell`, as far as the disk allows: it decides nothing
         that is trained.
 
@@ -307,7 +252,7 @@ class RunDir:
 
     def num_steps_saved(self) -> int:
         """Return the steps behind the checkpoint that a resume begins with, or 0."""
-        return _num_steps_saved(self.path) or 0
+        return num_steps_saved(self.path) or 0
 
     def close(self) -> None:
         """Release the lock. Safe to call twice."""
@@ -322,7 +267,7 @@ class RunDir:
         self.close()
 
     def _record_facts(self, config_text: str) -> None:
-        commit, diff = _git_state(Path(__file__).parent)
+        commit, diff = git_state(Path(__file__).parent)
         texts = {
             "config.toml": config_text,
             "command.txt": shlex.join(sys.argv) + "\n",
@@ -343,139 +288,6 @@ def _read_status(run_path: Path) -> dict[str, Any]:
     return status if isinstance(status, dict) else {}
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the steps in a metrics.jsonl in ascending order, null as NaN. The later line of a repeated step counts.
-
-    A line without a step is skipped, and logged.
-    """
-    rows: dict[int, dict[str, float]] = {}
-    for record in read_jsonl(path):
-        step = step_of(record)
-        if step is None:
-            logger.warning("%s: skipped a line without a step: %.80r", path, record.get("step"))
-        else:
-            rows[step] = _as_floats(record) | {"step": float(step)}
-    return [rows[step] for step in sorted(rows)]
-
-
-def _as_floats(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a line. One that no metric can have, beyond float32, is NaN like one that is not finite."""
-    row = {name: math.nan if value is None else value for name, value in record.items()}
-    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-    return {name: float(value) if abs(value) <= _MAX_FLOAT32 else math.nan for name, value in numbers.items()}
-
-
-def describe_environment() -> dict[str, Any]:
-    """Describe this process: Python, platform, cores, packages; no environment variables, which may be secret."""
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": socket.gethostname(),
-        "working_directory": str(Path.cwd()),
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "platform": platform.platform(),
-        "num_cores": num_cores(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
-    }
-
-
-def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None for an unset one."""
-    old, new = (_flatten(updated(tomllib.loads(text))) for text in (old_text, new_text))
-    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
-
-
-def _check_resumable(path: Path, config_text: str) -> None:
-    """Refuse to mix two experiments in one folder. A run that has not finished a step may start over freely."""
-    config_path = path / "config.toml"
-    if not config_path.exists() or not _has_results(path):
-        return
-    num_done, num_steps = _num_steps_done(path), _num_steps(config_text)
-    if num_steps is not None and num_done > num_steps:
-        raise ConfigError(
-            f"cannot resume the run {path}: it has done {num_done} steps, and train.num_steps is {num_steps}. Set "
-            f"train.num_steps to {num_done} or more, or choose another run.name."
-        )
-    different = {
-        key: values
-        for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
-        if not (
-            any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
-            or (key in RETIRED and RETIRED[key][0] == values[0])
-            or _is_newer(key, *values)
-        )
-    }
-    if different:
-        lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in different.items()]
-        raise ConfigError(
-            f"cannot resume the run {path}: it was started with other settings (run -> now):\n"
-            + "\n".join(lines)
-            + "\nUse the run's settings, choose another run.name, or delete the folder to start over."
-        )
-
-
-def _is_newer(key: str, old: Any, new: Any) -> bool:
-    """Return whether a setting is newer than the run, which lacks it, and at its default: the run behaved like that."""
-    from bapo_megatron.config import paths
-
-    path = tuple(key.split("."))
-    if old is not None or path not in paths.schema() or paths.accepts(path, type(None)):  # then old may mean "none"
-        return False
-    default = paths.schema()[path].get_default(call_default_factory=True)
-    return bool(new == (list(default) if isinstance(default, tuple) else default))
-
-
-def _num_steps(config_text: str) -> int | None:
-    return tomllib.loads(config_text).get("train", {}).get("num_steps")
-
-
-def _num_steps_saved(path: Path) -> int | None:
-    """Return the step of the checkpoint that `latest` names; None if it names no complete one."""
-    with contextlib.suppress(OSError):
-        named = re.fullmatch(r"step-(\d{6,18})", (path / "checkpoints" / "latest").read_text(errors="replace").strip())
-        if named and (path / "checkpoints" / named[0] / "state.json").is_file():
-            return int(named[1])
-    return None
-
-
-def _num_steps_done(path: Path) -> int:
-    """Return the steps that a resumed run need not repeat; those of metrics.jsonl if none was ever saved."""
-    saved = _num_steps_saved(path)
-    if saved is not None or any((path / "checkpoints").glob("*")):
-        return saved or 0
-    rows = read_metrics(path / "metrics.jsonl")
-    return int(rows[-1]["step"]) if rows else 0
-
-
-def _has_results(path: Path) -> bool:
-    metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
-    has_metrics = metrics.exists() and metrics.stat().st_size > 0
-    return has_metrics or (checkpoints.is_dir() and any(checkpoints.iterdir()))
-
-
-def with_pinned_models(config: Config) -> Config:
-    """Download the models that have names on the Hugging Face hub, and pin their commits.
-
-    A run that is resumed keeps the commits of its config.toml.
-
-    Raises:
-        CheckpointError: see `hub.snapshot`.
-    """
-    try:
-        earlier = tomllib.loads((Path(config.run.dir) / config.run.name / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a new run; RunDir.open says what is wrong with the folder of another
-        earlier = {}
-    changed = {}
-    for section, key in (("model", "path"), ("loss", "reference_path"), ("critic", "path")):
-        value = getattr(getattr(config, section), key, None)
-        if value is None or not hub.is_hub_name(value) or hub.is_pinned(value):
-            continue
-        before = earlier.get(section, {}).get(key, "")
-        pinned = hub.pin(before if before.startswith(f"{value}@") else value, setting=f"{section}.{key}")
-        changed[section] = getattr(config, section).model_copy(update={key: pinned})
-    return config.model_copy(update=changed)
-
-
 _READER_S = 0.3  # longer than `is_in_use` holds the lock
 
 
@@ -494,7 +306,7 @@ def _take_lock(path: Path, patience_s: float) -> TextIO:
             raise _in_use(path) from None
         except OSError as error:  # some network file systems have no locks; a run there is still better than none
             text = "%s: this file system cannot lock (%s); make sure that one process runs this name"
-            logger.warning(text, path, error)
+            log.warning(text, path, error)
         break
     lock.truncate(0)
     since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
@@ -524,49 +336,3 @@ def is_in_use(path: Path) -> bool:
 def _last_attempt(path: Path) -> int:
     numbers = [folder.name.removeprefix("attempt-") for folder in (path / "logs").glob("attempt-*")]
     return max((int(text) for text in numbers if text.isdigit()), default=0)
-
-
-def _git_state(folder: Path) -> tuple[str | None, str]:
-    """Return commit and uncommitted changes of the checkout that holds this package; (None, "") outside of one."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None, ""
-    diff = _git(folder, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
-    encoded = diff.encode()
-    if len(encoded) > _MAX_DIFF_BYTES:
-        kept = encoded[:_MAX_DIFF_BYTES].decode(errors="ignore")
-        diff = f"{kept}\n[cut: the whole diff has {len(encoded)} bytes]\n"
-    return commit.strip(), diff
-
-
-def _git(folder: Path, *args: str) -> str | None:
-    if shutil.which("git") is None:
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *args], capture_output=True, timeout=_GIT_TIMEOUT_S, check=True
-        )
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.decode(errors="replace")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None else json.dumps(value, default=str)

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bapo_megatron.errors import plural
-from bapo_megatron.monitor.rundir import RunDir, read_metrics
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runtime.files import write_atomically
 
 _FILE = "restart.json"

@@ -12,8 +12,9 @@ import pytest
 from bapo_megatron.config.load import dump_config, load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.monitor import rundir
-from bapo_megatron.monitor.rundir import RunDir, different_settings
+from bapo_megatron.runs import folder, provenance
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.resuming import different_settings
 from tests.distributed import HANG_S
 
 CONFIG = """
@@ -147,7 +148,7 @@ def test_a_finished_run_that_never_saved_is_finished(tmp_path: Path) -> None:
 
 def test_a_second_process_is_told_who_holds_the_run_until_that_one_ends(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from bapo_megatron.monitor.rundir import RunDir\n"
+        "import sys, time; from pathlib import Path; from bapo_megatron.runs.folder import RunDir\n"
         "run = RunDir.open_path(Path(sys.argv[1]), sys.argv[2]); print('ready', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -178,7 +179,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
-    monkeypatch.setattr(rundir.fcntl, "flock", unsupported)
+    monkeypatch.setattr(folder.fcntl, "flock", unsupported)
     with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
         assert run.attempt == 1
     assert "cannot lock" in caplog.text
@@ -196,7 +197,7 @@ def test_a_run_directory_that_cannot_be_created_says_so(tmp_path: Path) -> None:
 
 
 def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir, "_GIT_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", HANG_S)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # of whoever runs the tests
 
     def git(*args: str) -> str:
@@ -204,17 +205,17 @@ def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch:
         command = ["git", "-C", str(tmp_path), *identity, *args]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG_S).stdout
 
-    assert rundir._git_state(tmp_path) == (None, "")
+    assert provenance.git_state(tmp_path) == (None, "")
     git("init", "-q")
     (tmp_path / "code.py").write_text("x = 1\n")
     git("add", ".")
     git("commit", "-q", "-m", "first")
     (tmp_path / "code.py").write_text("x = 2\n")
-    commit, diff = rundir._git_state(tmp_path)
+    commit, diff = provenance.git_state(tmp_path)
     assert commit == git("rev-parse", "HEAD").strip()
     assert "+x = 2" in diff
-    monkeypatch.setattr(rundir, "_MAX_DIFF_BYTES", 50)
-    _, diff = rundir._git_state(tmp_path)
+    monkeypatch.setattr(provenance, "_MAX_DIFF_BYTES", 50)
+    _, diff = provenance.git_state(tmp_path)
     assert len(diff) < 120
     assert "[cut: the whole diff has" in diff
 

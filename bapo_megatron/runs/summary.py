@@ -1,20 +1,20 @@
-"""The summary of a run, and how numbers are shown."""
+"""The summary of a run: what its steps have come to."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist, fmean
+from statistics import fmean
 
-Row = dict[str, float]
+from bapo_megatron.runs.numbers import duration, number, percent
+from bapo_megatron.runs.steps import StepRow
 
 _WINDOW_STEPS = 10
 _ROUNDING = 1e-6
-Z_95 = NormalDist().inv_cdf(0.975)  # half the width of a 95 % interval, in standard errors
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """Key facts of a run; nan for a metric that was not recorded."""
 
     num_steps: int
@@ -54,11 +54,11 @@ class Summary:
         return "\n".join(lines)
 
 
-def summarize(rows: Sequence[Row]) -> Summary:
+def summarize_run(rows: Sequence[StepRow]) -> RunSummary:
     """Summarize the steps in `rows` (from `read_metrics`; at least one)."""
     assert rows, "a run without steps has no summary"
     reward_first, reward_last = first_and_last(rows, reward_metric(rows[-1]))
-    return Summary(
+    return RunSummary(
         num_steps=len(rows),
         window_steps=_window(rows),
         reward_first=reward_first,
@@ -78,7 +78,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
     )
 
 
-def _window(rows: Sequence[Row]) -> int:
+def _window(rows: Sequence[StepRow]) -> int:
     """Return the number of steps at either end of a run that are averaged; the ends do not overlap."""
     return max(1, min(_WINDOW_STEPS, len(rows) // 2))
 
@@ -94,8 +94,8 @@ def is_pass_rate(row: Mapping[str, float]) -> bool:
     return not (math.isfinite(mean) and math.isfinite(std)) or abs(std**2 + mean**2 - mean) < _ROUNDING
 
 
-def first_and_last(rows: Sequence[Row], name: str) -> tuple[float, float]:
-    """Average a metric over the first and the last `Summary.window_steps` steps; nan if it was not recorded."""
+def first_and_last(rows: Sequence[StepRow], name: str) -> tuple[float, float]:
+    """Average a metric over the first and the last `RunSummary.window_steps` steps; nan if it was not recorded."""
     values = [row.get(name, math.nan) for row in rows]
     window = _window(rows)
     return mean(values[:window]), mean(values[-window:])
@@ -112,92 +112,15 @@ def mean(values: Sequence[float]) -> float:
     return fmean(finite) if finite else math.nan
 
 
-def wilson_interval(share: float, num: float) -> tuple[float, float]:
-    """Compute Wilson's 95 % interval of a share of `num` independent trials, which is open at 0 and 1, too.
-
-    Example: wilson_interval(1.0, 8) == (0.676, 1.0), rounded
-    """
-    z = Z_95
-    centre, shrink = share + z * z / (2 * num), 1 + z * z / num
-    half = z * math.sqrt(share * (1 - share) / num + (z / (2 * num)) ** 2)
-    return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)
-
-
-def evaluation_lines(metrics: Mapping[str, float], when: str) -> list[str]:
-    """Return a line for each evaluation set that was asked; none without an evaluation.
-
-    Example: "evaluation after step 20, aime: reward 0.312 ± 0.041, best of a group 0.533, 812 tokens, 4% cut off".
-    """
-    lines = []
-    for key, reward in metrics.items():
-        if not (key.startswith("eval/") and key.endswith("/reward")):
-            continue
-        name = key.removeprefix("eval/").removesuffix("reward").removesuffix("/")
-        error, best, tokens, cut = (
-            metrics.get(key.removesuffix("reward") + other, math.nan)
-            for other in ("reward_stderr", "best_of_group", "response_tokens_mean", "truncated_share")
-        )
-        margin = f" ± {number(error, 3)}" if math.isfinite(error) else ""
-        line = f"evaluation {when}{name and f', {name}'}: reward {number(reward, 3)}{margin}"
-        if name:
-            line += f", best of a group {number(best, 3)}, {number(tokens, 0)} tokens, {percent(cut)} cut off"
-        lines.append(line)
-    return lines
-
-
-def number(value: float, digits: int = 2) -> str:
-    """Format a number: 0.534 -> "0.53", nan -> "-"."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
-
-
-def percent(share: float) -> str:
-    """Format a share: 0.614 -> "61%", nan -> "-"."""
-    return f"{share:.0%}" if math.isfinite(share) else "-"
-
-
-def count(value: float) -> str:
-    """Format a count: 1234 -> "1.2k", 2_500_000 -> "2.5M", nan -> "-"."""
-    if not math.isfinite(value):
-        return "-"
-    for limit, divisor, suffix in ((999.5, 1, ""), (999_500, 1e3, "k"), (999_500_000, 1e6, "M")):
-        if value < limit:
-            scaled = value / divisor
-            return f"{scaled:.{1 if suffix and scaled < 99.95 else 0}f}{suffix}"
-    return f"{value / 1e9:.1f}G"
-
-
-def duration(seconds: float) -> str:
-    """Format a duration: 3725 -> "1 h 02 min", 245 -> "4 min 05 s", 12.3 -> "12.3 s", nan -> "-"."""
-    if not math.isfinite(seconds):
-        return "-"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def short_duration(seconds: float) -> str:
-    """Format a duration in six characters: 12.3 -> "12.3s", 245 -> "4m05s", 3725 -> "1h02m", nan -> "-"."""
-    if not math.isfinite(seconds):
-        return "-"
-    if seconds < 59.95:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
-
-
-def _total(rows: Sequence[Row], name: str) -> int:
+def _total(rows: Sequence[StepRow], name: str) -> int:
     return round(math.fsum(_finite(rows, name)))
 
 
-def _finite(rows: Sequence[Row], name: str) -> list[float]:
+def _finite(rows: Sequence[StepRow], name: str) -> list[float]:
     return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
 
 
-def _token_mean(rows: Sequence[Row], name: str) -> float:
+def _token_mean(rows: Sequence[StepRow], name: str) -> float:
     """Average over trained tokens, or over steps if their number was not recorded."""
     known = [row for row in rows if math.isfinite(row.get(name, math.nan))]
     weights = [row.get("train/tokens", math.nan) for row in known]

@@ -1,4 +1,4 @@
-"""Estimates from n sampled responses to each problem, and their confidence intervals. Pure arithmetic.
+"""Estimates from n sampled responses to each problem, and confidence intervals of these and of shares. Arithmetic.
 
     pass@k   probability that at least one of k responses passes
     maj@k    probability that the most frequent answer of k responses passes
@@ -11,10 +11,13 @@ Shape legend: P problems, M estimates.
 
 from collections import Counter
 from collections.abc import Sequence
-from math import comb
+from math import comb, sqrt
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
+
+Z_95 = NormalDist().inv_cdf(0.975)  # half the width of a 95 % interval, in standard errors
 
 _RESAMPLES_AT_ONCE = 500
 
@@ -80,6 +83,17 @@ def _coefficient(polynomial: int, exponent: int, bits: int) -> int:
 
 def _low(number: int, bits: int) -> int:
     return number & ((1 << bits) - 1)
+
+
+def wilson_interval(share: float, num: float) -> tuple[float, float]:
+    """Compute Wilson's 95 % interval of a share of `num` independent trials, which is open at 0 and 1, too.
+
+    Example: wilson_interval(1.0, 8) == (0.676, 1.0), rounded
+    """
+    z = Z_95
+    centre, shrink = share + z * z / (2 * num), 1 + z * z / num
+    half = z * sqrt(share * (1 - share) / num + (z / (2 * num)) ** 2)
+    return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)
 
 
 def bootstrap(

@@ -1,0 +1,72 @@
+"""What an attempt runs in: Python, machine, packages, and the state of this package's checkout."""
+
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.runtime import num_cores
+
+_PACKAGES = (
+    "bapo-megatron",
+    "torch",
+    "megatron-core",
+    "transformers",
+    "sglang",
+    "transformer-engine",
+    "numpy",
+    "pydantic",
+)
+_MAX_DIFF_BYTES = 1 << 20
+_GIT_TIMEOUT_S = 10.0
+
+
+def describe_environment() -> dict[str, Any]:
+    """Describe this process: Python, platform, cores, packages; no environment variables, which may be secret."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "working_directory": str(Path.cwd()),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "num_cores": num_cores(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def git_state(folder: Path) -> tuple[str | None, str]:
+    """Return commit and uncommitted changes of the checkout that holds this package; (None, "") outside of one."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None, ""
+    diff = _git(folder, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
+    encoded = diff.encode()
+    if len(encoded) > _MAX_DIFF_BYTES:
+        kept = encoded[:_MAX_DIFF_BYTES].decode(errors="ignore")
+        diff = f"{kept}\n[cut: the whole diff has {len(encoded)} bytes]\n"
+    return commit.strip(), diff
+
+
+def _git(folder: Path, *args: str) -> str | None:
+    if shutil.which("git") is None:
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *args], capture_output=True, timeout=_GIT_TIMEOUT_S, check=True
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,174 @@
+"""Resuming a run: the steps it has done, the settings that may change, and the models that stay as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.assets import hub
+from bapo_megatron.config.earlier import RETIRED, updated
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runs.steps import read_metrics
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
+
+# Settings that may change on resuming a run: they affect its length, speed or output, not its results.
+RESUMABLE_SETTINGS = (
+    "run.dir",
+    "run.max_restarts",
+    "run.standby",
+    "cluster.*",
+    "slurm.*",
+    "checkpoint.*",
+    "monitor.*",
+    "sync.*",
+    "train.num_steps",
+    "train.max_tokens_per_microbatch",
+    "train.logprob_chunk_tokens",
+    "train.logprob_backend",
+    "train.recompute",
+    "train.recompute_layers",
+    "train.recompute_modules",
+    "parallel.*",
+    "optimizer.distributed",
+    "data.on_bad_prompt",
+    "reward.concurrency",
+    "rollout.engine",
+    "rollout.record",
+    "rollout.recorded_from",
+    "rollout.overlap",
+    "rollout.abort_tail",
+    "rollout.max_staleness",
+    "rollout.urls",
+    "rollout.router_url",
+    "rollout.api_key",
+    "rollout.num_servers",
+    "rollout.server_tensor_parallel",
+    "rollout.max_concurrent_requests",
+    "rollout.max_retries",
+    "rollout.max_restarts",
+    "rollout.engine_threads",
+    "rollout.engine_max_context",
+    "sglang.*",
+    "*timeout_s",
+)
+
+
+def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None for an unset one."""
+    old, new = (_flatten(updated(tomllib.loads(text))) for text in (old_text, new_text))
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def check_resumable(path: Path, config_text: str) -> None:
+    """Refuse to mix two experiments in one folder. A run that has not finished a step may start over freely."""
+    config_path = path / "config.toml"
+    if not config_path.exists() or not has_results(path):
+        return
+    num_done, num_steps = num_steps_done(path), num_steps_planned(config_text)
+    if num_steps is not None and num_done > num_steps:
+        raise ConfigError(
+            f"cannot resume the run {path}: it has done {num_done} steps, and train.num_steps is {num_steps}. Set "
+            f"train.num_steps to {num_done} or more, or choose another run.name."
+        )
+    different = {
+        key: values
+        for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
+        if not (
+            any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
+            or (key in RETIRED and RETIRED[key][0] == values[0])
+            or _is_newer(key, *values)
+        )
+    }
+    if different:
+        lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in different.items()]
+        raise ConfigError(
+            f"cannot resume the run {path}: it was started with other settings (run -> now):\n"
+            + "\n".join(lines)
+            + "\nUse the run's settings, choose another run.name, or delete the folder to start over."
+        )
+
+
+def _is_newer(key: str, old: Any, new: Any) -> bool:
+    """Return whether a setting is newer than the run, which lacks it, and at its default: the run behaved like that."""
+    from bapo_megatron.config import paths
+
+    path = tuple(key.split("."))
+    if old is not None or path not in paths.schema() or paths.accepts(path, type(None)):  # then old may mean "none"
+        return False
+    default = paths.schema()[path].get_default(call_default_factory=True)
+    return bool(new == (list(default) if isinstance(default, tuple) else default))
+
+
+def num_steps_planned(config_text: str) -> int | None:
+    """Return train.num_steps of a configuration as TOML text; None if it has none."""
+    return tomllib.loads(config_text).get("train", {}).get("num_steps")
+
+
+def num_steps_saved(path: Path) -> int | None:
+    """Return the step of the checkpoint that `latest` names; None if it names no complete one."""
+    with contextlib.suppress(OSError):
+        named = re.fullmatch(r"step-(\d{6,18})", (path / "checkpoints" / "latest").read_text(errors="replace").strip())
+        if named and (path / "checkpoints" / named[0] / "state.json").is_file():
+            return int(named[1])
+    return None
+
+
+def num_steps_done(path: Path) -> int:
+    """Return the steps that a resumed run need not repeat; those of metrics.jsonl if none was ever saved."""
+    saved = num_steps_saved(path)
+    if saved is not None or any((path / "checkpoints").glob("*")):
+        return saved or 0
+    rows = read_metrics(path / "metrics.jsonl")
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def has_results(path: Path) -> bool:
+    """Return whether the run has finished a step or saved a checkpoint."""
+    metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    return has_metrics or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
+def with_pinned_models(config: Config) -> Config:
+    """Download the models that have names on the Hugging Face hub, and pin their commits.
+
+    A run that is resumed keeps the commits of its config.toml.
+
+    Raises:
+        CheckpointError: see `hub.snapshot`.
+    """
+    try:
+        earlier = tomllib.loads((Path(config.run.dir) / config.run.name / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a new run; RunDir.open says what is wrong with the folder of another
+        earlier = {}
+    changed = {}
+    for section, key in (("model", "path"), ("loss", "reference_path"), ("critic", "path")):
+        value = getattr(getattr(config, section), key, None)
+        if value is None or not hub.is_hub_name(value) or hub.is_pinned(value):
+            continue
+        before = earlier.get(section, {}).get(key, "")
+        pinned = hub.pin(before if before.startswith(f"{value}@") else value, setting=f"{section}.{key}")
+        changed[section] = getattr(config, section).model_copy(update={key: pinned})
+    return config.model_copy(update=changed)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value, default=str)
