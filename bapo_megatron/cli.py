@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import io
 import os
 import re
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from bapo_megatron.errors import ConfigError, UserError, escaped
 from bapo_megatron.runtime import program
-from bapo_megatron.runtime.files import located
+from bapo_megatron.runtime.files import CHECKOUT, located
 from bapo_megatron.runtime.output import ESCAPING, Output, lasting, open_closed_streams
 from bapo_megatron.version import __version__
 
@@ -623,8 +624,13 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    from bapo_megatron.reproduce import run
-
+    if not (CHECKOUT / "studies" / "run.py").is_file():
+        raise UserError(
+            "the studies are not installed: they are the folder studies/ of the source; run `python -m bapo_megatron "
+            "reproduce` in a clone of it, see docs/reproduction/README.md"
+        )
+    sys.path.insert(0, str(CHECKOUT))
+    run = importlib.import_module("studies.run")  # studies/ import the package, never the other way round
     run.reproduce(
         run.Options(
             names=tuple(options.names),

@@ -38,11 +38,13 @@ def reading(path: Path) -> Iterator[None]:
         raise UserError(f"cannot read {path}: {error.strerror or error}; make it readable, or read a copy") from error
 
 
-_CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[2]
+"""The folder with the package, and in a checkout docs/, scripts/ and studies/ too."""
+
 _OF_CHECKOUT = re.compile(r"(?<![\w/.-])(?:docs|scripts)/[\w/.-]+\.(?:md|sh|py)\b")
 
 
-def located(text: str, checkout: Path = _CHECKOUT) -> str:
+def located(text: str, checkout: Path = CHECKOUT) -> str:
     """Name pages and scripts of the checkout as the reader finds them, wherever the command was called.
 
     Example: "see docs/data.md" becomes "see /home/me/bapo/docs/data.md" elsewhere, and "see docs/data.md of the source"

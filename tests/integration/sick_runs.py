@@ -23,7 +23,7 @@ from typing import Any
 from tests.hang import HANG_S, PATIENT
 
 ROOT = Path(__file__).parents[2]
-STUDY = ROOT / "bapo_megatron" / "reproduce" / "studies" / "base.toml"
+STUDY = ROOT / "studies" / "base.toml"
 SMALL = (
     "rollout.prompts_per_step=8",
     "train.num_steps=5",

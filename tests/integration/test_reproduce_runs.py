@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from bapo_megatron.cli import main
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.reproduce.pool import is_finished, run_path, train_all
-from bapo_megatron.reproduce.study import Run, load_study, plan_runs
 from bapo_megatron.runs.steps import read_metrics
+from studies.pool import is_finished, run_path, train_all
+from studies.study import Run, load_study, plan_runs
 from tests.hang import HANG_S, PATIENT
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "reproduction"

@@ -55,6 +55,11 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     recipe = ("recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200")
     plan = run(sys.executable, "-m", "bapo_megatron", "check", *recipe, cwd=elsewhere, PYTHONPATH=str(target))
     assert "64 GPUs for the trainer" in plan
+    command = [sys.executable, "-m", "bapo_megatron", "reproduce", "staleness"]
+    env = os.environ | {"PYTHONPATH": str(target)}
+    refused = subprocess.run(command, cwd=elsewhere, env=env, stderr=subprocess.PIPE, text=True, timeout=HANG_S)
+    assert refused.returncode == 2
+    assert "the studies are not installed: they are the folder studies/ of the source" in refused.stderr
 
     # In an environment with the extra "train" alone: `pip install "bapo-megatron[train]"`.
     (target / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({_beyond_train()}))")

@@ -60,7 +60,7 @@ def test_the_trait_says_whether_a_scale_of_rewards_does_nothing(name: str, rewar
 
 @pytest.mark.parametrize(("name", "expected"), [("baseline_40", [-0.4, 0.6]), ("baseline_50", [-0.5, 0.5])])
 def test_a_constant_baseline_is_not_centred_on_the_group(name: str, expected: list[float]) -> None:
-    advantage = advantage_function(f"bapo_megatron.reproduce.baselines:{name}")
+    advantage = advantage_function(f"studies.regimes:{name}")
     assert [value for (value,) in advantage(group_of([0.0, 1.0]))] == pytest.approx(expected)
     assert [value for (value,) in advantage(group_of([0.0] * 2))] == pytest.approx([expected[0]] * 2)
 

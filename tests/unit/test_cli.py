@@ -308,6 +308,23 @@ def test_a_reader_that_leaves_ends_the_output_without_a_traceback(
     assert (done.returncode % 256, done.stderr) == (141, "")
 
 
+def test_the_studies_are_found_from_any_folder(tmp_path: Path) -> None:
+    done = bapo("reproduce", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "staleness     Figure 2: " in done.stdout
+
+
+def test_a_package_without_the_studies_says_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    assert cli.main(["reproduce", "staleness"]) == 2
+    assert capsys.readouterr().err == (
+        "bapo: the studies are not installed: they are the folder studies/ of the source; run `python -m bapo_megatron "
+        "reproduce` in a clone of it, see docs/reproduction/README.md\n"
+    )
+
+
 VERBS = {
     "train": "train demo",
     "check": "check demo",

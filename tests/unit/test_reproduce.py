@@ -13,11 +13,11 @@ import pytest
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reproduce.page import write
-from bapo_megatron.reproduce.pool import is_finished, run_path
-from bapo_megatron.reproduce.results import DERIVED, gather, value
-from bapo_megatron.reproduce.run import Options, reproduce
-from bapo_megatron.reproduce.study import Run, Study, load_study, plan_runs, shipped_studies
+from studies.page import write
+from studies.pool import is_finished, run_path
+from studies.results import DERIVED, gather, value
+from studies.run import Options, reproduce
+from studies.study import Run, Study, load_study, plan_runs, shipped_studies
 
 MINIMAL = """
 title = "A title"
@@ -239,7 +239,7 @@ def test_a_page_that_cannot_be_drawn_leaves_the_old_one(tmp_path: Path, monkeypa
             target.write_text("<svg")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("bapo_megatron.reproduce.page.Canvas.savefig", half)
+    monkeypatch.setattr("studies.page.Figure.savefig", half)
     finish(runs[0], [row(4, 0.25, 0.1) | {"eval/reward": 0.75}])
     with pytest.raises(OSError, match="No space"):
         write_page(tmp_path, study, runs)

@@ -7,11 +7,11 @@ import pytest
 
 from bapo_megatron.config.load import dump_config
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.reproduce.checks import problems_of
-from bapo_megatron.reproduce.pool import run_path, train_all
-from bapo_megatron.reproduce.run import Options, reproduce
-from bapo_megatron.reproduce.study import load_study, plan_runs, shipped_studies
 from bapo_megatron.runs.folder import RunDir
+from studies.checks import problems_of
+from studies.pool import run_path, train_all
+from studies.run import Options, reproduce
+from studies.study import load_study, plan_runs, shipped_studies
 from tests.distributed import HANG_S
 
 GOOD = """

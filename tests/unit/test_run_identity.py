@@ -9,8 +9,8 @@ from bapo_megatron.algorithms.objectives.clipped import GrpoLoss
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reproduce import identity
-from bapo_megatron.reproduce.identity import run_name
+from studies import identity
+from studies.identity import run_name
 
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reproduce import page
-from bapo_megatron.reproduce.checks import problems_of
-from bapo_megatron.reproduce.pool import is_finished, train_all
-from bapo_megatron.reproduce.results import gather
-from bapo_megatron.reproduce.study import Run, Study, load_study, plan_runs, shipped_studies
 from bapo_megatron.runtime import num_cores
+from studies import page
+from studies.checks import problems_of
+from studies.pool import is_finished, train_all
+from studies.results import gather
+from studies.study import Run, Study, load_study, plan_runs, shipped_studies
 
 ALL = "all"
 

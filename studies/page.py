@@ -10,23 +10,23 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
+from matplotlib.figure import Figure
 
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.report.style import INK, RC, look
-from bapo_megatron.reproduce.pool import environment_path
-from bapo_megatron.reproduce.results import (
+from bapo_megatron.runtime.files import write_atomically
+from studies.pool import environment_path
+from studies.results import (
     COMPARISONS,
     DERIVED,
     FINALS,
     HEADLINE,
     PROFILE,
     PROFILE_PARTS,
+    FinalFigure,
     StudyResult,
 )
-from bapo_megatron.reproduce.results import Figure as Number
-from bapo_megatron.reproduce.study import Plot, Run, Study
-from bapo_megatron.runtime.files import write_atomically
+from studies.study import Plot, Run, Study
 
 _PANEL_INCHES = (4.6, 3.0)
 _COMPARISON_INCHES = 0.19
@@ -128,7 +128,7 @@ def _table(result: StudyResult) -> list[str]:
     return rows
 
 
-def _cell(number: Number | None) -> str:
+def _cell(number: FinalFigure | None) -> str:
     if number is None:
         return ""
     digits = 3 if abs(number.mean) < 10 else 1
@@ -149,7 +149,7 @@ def _draw(study: Study, result: StudyResult) -> str:
             max(_PANEL_INCHES[1], _COMPARISON_INCHES * len(result.comparisons)),
         )
     with rc_context(_RC):
-        canvas = Canvas(figsize=(panel_inches[0] * width, panel_inches[1] * height + 0.6), layout="constrained")
+        canvas = Figure(figsize=(panel_inches[0] * width, panel_inches[1] * height + 0.6), layout="constrained")
         axes = canvas.subplots(height, width, squeeze=False).flatten()
         for axis, plot in zip(axes, panels, strict=False):
             if plot.metric == COMPARISONS:

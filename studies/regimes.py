@@ -1,4 +1,4 @@
-"""REINFORCE with a constant baseline: advantages of the study `regimes`, named there by dotted path.
+"""REINFORCE with a constant baseline: advantages that regimes.toml names by dotted path.
 
 They are not centred on the group: with few right answers, failures outweigh successes, and groups without any right
 answer count too. Rewards are 0 or 1.

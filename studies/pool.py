@@ -1,6 +1,6 @@
 """Runs of `bapo train` side by side, one core each, without its start-up, which would take longer than a small run.
 
-A fork server imports torch, Megatron and this package once. Each run is two forks of it, an embedded engine and a
+A fork server imports torch, Megatron and bapo_megatron once. Each run is two forks of it, an embedded engine and a
 trainer of one rank, with the loop, HTTP API and weight sync of `bapo train`.
 """
 
@@ -24,7 +24,8 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.steps import read_metrics
 
-_WORKERS = "bapo_megatron.reproduce.workers"
+_WORKERS = "studies.workers"
+_ROOT = Path(__file__).parents[1]
 _POLL_S = 0.05
 _END_TIMEOUT_S = 15.0
 
@@ -77,7 +78,7 @@ def train_all(
             raise
         tell(config, time.monotonic() - started)
 
-    with _one_thread_each(), lifeline, ours, ThreadPoolExecutor(num_jobs) as pool:
+    with _environment_of_forks(), lifeline, ours, ThreadPoolExecutor(num_jobs) as pool:
         futures = [pool.submit(train, config) for config in configs]
         try:
             for future in futures:
@@ -150,23 +151,25 @@ def _engine_arguments(config: Config, port: int) -> list[str]:
 
 def _in_worker(work: str, *arguments: object) -> None:
     """Run the named function of workers.py in the child; the parent avoids its imports."""
-    from bapo_megatron.reproduce import workers
+    from studies import workers
 
     getattr(workers, work)(*arguments)
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Set one thread for the fork server's torch, which reads the variable when it is imported."""
-    before = os.environ.get("OMP_NUM_THREADS")
+def _environment_of_forks() -> Iterator[None]:
+    """Set what the fork server reads when it starts: one thread for torch, and where this package is."""
+    before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), before.get("PYTHONPATH"))))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
 
 
 def _complaint(run: RunDir, code: int | None) -> str:

@@ -1,9 +1,9 @@
-"""A study: the same small run with variants of its settings, over seeds. One TOML file each, in studies/.
+"""A study: the same small run with variants of its settings, over seeds. One TOML file each, in this folder.
 
 title = "BAPO against GRPO"                 figure = "Figure 9"
 question = "Does BAPO learn more?"          answer follows in docs/bapo.md
 seeds = [0, 1, 2, 3, 4]
-settings = { train = { ... } }              tables of a configuration, over studies/base.toml
+settings = { train = { ... } }              tables of a configuration, over base.toml
 compare = [["BAPO", "GRPO"]]                pairs of variants, judged seed by seed
 [[variants]]
 name = "GRPO"
@@ -23,7 +23,6 @@ from __future__ import annotations
 import tomllib
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,9 +32,10 @@ from bapo_megatron.config.base import Section
 from bapo_megatron.config.load import load_tables, merge
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reproduce.identity import run_name
+from studies.identity import run_name
 
-_BASE = "base"
+_FOLDER = Path(__file__).parent
+_BASE = _FOLDER / "base.toml"
 
 
 class Variant(Section):
@@ -126,8 +126,7 @@ class Run:
 
 def shipped_studies() -> dict[str, Path]:
     """Return the file of each shipped study by name, such as "staleness", in the order in which `all` runs them."""
-    with resources.as_file(resources.files("bapo_megatron.reproduce") / "studies") as folder:
-        return {file.stem: file for file in sorted(folder.glob("*.toml")) if file.stem != _BASE}
+    return {file.stem: file for file in sorted(_FOLDER.glob("*.toml")) if file != _BASE}
 
 
 def load_study(name: str) -> Study:
@@ -164,9 +163,8 @@ def plan_runs(study: Study, *, quick: bool, runs_dir: Path) -> list[Run]:
 
 
 def _config(study: Study, variant: Variant, seed: int, *, quick: bool, runs_dir: Path) -> Config:
-    base = resources.files("bapo_megatron.reproduce") / "studies" / f"{_BASE}.toml"
     tables = {
-        "studies/base.toml": tomllib.loads(base.read_text(encoding="utf-8")),
+        "studies/base.toml": tomllib.loads(_BASE.read_text(encoding="utf-8")),
         "settings": study.settings,
         f"variant {variant.name!r}": variant.settings,
         "quick.settings": study.quick.settings if quick else {},

@@ -8,9 +8,9 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.inputs import Findings
-from bapo_megatron.reproduce.identity import inputs
-from bapo_megatron.reproduce.results import COMPARISONS, DERIVED, HEADLINE, PROFILE
-from bapo_megatron.reproduce.study import Run, Study
+from studies.identity import inputs
+from studies.results import COMPARISONS, DERIVED, HEADLINE, PROFILE
+from studies.study import Run, Study
 
 # Each run of a study (pool.py) has one embedded engine and one trainer rank.
 _ONLY: dict[str, dict[str, Any]] = {

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.diagnostics import BINS, MEANS
-from bapo_megatron.reproduce.pool import run_path
-from bapo_megatron.reproduce.study import Run, Study
 from bapo_megatron.runs.steps import read_metrics
+from studies.pool import run_path
+from studies.study import Run, Study
 
 Row = Mapping[str, float]
 
@@ -63,7 +63,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class FinalFigure:
     """A final figure of a variant: mean and standard deviation over seeds (None for a single seed)."""
 
     mean: float
@@ -76,7 +76,7 @@ class VariantResult:
     """Results of one variant."""
 
     name: str
-    finals: dict[str, Figure]
+    finals: dict[str, FinalFigure]
     curves: dict[str, Curve]
 
 
@@ -96,7 +96,7 @@ class Comparison:
 class StudyResult:
     """All figures that a study's page and plots show."""
 
-    seeds: list[int]  # in the order of Figure.by_seed
+    seeds: list[int]  # in the order of FinalFigure.by_seed
     variants: list[VariantResult]
     comparisons: list[Comparison]
 
@@ -145,7 +145,7 @@ def _variant(name: str, seeds: Sequence[Sequence[Row]], wanted: Sequence[str]) -
         by_seed = [_final(rows, metric, part) for rows in seeds]
         if all(map(math.isfinite, by_seed)):
             std = statistics.stdev(by_seed) if len(by_seed) > 1 else None
-            finals[column] = Figure(statistics.fmean(by_seed), std, by_seed)
+            finals[column] = FinalFigure(statistics.fmean(by_seed), std, by_seed)
     curves = {metric: _curve(seeds, metric) for metric in wanted if metric not in (PROFILE, COMPARISONS)}
     if PROFILE in wanted:
         curves |= {f"{PROFILE}/{part}": _profile(seeds, part) for part in PROFILE_PARTS}

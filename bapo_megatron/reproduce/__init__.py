@@ -1,1 +1,0 @@
-"""The paper's figures as small studies: many short runs, their spread over seeds, and plots."""
