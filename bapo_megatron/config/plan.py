@@ -17,7 +17,7 @@ from bapo_megatron.config.engines import check_engine
 from bapo_megatron.config.idle import idle_settings
 from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.lr_schedule import planned_updates
-from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RewardConfig, RolloutConfig, SourceConfig
+from bapo_megatron.config.schema import FORWARDS_FIRST_MEMORY_SHARE, Config, RewardConfig, SourceConfig
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.shape import layout_problems, model_shape, unsupported
 
@@ -35,7 +35,7 @@ OWN_SGLANG_ARGUMENTS = {
     "port": 'rollout.engine="attach" for servers of your own',
     "tensor_parallel_size": "rollout.server_tensor_parallel",
     "tp_size": "rollout.server_tensor_parallel",
-    "context_length": "rollout.engine_max_context",
+    "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
     "max_running_requests": "rollout.max_concurrent_requests",
     "api_key": 'rollout.engine="attach" and rollout.api_key for servers with a key of your own',
     "admin_api_key": 'rollout.engine="attach" and rollout.api_key for servers with a key of your own',
@@ -365,14 +365,6 @@ def _rollout(config: Config) -> Iterator[Violation]:
             f"{plural(r.prompts_per_step, 'group')} that a step needs",
             f"set rollout.groups_in_flight={2 * r.prompts_per_step}",
         )
-    longest = config.data.max_prompt_tokens + r.max_response_tokens
-    if r.engine_max_context is not None and r.engine_max_context < longest:
-        yield Violation(
-            ("rollout.engine_max_context", "data.max_prompt_tokens", "rollout.max_response_tokens"),
-            f"rollout.engine_max_context={r.engine_max_context} is shorter than data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {config.data.max_prompt_tokens} + {r.max_response_tokens} = {longest}",
-            "set it to that or more, or leave it out",
-        )
 
 
 def _engines(config: Config) -> Iterator[Violation]:
@@ -406,8 +398,6 @@ def _engines(config: Config) -> Iterator[Violation]:
             "may be killed in the middle of a weight update",
             f"set rollout.hang_timeout_s={config.sync.timeout_s:g}",
         )
-    if url := r.router_url:
-        yield from _router(url, r)
     for url in r.urls if r.engine == "attach" else ():
         if server_address(url) is None:
             yield Violation(
@@ -452,24 +442,6 @@ def _cut(config: Config) -> Iterator[Violation]:
             "sees the cut as a change of the policy (docs/bapo.md)",
             'set loss.proximal="learner" to clip changes only',
         )
-
-
-def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
-    if r.engine != "attach":
-        yield Violation(
-            ("rollout.router_url", "rollout.engine"),
-            f'rollout.router_url="{url}" is for servers of your own that the router knows',
-            'set rollout.engine="attach" and their rollout.urls, or leave router_url out',
-        )
-    if server_address(url) is None:
-        yield Violation(
-            ("rollout.router_url",),
-            f'rollout.router_url="{url}" is not a URL',
-            'set it to something like "http://127.0.0.1:30001"',
-        )
-    if url.rstrip("/") in {worker.rstrip("/") for worker in r.urls}:
-        problem = f'rollout.router_url="{url}" is also one of rollout.urls, which are the servers behind it'
-        yield Violation(("rollout.router_url", "rollout.urls"), problem, "take it out of one of them")
 
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -531,16 +503,6 @@ def _eval(config: Config) -> Iterator[Violation]:
         return
     for table, one in config.eval_sets.items() if config.eval.sets else ():
         yield from _source(table, one)
-        if one.max_response_tokens is None or config.rollout.engine_max_context is None:
-            continue  # `_rollout` compares rollout.max_response_tokens
-        longest, limit = config.data.max_prompt_tokens + one.max_response_tokens, config.rollout.engine_max_context
-        if longest > limit:
-            yield Violation(
-                ("rollout.engine_max_context", f"{table}.max_response_tokens", "data.max_prompt_tokens", *_EVALUATES),
-                f"{table}.max_response_tokens + data.max_prompt_tokens = {one.max_response_tokens} + "
-                f"{config.data.max_prompt_tokens} = {longest} is more than rollout.engine_max_context={limit}",
-                "set the latter to that or more, or leave it out",
-            )
     if config.data.sources and not config.eval.sets:
         yield Violation(
             (*_EVALUATES, "data.sources"),

@@ -52,7 +52,7 @@ def command(
 ) -> list[str]:
     """Build the command line of one server of a share; `sglang.extra` wins."""
     r = config.rollout
-    context = _CONTEXT_SLACK + (r.engine_max_context or config.longest_sequence)
+    context = _CONTEXT_SLACK + config.longest_sequence
     arguments: dict[str, Any] = {
         "model_path": str(model_path),
         "host": share.host,

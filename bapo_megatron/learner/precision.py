@@ -68,10 +68,4 @@ def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
             "fp8_amax_history_len": 1024,
             "fp8_amax_compute_algo": "max",  # Megatron's default, the most recent, leaves the history unused
         }
-    if p.bf16_layers_at_start or p.bf16_layers_at_end:
-        fields |= {
-            "first_last_layers_bf16": True,
-            "num_layers_at_start_in_bf16": p.bf16_layers_at_start,
-            "num_layers_at_end_in_bf16": p.bf16_layers_at_end,
-        }
     return fields

@@ -79,7 +79,6 @@ RESUMABLE_SETTINGS = (
     "rollout.abort_tail",
     "rollout.max_staleness",
     "rollout.urls",
-    "rollout.router_url",
     "rollout.api_key",
     "rollout.num_servers",
     "rollout.server_tensor_parallel",
@@ -87,7 +86,6 @@ RESUMABLE_SETTINGS = (
     "rollout.max_retries",
     "rollout.max_restarts",
     "rollout.engine_threads",
-    "rollout.engine_max_context",
     "sglang.*",
     "*timeout_s",
 )
