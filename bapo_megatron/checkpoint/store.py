@@ -54,7 +54,7 @@ class _Head(TypedDict):
     """Fields that every state.json has."""
 
     step: Count
-    parts: NotRequired[dict[str, _Part]]  # none in a checkpoint of an earlier version
+    parts: dict[str, _Part]
     run: NotRequired[str]  # id of the run that saved it
     arrays: NotRequired[str]  # the digest of state.safetensors; none without arrays
 
@@ -266,17 +266,17 @@ class CheckpointStore:
         try:
             body = _read_state(path)
             self._check_run(path, body.get("run"))
-            version = body.get("parts", {}).get("learner", {}).get("version")
+            version = body["parts"].get("learner", {}).get("version")
             checked(self._state, body, path / STATE, {**self._of_tokens, "version": version})
             for name in parts:
-                index, saved = read_index(path / name), body.get("parts", {}).get(name)
+                index, saved = read_index(path / name), body["parts"].get(name)
                 tied = (index.facts["version"], digest_of(path / name / INDEX))
                 if saved and (saved["version"], saved["index"]) != tied:
                     raise TornCheckpointError(
                         f"{path / name / INDEX} is of another checkpoint, after {tied[0]} updates; "
                         f"{STATE} was saved with the one after {saved['version']}"
                     )
-                if saved is None and "parts" in body:
+                if saved is None:
                     raise TornCheckpointError(f"{path / STATE} was saved without {name}")
                 index.verify(*rank_and_size())
         except TornCheckpointError as error:

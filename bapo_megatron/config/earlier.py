@@ -1,4 +1,4 @@
-"""Settings of earlier versions: a run's own config.toml is updated; for a user's file, errors say what to write."""
+"""Settings that are gone, or have another name: what to write instead."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,25 +53,3 @@ RETIRED: dict[str, tuple[Any, str]] = {
     "monitor.wandb_mode": ("online", "set WANDB_MODE in the environment"),
 }
 """Settings without a successor: the default, which an old file may still contain, and the advice for other values."""
-
-
-def updated(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of a config.toml that an earlier version wrote, as this version writes it; any other unchanged.
-
-    Such a file is recognised by its [loss], which has the settings of all losses.
-    """
-    loss, rollout = table.get("loss"), table.get("rollout")
-    if not isinstance(loss, dict) or not loss.keys() >= {"name", "clip_low", "clip_high", "clip_higher"}:
-        return table
-    loss = dict(loss)
-    clip_higher = loss.pop("clip_higher")
-    if loss["name"] == "clip_higher":
-        loss |= {"name": "grpo", "clip_high": clip_higher}
-    bounds = ("clip_low", "clip_high")
-    unused = {"bapo": bounds, "sft": (*bounds, "dual_clip", "proximal", "importance_cap")}.get(loss["name"], ())
-    table = table | {"loss": {key: value for key, value in loss.items() if key not in unused}}
-    if isinstance(rollout, dict) and "zero_variance" in rollout:
-        rollout = dict(rollout)
-        rollout["keep_group"] = _KEEP_GROUP.get(rollout.pop("zero_variance"), "all")
-        table["rollout"] = rollout
-    return table

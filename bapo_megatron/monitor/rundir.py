@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
 from bapo_megatron.assets import hub
-from bapo_megatron.config.earlier import RETIRED, updated
+from bapo_megatron.config.earlier import RETIRED
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.runtime import num_cores
 from bapo_megatron.runtime.files import explaining_os_errors, read_jsonl, step_of, write_atomically
@@ -252,7 +252,7 @@ class RunDir:
 
     @property
     def state(self) -> State | None:
-        """State of this attempt; None for one of an earlier version."""
+        """State of this attempt; None where none could be recorded."""
         try:
             text = (self.log_dir / "state.txt").read_text(encoding="utf-8").strip()
         except OSError:
@@ -379,7 +379,7 @@ def describe_environment() -> dict[str, Any]:
 
 def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None for an unset one."""
-    old, new = (_flatten(updated(tomllib.loads(text))) for text in (old_text, new_text))
+    old, new = (_flatten(tomllib.loads(text)) for text in (old_text, new_text))
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
