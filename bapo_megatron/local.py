@@ -188,7 +188,7 @@ def _train_and_report(config: Config, stop: _Stop, began_s: float) -> int:
             ):
                 attempt = partial(_train, config, run_dir, engines, key, stop, screen, standby)
                 code = _train_through_failures(config, run_dir, engines, screen, attempt)
-            if code in (0, STOPPED) and config.monitor.report:
+            if code in (0, STOPPED):
                 from bapo_megatron.report.page import write_report  # with matplotlib
 
                 screen.facts({"report": shown_path(write_report(run_dir.path))})

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -144,12 +145,24 @@ class Machine:
         return chip.what if chip.verdict == "error" else ""
 
     def _toolkit(self) -> str:
-        toolkit = software.check_toolkit(self.facts["cuda"])
-        return "" if toolkit.verdict == "ok" else toolkit.what
+        return toolkit_problem(self.facts["cuda"])
 
     def _transformer_engine(self) -> str:
         finding = software.check_transformer_engine(self.facts, needed=False)
         return "" if finding.verdict == "ok" else f"Transformer Engine {finding.what}"
+
+
+def toolkit_problem(cuda: str) -> str:
+    """Return why nvcc, with which Transformer Engine is built, is not of torch's CUDA, such as "13.0"; or ""."""
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
+    if nvcc is None:
+        return f"no nvcc in {'CUDA_HOME/bin' if home else 'PATH'}"
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=LEAST_S)
+    found = re.search(r"release (\d+\.\d+)", done.stdout)
+    version = found[1] if found else "unknown"
+    same = version.split(".")[0] == cuda.split(".")[0]
+    return "" if same else f"{nvcc} is of CUDA {version}, and torch of {cuda}"
 
 
 def source() -> Path | None:

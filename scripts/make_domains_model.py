@@ -88,7 +88,7 @@ def domains(seed: int) -> list[tuple[PromptSource, Callable[[Any, str], float], 
     spelling = "spell_backward", NUM_EVALUATED, seed, SPELLING
     return [
         (ChainSource(NUM_EVALUATED, seed, {}), judge_chain, CHAIN_RESPONSE_TOKENS),
-        (ProgramSource(NUM_EVALUATED, seed, {}), CodeJudge(10.0, 1 << 30).judge, PROGRAM_RESPONSE_TOKENS),
+        (ProgramSource(NUM_EVALUATED, seed, {}), CodeJudge(10.0).judge, PROGRAM_RESPONSE_TOKENS),
         (ReasoningGymSource(*spelling), gym_judge(*spelling), SPELLING_RESPONSE_TOKENS),
     ]
 

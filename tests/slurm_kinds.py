@@ -18,11 +18,10 @@ PLACEMENTS = {
 FORMS = {
     "requeue": ("slurm.time_limit=01:00:00", "slurm.interface=lo"),
     "restarts": ("run.max_restarts=3", "slurm.spare_nodes=1"),
-    "chain": ("slurm.chain=3", "slurm.requeue=false"),
+    "chain": ("slurm.chain=3", 'slurm.options=["--no-requeue"]'),
     "array": ('slurm.sweep=["optimizer.lr=1e-5", "optimizer.lr=1e-4 bapo.rho0=0.4"]',),
     "all-options": (
-        "slurm.cpus_per_rank=2",
-        'slurm.options=["--partition=debug", "--account=team", "--exclusive", "--comment=\'a b\'"]',
+        'slurm.options=["--partition=debug", "--account=team", "--exclusive", "-c 2", "--comment=\'a b\'"]',
         'slurm.setup=["ulimit -l unlimited || true"]',
         'slurm.environment={NOTE = "$HOME \\"x\\" \'y\'"}',
     ),

@@ -32,6 +32,7 @@ from bapo_megatron.types import Number
 if TYPE_CHECKING:
     from bapo_megatron.config.schema_loss import LossConfig
 
+HORIZON = 10.0  # updates over which the controller corrects an error
 _MAX_ERROR = 0.2  # of the controller: bounds its change per update, as in Ziegler et al.
 
 
@@ -62,21 +63,21 @@ class KLCoefficient:
 
     Steered as in Ziegler et al. (arXiv 1909.08593, section 2.2): after each update with a KL of x per token,
 
-        error = clip(x / target - 1, -0.2, 0.2);  coefficient *= 1 + error / horizon
+        error = clip(x / target - 1, -0.2, 0.2);  coefficient *= 1 + error / HORIZON
 
     Their K = 0.1 is a horizon of 10 updates. The KL is the one that the loss saw: before the update.
     """
 
     def __init__(self, settings: LossConfig) -> None:
         self.value = settings.kl_coef
-        self._target, self._horizon = settings.kl_target, settings.kl_horizon
+        self._target = settings.kl_target
 
     def observe(self, kl: float) -> None:
         """Adapt the coefficient to an update's mean KL per token, in nats; ignore a value that is not finite."""
         if self._target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self._target - 1, -_MAX_ERROR), _MAX_ERROR)
-        self.value *= 1 + error / self._horizon
+        self.value *= 1 + error / HORIZON
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value; None for a fixed coefficient, so that the setting counts."""

@@ -39,7 +39,6 @@ from bapo_megatron.types import Natural
 
 FORMAT = 2  # of a saved model
 STATE_FORMAT = 3  # of state.json
-RESUMED_BEFORE = "b40d263"  # the commit that resumes runs whose state.json has format 2
 INDEX = "index.json"
 STATE = "state.json"  # of a whole checkpoint: store.py
 HF_CONFIG = "hf_config"
@@ -200,8 +199,8 @@ def read_sealed(file: Path, expected: int = FORMAT) -> dict[str, Any]:
         raise TornCheckpointError(f"{file} is torn: {error or 'it does not fit into memory'}") from error
     if not isinstance(body, dict):
         raise TornCheckpointError(f"{file} is torn: it does not hold a JSON object")
-    if body.get("format") == 1 and named is None:
-        raise _other_format(file.parent, 1, expected)
+    if named is None and body.get("format") not in (None, expected):
+        raise _other_format(file.parent, body["format"], expected)
     if named != digest:
         raise TornCheckpointError(f"{file} is torn: its {DIGEST_FIELD} is not the one it names")
     if body.get("format") != expected:
@@ -257,13 +256,7 @@ def _digest(body: Any) -> str:
 
 
 def _other_format(folder: Path, found: Any, expected: int = FORMAT) -> CheckpointError:
-    old = "; if it has a folder hf/, start a new run from that (model.path)" if found == 1 else ""
-    if found == 2:
-        old = (
-            f"; resume it with commit {RESUMED_BEFORE}, or start a new run with its weights: `bapo convert {folder} "
-            "FOLDER`, and set model.path=FOLDER"
-        )
-    return CheckpointError(f"{folder} has format {found}, this version reads format {expected}{old}")
+    return CheckpointError(f"{folder} has format {found}, this version reads format {expected}: start a new run")
 
 
 def _parse(folder: Path, body: dict[str, Any]) -> Index:

@@ -79,7 +79,7 @@ class Saving:
         if self._error is not None:
             return str(self._error) or repr(self._error)
         if self._thread.is_alive():
-            return f"the disk has not taken {self.partial} within checkpoint.timeout_s={self._timeout_s:g}"
+            return f"the disk has not taken {self.partial} within {self._timeout_s:g} s"
         return None
 
     def complete(self, manifests: Sequence[dict[str, Manifest]]) -> None:

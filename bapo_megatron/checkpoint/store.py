@@ -40,6 +40,7 @@ from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_s
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Natural
 
+SAVE_TIMEOUT_S = 1800.0  # for one rank to write one checkpoint
 _NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
 _PARTIAL = ".writing-"
 
@@ -53,7 +54,7 @@ class _Head(TypedDict):
     """Fields that every state.json has."""
 
     step: Natural
-    parts: NotRequired[dict[str, _Part]]  # none in a checkpoint of an earlier version
+    parts: dict[str, _Part]
     run: NotRequired[str]  # id of the run that saved it
     arrays: NotRequired[str]  # the digest of state.safetensors; none without arrays
 
@@ -88,7 +89,9 @@ class CheckpointStore:
         run_id: str | None = None,
         vocab_size: int | None = None,
         streams: Sequence[TokenStream] = (),
+        timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
+        self.timeout_s = timeout_s  # past it, the run ends with an error
         self.folder = folder
         self._run_id = run_id
         self._of_tokens = {"vocab_size": vocab_size, "streams": streams}
@@ -139,7 +142,7 @@ class CheckpointStore:
         if self._config.asynchronous:
             for name, snapshot in snapshots.items():
                 snapshot.detach(self._buffers.setdefault(name, HostBuffer()))
-        self._saving = Saving(partial, final, snapshots, body, arrays, self._config.timeout_s)
+        self._saving = Saving(partial, final, snapshots, body, arrays, self.timeout_s)
         self._prepare(partial, parts)
         self._saving.start()
         if not self._config.asynchronous:
@@ -156,7 +159,7 @@ class CheckpointStore:
             self._complete(self._saving)
 
     def close(self) -> None:
-        """Complete the save under way, up to `checkpoint.timeout_s` after it began.
+        """Complete the save under way, up to `timeout_s` after it began.
 
         Raises:
             CheckpointError: see `save`.
@@ -263,17 +266,17 @@ class CheckpointStore:
         try:
             body = _read_state(path)
             self._check_run(path, body.get("run"))
-            version = body.get("parts", {}).get("learner", {}).get("version")
+            version = body["parts"].get("learner", {}).get("version")
             checked(self._state, body, path / STATE, {**self._of_tokens, "version": version})
             for name in parts:
-                index, saved = read_index(path / name), body.get("parts", {}).get(name)
+                index, saved = read_index(path / name), body["parts"].get(name)
                 tied = (index.facts["version"], digest_of(path / name / INDEX))
                 if saved and (saved["version"], saved["index"]) != tied:
                     raise TornCheckpointError(
                         f"{path / name / INDEX} is of another checkpoint, after {tied[0]} updates; "
                         f"{STATE} was saved with the one after {saved['version']}"
                     )
-                if saved is None and "parts" in body:
+                if saved is None:
                     raise TornCheckpointError(f"{path / STATE} was saved without {name}")
                 index.verify(*rank_and_size())
         except TornCheckpointError as error:

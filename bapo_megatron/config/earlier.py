@@ -1,4 +1,4 @@
-"""Settings of earlier versions: a run's own config.toml is updated; for a user's file, errors say what to write."""
+"""Settings that are gone, or have another name: what to write instead."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,37 +13,43 @@ MOVED: dict[Path, Callable[[Any], str]] = {
 }
 """Replacements of the moved settings, given their values."""
 
+_LEAVE_OUT = "leave it out"
 _OPTION = "write it into slurm.options, such as slurm.options=%s"
+_BF16_LAYERS = "write megatron.extra={first_last_layers_bf16=true, num_layers_at_%s_in_bf16=NUMBER}"
 RETIRED: dict[str, tuple[Any, str]] = {
-    "precision.amax_history": (1024, "leave it out"),
-    "precision.margin": (0, "leave it out"),
+    "checkpoint.timeout_s": (1800.0, f"{_LEAVE_OUT}; a checkpoint has half an hour"),
+    "cluster.network_gbit_per_s": (400.0, f"{_LEAVE_OUT}; plans are for 400 Gbit/s a GPU"),
+    "critic.warmup_updates": (0, f"{_LEAVE_OUT}; critic.warmup_steps lets the critic learn before the policy"),
+    "loss.kl_horizon": (10.0, f"{_LEAVE_OUT}; kl_coef changes by at most 2 % an update"),
+    "optimizer.max_skipped_in_a_row": (20, f"{_LEAVE_OUT}; 20 skipped updates in a row end a run"),
+    "precision.amax_history": (1024, _LEAVE_OUT),
+    "precision.bf16_layers_at_start": (0, _BF16_LAYERS % "start"),
+    "precision.bf16_layers_at_end": (0, _BF16_LAYERS % "end"),
+    "precision.margin": (0, _LEAVE_OUT),
+    "reward.code_memory_mib": (1024, f"{_LEAVE_OUT}; a program has 1 GiB of address space"),
+    "rollout.engine_max_context": (
+        "none",
+        f"{_LEAVE_OUT}; the context is data.max_prompt_tokens + rollout.max_response_tokens",
+    ),
+    "rollout.router_url": ("none", f"{_LEAVE_OUT}; the run divides requests among rollout.urls itself"),
     "slurm.partition": ("none", _OPTION % '["--partition=NAME"]'),
     "slurm.account": ("none", _OPTION % '["--account=NAME"]'),
     "slurm.qos": ("none", _OPTION % '["--qos=NAME"]'),
+    "slurm.cpus_per_rank": ("none", _OPTION % '["--cpus-per-task=NUMBER"]'),
+    "slurm.requeue": (True, _OPTION % '["--no-requeue"]'),
     "slurm.exclusive": (False, _OPTION % '["--exclusive", "--mem=0"]'),
+    "sync.backend": ("auto", f"{_LEAVE_OUT}; it follows from the engines, and sync.channel=disk needs none"),
+    "monitor.grad_spike": (10.0, "set monitor.grad_norm_alarm, a limit of its own, or leave it out"),
+    "monitor.profile_ranks": ([0], f"{_LEAVE_OUT}; trainer rank 0 and each engine write a trace"),
+    "monitor.prometheus_host": (
+        "127.0.0.1",
+        f"{_LEAVE_OUT}; to reach the endpoint from elsewhere, forward its port",
+    ),
+    "monitor.report": (True, f"{_LEAVE_OUT}; a run writes its report"),
+    "monitor.stall_timeout_s": ("none", f"{_LEAVE_OUT}; it is half of parallel.timeout_s"),
+    "monitor.straggler_ratio": (1.5, f"{_LEAVE_OUT}; the run warns of ranks that take 1.5 times the median"),
+    "monitor.wandb_project": ("bapo-megatron", "set WANDB_PROJECT in the environment"),
     "monitor.wandb_entity": ("none", "set WANDB_ENTITY in the environment"),
     "monitor.wandb_mode": ("online", "set WANDB_MODE in the environment"),
 }
 """Settings without a successor: the default, which an old file may still contain, and the advice for other values."""
-
-
-def updated(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of a config.toml that an earlier version wrote, as this version writes it; any other unchanged.
-
-    Such a file is recognised by its [loss], which has the settings of all losses.
-    """
-    loss, rollout = table.get("loss"), table.get("rollout")
-    if not isinstance(loss, dict) or not loss.keys() >= {"name", "clip_low", "clip_high", "clip_higher"}:
-        return table
-    loss = dict(loss)
-    clip_higher = loss.pop("clip_higher")
-    if loss["name"] == "clip_higher":
-        loss |= {"name": "grpo", "clip_high": clip_higher}
-    bounds = ("clip_low", "clip_high")
-    unused = {"bapo": bounds, "sft": (*bounds, "dual_clip", "proximal", "importance_cap")}.get(loss["name"], ())
-    table = table | {"loss": {key: value for key, value in loss.items() if key not in unused}}
-    if isinstance(rollout, dict) and "zero_variance" in rollout:
-        rollout = dict(rollout)
-        rollout["keep_group"] = _KEEP_GROUP.get(rollout.pop("zero_variance"), "all")
-        table["rollout"] = rollout
-    return table

@@ -140,7 +140,7 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
 
 
 def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[Violation]:
-    """Drop what earlier versions had; yield what to write instead, unless a retired setting has its default."""
+    """Drop settings that are gone; yield what to write instead, unless a retired setting has its default."""
     loss = merged.get("loss")
     if isinstance(loss, dict) and loss.get("name") == "clip_higher":
         advice = earlier.MOVED["loss", "clip_higher"](loss.pop("clip_higher", 1.28))
@@ -366,7 +366,7 @@ _OF_PROMPTS = (".jsonl", ".json", ".csv", ".parquet")
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return earlier.updated(tomllib.loads(path.read_text(encoding="utf-8")))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # also for an integer of thousands of digits
         if path.suffix in _OF_PROMPTS:
             advice = f"set data.path={path}, or in `bapo eval` give it as --data {path}"

@@ -82,10 +82,6 @@ class PrecisionConfig(Section):
     fp8_params: bool = False
     """Keep the layers' matrices in FP8 instead of quantising bfloat16 ones each update; the optimizer's float32 weights
     stay. Needs optimizer.distributed."""
-    bf16_layers_at_start: Whole = 0
-    """Layers at the start of the model that stay bfloat16 (not with delayed)."""
-    bf16_layers_at_end: Whole = 0
-    """Layers at the end of the model that stay bfloat16 (not with delayed)."""
 
     @property
     def uses_fp8(self) -> bool:
@@ -249,8 +245,6 @@ class RewardConfig(Section):
     Unset: as many processes as cores, at most 8, or 64 calls."""
     process_memory_mib: Count = 4096
     """Data memory of one process that judges, in MiB; raise it for a judge that loads a model."""
-    code_memory_mib: Count = 1024
-    """code: address space of a program, in MiB."""
     allowed_calls: Annotated[tuple[str, ...], AfterValidator(known_calls)] = ()
     """code: system calls that programs may make although the sandbox refuses them, such as "chmod"; docs/security.md
     has what they open."""
@@ -334,17 +328,12 @@ class RolloutConfig(Section):
     hang_timeout_s: Positive = 600.0
     """embedded, sglang: a server that has not answered for this long is killed and started again. An SGLang server does
     not answer within a forward pass, or while it takes in a bucket of weights: keep this above sync.timeout_s."""
-    router_url: str | None = None
-    """attach: an sglang-router of yours in front of the servers in `urls`, such as "http://127.0.0.1:30001". Requests
-    for tokens go through it, one by one; everything else goes to the servers themselves."""
     api_key: PathText | None = None
-    """attach: file with the key that your servers (and router) ask for, such as SGLang's --api-key: a line that only
-    you should be able to read. Engines that the run starts get a new key by themselves."""
+    """attach: file with the key that your servers ask for, such as SGLang's --api-key: a line that only you should be
+    able to read. Engines that the run starts get a new key by themselves."""
     engine_threads: Count | None = None
     """embedded, sglang: CPU threads of one engine process. Unset: its side's cores / processes. Trainer and engines
     take turns on all cores; with `overlap`, each side has half of them."""
-    engine_max_context: Count | None = None
-    """embedded, sglang: longest prompt + response. Unset: max_prompt_tokens + max_response_tokens."""
 
     @property
     def is_cut(self) -> bool:
@@ -390,9 +379,7 @@ class CriticConfig(Section):
     """Folder with its start weights: a language model, or one with a score.weight of one row in place of the output
     layer (a reward model, or the critic of a checkpoint). Unset: model.path. A new head starts at zero."""
     lr: Positive = 1e-5
-    """Learning rate after warm-up."""
-    warmup_updates: Whole = 0
-    """Linear warm-up over this many updates of the critic; constant afterwards."""
+    """Learning rate, constant."""
     warmup_steps: Whole = 0
     """Steps at the start of the run that train the critic only, on responses of the policy as it is."""
     epochs_per_step: Count = 1
@@ -426,9 +413,6 @@ class OptimizerConfig(Section):
     """Added to the root of Adam's second moment."""
     clip_grad: Positive = 1.0
     """Largest global gradient norm."""
-    max_skipped_in_a_row: Count = 20
-    """An update whose gradient is not finite is skipped and counted; this many in a row end the run with an error. The
-    same holds for the critic's updates."""
     distributed: bool = False
     """Split Adam's state (and the float32 copy of bfloat16 weights) over the data and context ranks, as Megatron's
     distributed optimizer does. The same update for less memory."""
@@ -578,8 +562,6 @@ class ClusterConfig(Section):
     """GPUs of each machine, connected by NVLink."""
     gpu_memory_gib: float | None = Field(None, gt=0, le=100_000)
     """Memory of a GPU that a process can use. Unset: that of its kind."""
-    network_gbit_per_s: Positive = 400.0
-    """Network bandwidth of one GPU, between machines, in one direction."""
 
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)")
@@ -605,10 +587,9 @@ class SlurmConfig(Section):
     """Nodes on top of cluster.nodes that wait for one of the trainer's to fail (run.max_restarts)."""
     time_limit: str | None = None
     """Longest time of one job, as D-HH:MM:SS or HH:MM:SS. Unset: the partition's default."""
-    cpus_per_rank: Count | None = None
-    """CPUs asked for each trainer rank of a node. Unset: the cluster's default."""
     options: tuple[str, ...] = ()
-    """More options of sbatch, such as "--partition=gpu", "--account=team", "--exclusive"."""
+    """More options of sbatch, such as "--partition=gpu", "--account=team", "--exclusive", "--cpus-per-task=8" for each
+    trainer rank, or "--no-requeue" where jobs may not be queued again (see chain)."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first on its first node, such as "module load cuda"."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -620,15 +601,19 @@ class SlurmConfig(Section):
     stop_before_end_s: Count = 300
     """Seconds before the time limit at which the run is asked to save after its step and stop. Make it longer than a
     step and a checkpoint."""
-    requeue: bool = True
-    """Queue the job again after such a stop, with chain = 1; SLURM also does so after preemption and node failure."""
     chain: int = Field(1, gt=0, le=1000)
-    """Jobs to submit instead of requeueing at the limit; each continues from the one before."""
+    """Jobs to submit; each continues from the one before. With 1, the job is queued again after such a stop, unless
+    options have "--no-requeue"; SLURM also queues it again after preemption and node failure."""
     sweep: tuple[str, ...] = ()
     """One task of a job array for each: settings, separated by blanks, such as "optimizer.lr=1e-6 bapo.rho0=0.4".
     Task i is the run `<run.name>-<i>`. Ranks, engines and nodes are the same in all tasks."""
     startup_timeout_s: Positive = 900.0
     """Deadline for the processes of a job to find each other: nodes may load an image at different speeds."""
+
+    @property
+    def requeues(self) -> bool:
+        """Whether a job may be queued again."""
+        return "--no-requeue" not in self.options
 
     @field_validator("time_limit")
     @classmethod
@@ -669,9 +654,8 @@ class SyncConfig(Section):
     """Weight sync from trainer to engines."""
 
     channel: Literal["broadcast", "disk"] = "broadcast"
-    """broadcast: over one process group with all engines; disk: through files that every engine can read."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """broadcast: auto is NCCL where the trainer has a GPU and the engines are SGLang's, gloo otherwise."""
+    """broadcast: over one process group with all engines, NCCL's where the trainer has a GPU and the engines are
+    SGLang's, else gloo's; disk: through files that every engine can read."""
     bucket_mib: float = Field(64.0, gt=0, le=1_000_000)
     """broadcast: weights gathered and sent at once. Two buckets are held: one on its way, one being gathered."""
     timeout_s: Positive = 120.0
@@ -711,8 +695,6 @@ class CheckpointConfig(Section):
     """Copy weights and optimizer state to CPU memory (12 bytes a parameter, divided among the ranks; kept for the next
     save) and write them while training goes on; the checkpoint counts from the next step boundary at which all ranks
     have written."""
-    timeout_s: Positive = 1800.0
-    """Deadline of one rank to write one checkpoint; past it, the run ends with an error."""
 
 
 SinkName = Literal["tensorboard", "wandb"]
@@ -725,8 +707,6 @@ class MonitorConfig(Section):
     """auto: a progress bar in a terminal, plain lines elsewhere."""
     samples_per_step: Whole = 2
     """Trajectories written to samples.jsonl each step."""
-    report: bool = True
-    """Write report.html at the end of the run."""
     mismatch_alarm: Positive | None = None
     """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
     an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; with rollout.top_p or top_k, whose
@@ -739,34 +719,20 @@ class MonitorConfig(Section):
     """Write, for ten bins of a token's probability, ratios, entropy and clipping (profile/*): sixty numbers a step."""
 
     grad_norm_alarm: Positive | None = None
-    """Count an update as a spike if its gradient norm, before clipping, is over this. Unset: only grad_spike."""
-    grad_spike: float = Field(10.0, gt=1, le=LARGEST)
-    """Count an update as a spike if its gradient norm is over this multiple of the median of the (up to 101) norms
-    before it, once there are 11; 1e9 is never. The run warns if many updates are spikes."""
+    """Count an update as a spike if its gradient norm, before clipping, is over this, besides those over 10 times the
+    median of the (up to 101) norms before them, once there are 11. The run warns if many updates are spikes."""
 
     sinks: tuple[SinkName, ...] = ()
     """Destinations of metrics besides metrics.jsonl, which is always written first. tensorboard: the run's folder
-    `tensorboard`; wandb: Weights & Biases. A failing sink is reported once, counted, and never stops the run."""
-    wandb_project: str = "bapo-megatron"
-    """wandb: project of the run. Its own environment variables set the rest: WANDB_ENTITY, WANDB_MODE (offline writes
-    to the run's folder `wandb` only), and WANDB_API_KEY, unless `wandb login` keeps the key."""
+    `tensorboard`; wandb: Weights & Biases, set by its own environment variables: WANDB_PROJECT (else
+    "bapo-megatron"), WANDB_ENTITY, WANDB_MODE (offline writes to the run's folder `wandb` only), and WANDB_API_KEY,
+    unless `wandb login` keeps the key. A failing sink is reported once, counted, and never stops the run."""
     prometheus_port: int | None = Field(None, ge=0, le=65535)
-    """Serve the latest metrics, engines and GPUs to Prometheus on this port of trainer rank 0's machine. 0: any free
-    one, which the log names. Unset: no endpoint."""
-    prometheus_host: str = "127.0.0.1"
-    """Address of the endpoint; "0.0.0.0" means all interfaces. The endpoint has no password."""
-    stall_timeout_s: Positive | None = None
-    """Report where each trainer rank stands when it has done nothing for this long, or this and
-    rollout.request_timeout_s while it waits for engines; the run goes on. Unset: half of parallel.timeout_s, so that
-    the report comes before a collective gives up. 1e9 is never."""
+    """Serve the latest metrics, engines and GPUs to Prometheus on this port of 127.0.0.1, on trainer rank 0's machine.
+    0: any free one, which the log names. Unset: no endpoint."""
     profile_steps: tuple[Count, ...] = ()
     """Steps, counted from 1, of which traces are written into the run's folder `profile`, for Perfetto or
-    chrome://tracing: one for each of profile_ranks, and each engine's own. Tracing slows these steps down."""
-    profile_ranks: tuple[Whole, ...] = (0,)
-    """Trainer ranks that write a trace."""
-    straggler_ratio: float = Field(1.5, gt=1, le=LARGEST)
-    """Warn of a trainer rank whose own passes take over this multiple of the median rank's in 3 of 5 steps; 1e9 is
-    never."""
+    chrome://tracing: one of trainer rank 0, and each engine's own. Tracing slows these steps down."""
 
     def mismatch_limit(self, dtype: str, *, is_cut: bool = False) -> float:
         """Return `mismatch_alarm`, or a limit that float32 and bfloat16 never reach while engine and trainer agree.

@@ -169,9 +169,8 @@ class LossConfig(Section):
     """With d = log policy - log reference. k1: d (its gradient is 0 on average); k2: d^2 / 2; k3: e^-d - 1 + d, as in
     GRPO."""
     kl_target: Positive | None = None
-    """Steer kl_coef so that the KL per token stays near this, in nats (Ziegler et al.). Unset: kl_coef is constant."""
-    kl_horizon: float = Field(10.0, ge=1, le=LARGEST)
-    """kl_target: an update changes the coefficient by at most a share of 0.2 / kl_horizon."""
+    """Steer kl_coef so that the KL per token stays near this, in nats (Ziegler et al.), by at most 2 % an update.
+    Unset: kl_coef is constant."""
     reference_path: PathText | None = None
     """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
 

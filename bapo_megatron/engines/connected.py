@@ -209,7 +209,6 @@ def http_client(url: str, config: RolloutConfig, vocab_size: int, key: str | Non
         url,
         request_timeout_s=config.request_timeout_s,
         vocab_size=vocab_size,
-        generate_url=config.router_url,
         key=key,
     )
 

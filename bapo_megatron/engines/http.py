@@ -100,18 +100,15 @@ class HttpEngine:
         *,
         request_timeout_s: float,
         vocab_size: int | None = None,
-        generate_url: str | None = None,
         key: str | None = None,
     ) -> None:
         """Make a client that connects with its first call.
 
         Args:
             vocab_size: bounds the token ids that are accepted. None means that it is unknown.
-            generate_url: a router that passes /generate on to a server of its choice; all else goes to `url`.
-            key: what the server and the router ask for. None means that they ask for nothing.
+            key: what the server asks for. None means that it asks for nothing.
         """
         self.url = url.rstrip("/")
-        self._router_url = generate_url.rstrip("/") if generate_url else None
         self._timeout_s = request_timeout_s
         self._vocab_size = vocab_size
         self._headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
@@ -133,12 +130,6 @@ class HttpEngine:
         return result
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
-        if self._router_url is not None:  # sglang-router 0.3.2 answers 422 to lists of rids and of sampling_params
-            replies = await asyncio.gather(*map(self.generate, requests), return_exceptions=True)
-            for reply in replies:
-                if isinstance(reply, BaseException) and not isinstance(reply, EngineError):
-                    raise reply
-            return replies  # type: ignore[return-value]
         for request in requests:
             self._check_vocabulary(request)
         bodies = [_generate_body(request) for request in requests]
@@ -301,13 +292,12 @@ class HttpEngine:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, headers=self._headers)
-        base = self._router_url if self._router_url and path == "/generate" else self.url
-        where = f"{base}{path}" + (f", {what}" if what else "")
+        where = f"{self.url}{path}" + (f", {what}" if what else "")
         deadline_s = timeout_s or self._timeout_s
         try:
             async with self._session.request(
                 method,
-                base + path,
+                self.url + path,
                 data=None if body is None else msgspec.json.encode(body),
                 headers=None if body is None else _JSON_HEADERS,
                 timeout=aiohttp.ClientTimeout(total=deadline_s),

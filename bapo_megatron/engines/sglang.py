@@ -25,7 +25,7 @@ OWN_ARGUMENTS = {
     "port": 'rollout.engine="attach" for servers of your own',
     "tensor_parallel_size": "rollout.server_tensor_parallel",
     "tp_size": "rollout.server_tensor_parallel",
-    "context_length": "rollout.engine_max_context",
+    "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
     "max_running_requests": "rollout.max_concurrent_requests",
     "api_key": 'rollout.engine="attach" and rollout.api_key for servers with a key of your own',
     "admin_api_key": 'rollout.engine="attach" and rollout.api_key for servers with a key of your own',
@@ -67,7 +67,7 @@ def command(
 ) -> list[str]:
     """Build the command line of one server of a share; `sglang.extra` wins."""
     r = config.rollout
-    context = _CONTEXT_SLACK + (r.engine_max_context or config.longest_sequence)
+    context = _CONTEXT_SLACK + config.longest_sequence
     arguments: dict[str, Any] = {
         "model_path": str(model_path),
         "host": share.host,

@@ -60,7 +60,7 @@ def embedded_specs(
     """Describe embedded engines. Each starts with the weights of `model_path`, as version "default" until a push."""
     r = config.rollout
     _, threads = config.divide_cores(num_cores(), share.num_ranks, share.count)
-    context = r.engine_max_context or config.longest_sequence
+    context = config.longest_sequence
     command = [
         *(sys.executable, "-m", "bapo_megatron.engines.embedded"),
         *("--model-path", str(model_path)),

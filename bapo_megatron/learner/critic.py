@@ -94,7 +94,7 @@ class Critic(TrainedModel):
         with HFReader(hf_path) as read:
             stored = shape if "score.weight" in read else language_model
         super().__init__(config, shape, CriticModel, hf_path, stored=stored)
-        self._skips = SkipLimit(config.optimizer.max_skipped_in_a_row, "critic")
+        self._skips = SkipLimit("critic")
 
     def values(self, minibatch: MiniBatch) -> list[Tensor]:
         """Compute V of each response token's state: float32 [R] per micro-batch; empty off the last stage."""
@@ -109,7 +109,7 @@ class Critic(TrainedModel):
                 prompts are not read.
 
         Raises:
-            DivergedError: `optimizer.max_skipped_in_a_row` updates had no finite gradient.
+            DivergedError: the last `MAX_SKIPPED_IN_A_ROW` updates had no finite gradient.
         """
         old_values_T, returns_T = old_values_T.float().to(device()), returns_T.float().to(device())
 
@@ -119,9 +119,7 @@ class Critic(TrainedModel):
                 batch, values_R, old_R, returns_R, minibatch.num_trained_tokens
             )
 
-        settings = self.config.critic  # the rate warms up linearly from lr / warmup_updates, then stays
-        warmth = min(1.0, (self.version + 1) / settings.warmup_updates) if settings.warmup_updates else 1.0
-        rate = settings.lr * warmth
+        rate = self.config.critic.lr
         outputs, grad_norm = self.update(partial(self._schedule.forward_backward, minibatch, loss_of), rate)
         self._skips.observe(grad_norm)
         sums = torch.stack(outputs).sum(0) if outputs else torch.zeros(3, dtype=torch.float64)

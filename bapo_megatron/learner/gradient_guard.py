@@ -12,6 +12,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DivergedError
 from bapo_megatron.types import Natural, Number
 
+SPIKE = 10.0  # times the median of the norms before: an update that raises the alarm
+MAX_SKIPPED_IN_A_ROW = 20  # updates; then the run ends
 _WINDOW = 101  # norms behind the median: long enough to outlast a spike, short enough to follow the run
 _MIN_NORMS = 11  # before that the median says little, and the norms of a warm-up move by themselves
 
@@ -20,14 +22,14 @@ class SkipLimit:
     """Ends a run that only skips updates and so learns nothing.
 
     Args:
-        max_in_a_row: consecutive skipped updates that end the run.
         part: prefix of the settings and metrics: "optimizer" (the policy's) or "critic".
+        max_in_a_row: consecutive skipped updates that end the run.
     """
 
-    def __init__(self, max_in_a_row: int, part: str) -> None:
+    def __init__(self, part: str, max_in_a_row: int = MAX_SKIPPED_IN_A_ROW) -> None:
         self.num_in_a_row = 0
-        self._max_in_a_row = max_in_a_row
         self._part = part
+        self._max_in_a_row = max_in_a_row
 
     def observe(self, norm: float) -> None:
         """Count one update by its gradient norm, the same on every rank.
@@ -42,7 +44,7 @@ class SkipLimit:
                 f"{whose} last {self.num_in_a_row} updates were skipped because their gradient was not "
                 f"finite, so the run no longer learns: look at {self._part}/grad_norm and {losses} in "
                 "metrics.jsonl, then start a new run from a checkpoint before the first skip with a lower "
-                f"{self._part}.lr; optimizer.max_skipped_in_a_row is the limit"
+                f"{self._part}.lr"
             )
 
 
@@ -56,15 +58,14 @@ class GuardState(TypedDict):
 class GradientGuard:
     """Watches the gradient norms before clipping; the same on every rank.
 
-    An update raises the alarm if its norm is over `monitor.grad_norm_alarm`, or over `monitor.grad_spike` times the
+    An update raises the alarm if its norm is over `monitor.grad_norm_alarm`, or over 10 times the
     median of the up to 101 finite norms before it, once there are 11. Spikes do not move a median. A norm that
     is not finite is no alarm: its update is skipped and counted.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, max_skipped_in_a_row: int = MAX_SKIPPED_IN_A_ROW) -> None:
         self._limit = config.monitor.grad_norm_alarm or math.inf
-        self._spike = config.monitor.grad_spike
-        self._skips = SkipLimit(config.optimizer.max_skipped_in_a_row, "optimizer")
+        self._skips = SkipLimit("optimizer", max_skipped_in_a_row)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
 
     def observe(self, norm: float) -> dict[str, float]:
@@ -77,7 +78,7 @@ class GradientGuard:
         if not math.isfinite(norm):
             return {"optimizer/grad_norm_max": norm, "optimizer/grad_alarms": 0.0}
         usual = median(self._norms) if len(self._norms) >= _MIN_NORMS else math.nan
-        is_alarm = norm > self._limit or norm > self._spike * usual  # nothing exceeds nan
+        is_alarm = norm > self._limit or norm > SPIKE * usual  # nothing exceeds nan
         self._norms.append(norm)
         return {"optimizer/grad_norm_max": norm, "optimizer/grad_alarms": float(is_alarm)}
 

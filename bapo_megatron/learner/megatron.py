@@ -106,7 +106,7 @@ class MegatronLearner(TrainedModel):
         """Make one Adam update; a gradient that is not finite is counted and leaves weights and moments as they are.
 
         Raises:
-            DivergedError: `optimizer.max_skipped_in_a_row` updates had no finite gradient.
+            DivergedError: the last `MAX_SKIPPED_IN_A_ROW` updates had no finite gradient.
         """
         is_of_each, masks = callable(found), self._rule.masks
         num_trained = self._rule.num_trained_tokens(found) if masks else minibatch.num_trained_tokens

@@ -18,7 +18,7 @@ import packaging.version
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError, plural
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def check_precision(config: Config, *, shape: ModelShape | None, machine: Machin
     if config.precision.uses_fp8:
         found += _settings(config)
         if shape is not None:
-            found += _layers(config, shape)
             found += _dimensions(config, shape)
         if machine is not None:
             found += _machine(config, machine)
@@ -146,16 +145,11 @@ def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
 
 
 def _idle(config: Config) -> Iterator[Violation]:
-    names = tuple(
-        f"precision.{name}"
-        for name in ("fp8_params", "bf16_layers_at_start", "bf16_layers_at_end")
-        if getattr(config.precision, name)
-    )
-    if names:
+    if config.precision.fp8_params:
         yield Violation(
-            (*names, "precision.fp8"),
-            f'{", ".join(names)}: nothing is FP8 with precision.fp8="off"',
-            f'set precision.fp8="hybrid", or leave {"it" if len(names) == 1 else "them"} out',
+            ("precision.fp8_params", "precision.fp8"),
+            'precision.fp8_params: nothing is FP8 with precision.fp8="off"',
+            'set precision.fp8="hybrid", or leave it out',
         )
 
 
@@ -166,12 +160,6 @@ def _settings(config: Config) -> Iterator[Violation]:
             ("model.dtype", "precision.fp8"),
             f'precision.fp8="{p.fp8}" needs model.dtype="bfloat16" for all that is not FP8',
             'set that, or precision.fp8="off"',
-        )
-    if p.recipe == "delayed" and (p.bf16_layers_at_start or p.bf16_layers_at_end):
-        yield Violation(
-            ("precision.recipe", "precision.bf16_layers_at_start", "precision.bf16_layers_at_end", "precision.fp8"),
-            'precision.recipe="delayed" cannot leave layers in bfloat16: its scales are updated once for all layers',
-            'set precision.recipe="tensorwise", or precision.bf16_layers_at_start=0 and bf16_layers_at_end=0',
         )
     if p.fp8_params and not config.optimizer.distributed:
         yield Violation(
@@ -187,19 +175,6 @@ def _settings(config: Config) -> Iterator[Violation]:
             "in the gradients' buffer",
             "set precision.fp8_params=false",
         )
-
-
-def _layers(config: Config, shape: ModelShape) -> Iterator[Violation]:
-    layers, stages = shape.num_layers, config.parallel.pipeline
-    at_most = layers // stages
-    for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
-        if (number := getattr(config.precision, name)) > at_most:
-            yield Violation(
-                (f"precision.{name}", "parallel.pipeline", "model.path", "precision.fp8"),
-                f"precision.{name}={number} is more than the {layers} / {stages} = {plural(at_most, 'layer')} of a "
-                "pipeline stage",
-                f"set precision.{name}={at_most} or less",
-            )
 
 
 def _dimensions(config: Config, shape: ModelShape) -> Iterator[Violation]:
@@ -369,11 +344,5 @@ def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
         fields |= {
             "fp8_amax_history_len": 1024,
             "fp8_amax_compute_algo": "max",  # Megatron's default, the most recent, leaves the history unused
-        }
-    if p.bf16_layers_at_start or p.bf16_layers_at_end:
-        fields |= {
-            "first_last_layers_bf16": True,
-            "num_layers_at_start_in_bf16": p.bf16_layers_at_start,
-            "num_layers_at_end_in_bf16": p.bf16_layers_at_end,
         }
     return fields

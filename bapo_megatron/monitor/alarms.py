@@ -137,7 +137,7 @@ def _gradient_spikes(steps: Steps) -> str | None:
     largest = max(steps.values("optimizer/grad_norm_max"), default=math.nan)
     return (
         f"the gradient norm spiked in {num:.0f} of the {steps.num_updates:.0f} updates of {steps.span}, up to "
-        f"{largest:.3g}: over monitor.grad_spike times the usual, or over monitor.grad_norm_alarm."
+        f"{largest:.3g}: over 10 times the usual, or over monitor.grad_norm_alarm."
     )
 
 

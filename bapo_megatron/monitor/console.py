@@ -136,6 +136,7 @@ class Screen:
 
 def header(config: Config, run_dir: RunDir) -> dict[str, str]:
     """Return the facts about a run that its start shows."""
+    from bapo_megatron.monitor.sinks import wandb_project
 
     p, r, m = config.parallel, config.rollout, config.monitor
     num_engines = num_started(r) or len(r.urls)
@@ -145,7 +146,7 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
     dashboards = {
         "metrics for Prometheus, address below": m.prometheus_port is not None,
         f"tensorboard --logdir {shown_path(run_dir.path / 'tensorboard')}": "tensorboard" in m.sinks,
-        f"W&B project {m.wandb_project}": "wandb" in m.sinks,
+        f"W&B project {wandb_project()}": "wandb" in m.sinks,
     }
     dashboard = "; ".join(text for text, is_on in dashboards.items() if is_on)
     ranks = config.parallel.size
@@ -156,7 +157,7 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
         "trainer": f"{ranks} rank{'s' if ranks > 1 else ''}: {layout}",
         "engines": engines if engine_kind(r.engine).samples else "none: recorded rollouts",
         "logs": shown_path(run_dir.log_dir),
-        "report": f"{shown_path(run_dir.path / 'report.html')}{'' if m.report else ' (bapo report writes it)'}",
+        "report": f"{shown_path(run_dir.path / 'report.html')}",
         "dashboard": dashboard or "none; set monitor.sinks or monitor.prometheus_port",
     }
 

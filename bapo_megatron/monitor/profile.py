@@ -1,6 +1,6 @@
 """Traces of chosen steps (`monitor.profile_steps`), of trainer ranks and engines.
 
-profile/step-000003-trainer-0.json.gz      one for each rank of `monitor.profile_ranks`
+profile/step-000003-trainer-0.json.gz      of trainer rank 0
 profile/step-000003-engine-0/              what the first engine writes, on its machine: SGLang a file for each rank
 """
 
@@ -32,7 +32,7 @@ class StepProfiler:
         warn: Callable[[str], None],
     ) -> None:
         self._chosen = config.profile_steps
-        self._traces_here = rank in config.profile_ranks
+        self._traces_here = rank == 0
         self._folder = folder.absolute()
         self._rank = rank
         self._engines = engines

@@ -20,6 +20,7 @@ from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 from bapo_megatron.version import __version__
 
 _PREFIX = "bapo_"
+_HOST = "127.0.0.1"  # the endpoint has no password
 COUNTERS = {
     "steps": "steps since the attempt began",
     "trained_tokens": "response tokens trained since the attempt began, each counted once per pass",
@@ -112,19 +113,19 @@ class PrometheusEndpoint:
         ConfigError: the endpoint cannot listen on the address.
     """
 
-    def __init__(self, run: str, host: str, port: int) -> None:
+    def __init__(self, run: str, port: int) -> None:
         self.collector = RunCollector(run)
         registry = CollectorRegistry()
         registry.register(self.collector)
         handler = type("_Handler", (GuardedHandler, MetricsHandler), {"registry": registry})
         try:
-            self._server = GuardedServer(host, port, handler)
+            self._server = GuardedServer(_HOST, port, handler)
         except OSError as error:
             raise ConfigError(
-                f"monitor.prometheus_port={port}: cannot listen on {host} ({error.strerror or error}); set another "
-                "port, 0 for any free one, or monitor.prometheus_host"
+                f"monitor.prometheus_port={port}: cannot listen on {_HOST} ({error.strerror or error}); set another "
+                "port, or 0 for any free one"
             ) from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self.url = f"http://{_HOST}:{self._server.server_port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()
 

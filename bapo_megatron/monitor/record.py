@@ -83,14 +83,12 @@ class Recorder:
         self._knows_step_time = False
         self._sinks: list[BackgroundSink] = []
         self._alarms = AlarmLog()
-        self._stragglers = StragglerAlarm(config.monitor.straggler_ratio)
+        self._stragglers = StragglerAlarm()
         self._endpoint: PrometheusEndpoint | None = None
         if config.monitor.prometheus_port is not None:
             from bapo_megatron.monitor.prometheus import PrometheusEndpoint  # needs prometheus_client
 
-            self._endpoint = PrometheusEndpoint(
-                config.run.name, config.monitor.prometheus_host, config.monitor.prometheus_port
-            )
+            self._endpoint = PrometheusEndpoint(config.run.name, config.monitor.prometheus_port)
 
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         """Continue after `first_step` finished steps, and remove all records of later ones."""

@@ -20,6 +20,7 @@ from bapo_megatron.config.schema import Config, SinkName
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime.files import write_atomically
 
+_WANDB_PROJECT = "bapo-megatron"
 _MAX_WAITING = 1000  # steps that a slow sink may lag behind
 _CLOSE_TIMEOUT_S = 60.0
 _WANDB_START_TIMEOUT_S = 60.0
@@ -58,6 +59,11 @@ class TensorBoardSink:
         self._writer.close()
 
 
+def wandb_project() -> str:
+    """Return the project of W&B that runs of this environment belong to."""
+    return os.environ.get("WANDB_PROJECT", _WANDB_PROJECT)
+
+
 class WandbSink:
     """One W&B run for all attempts; its id and last step are stored in the run's `wandb-run.json`."""
 
@@ -70,7 +76,7 @@ class WandbSink:
         self._last_step = state.get("last_step", 0)
         self._remember()
         self._run = wandb.init(
-            project=config.monitor.wandb_project,
+            project=wandb_project(),
             name=config.run.name,
             id=self._id,
             resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",

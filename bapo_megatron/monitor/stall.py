@@ -26,6 +26,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Beat, Heartbeat
 
+TIMEOUT_SHARE = 0.5  # of parallel.timeout_s: a stall is reported before a collective gives up
 _ASKS_ENGINES = ("rollout", "eval")  # spans in which ranks wait for rank 0, and rank 0 for engines
 _MAX_POLL_S = 5.0
 _LOG = 2  # standard error, which is the rank's log
@@ -73,7 +74,7 @@ class StallWatchdog:
     @classmethod
     def of(cls, config: Config, rank: int, folder: Path, tell: Callable[[str], None] | None) -> StallWatchdog:
         """Create the watchdog from the settings; by default it reports before the deadline of collectives."""
-        timeout_s = config.monitor.stall_timeout_s or config.parallel.timeout_s / 2
+        timeout_s = config.parallel.timeout_s * TIMEOUT_SHARE
         patience_s = timeout_s + config.rollout.request_timeout_s
         return cls(
             rank,

@@ -2,7 +2,7 @@
 
     bapo doctor                                          this machine, for CPU use or with its GPUs
     bapo doctor --versions                               each package against requirements/
-    bapo doctor --config CONFIG... KEY=VALUE             also the needs of that run
+    bapo doctor --config CONFIG... KEY=VALUE             also the GPUs and kernels that a run needs
     bapo doctor --rendezvous node0:29500 --num-nodes 4 --node-rank $SLURM_NODEID      the same on each of four nodes
 
 Exit code: 0 fit (for CPU use on a machine without GPUs), 1 a check FAILs.
@@ -10,26 +10,21 @@ Exit code: 0 fit (for CPU use on a machine without GPUs), 1 a check FAILs.
 
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.engines import ENGINE_CHECK, ENGINES, EngineKind, engine_kind, num_server_gpus, num_started
+from bapo_megatron.config.engines import num_server_gpus
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
-from bapo_megatron.preflight.checks.rollout import server_address
 from bapo_megatron.preflight.group import Rendezvous, started_probes
-from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
-from bapo_megatron.preflight.memory import checkpoint_bytes
 from bapo_megatron.preflight.packages import check_versions
 
 PROBE_TIMEOUT_S = 15.0
 NODES_TIMEOUT_S = 120.0  # other nodes may be started later
-_LITTLE_DISK_BYTES = GIB
 
 
 def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous | None) -> Iterator[Finding]:
@@ -52,28 +47,16 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
     with started_probes(len(driver.visible), rendezvous, timeout_s) as probes:
         yield software.check_megatron(has_gpu)
         yield from software.check_gpus(driver, _gpus_needed(config))
-        yield machine.check_disk(Path(config.run.dir if config else "."), _disk_needed(config))
-        yield machine.check_shared_memory()
-        yield from machine.check_limits()
-        kind = None if config is None else engine_kind(config.rollout.engine)
-        yield software.check_sglang(has_gpu, kind is not None and kind.section == "sglang")
-        if kind is not None and kind not in ENGINES.values():
-            yield _check_engine(kind, has_gpu)
-        yield software.check_apex(has_gpu)
-        if config is not None:
-            yield from examine_needs(config)
         probes.wait()
         yield from software.check_torch(probes.facts, driver)
         if probes.facts.get("num_gpus"):
             yield software.check_chip(probes.facts["capability"])
-            yield software.check_toolkit(probes.facts["cuda"])
         needs_fp8 = config is not None and config.precision.uses_fp8
         yield (engine := software.check_transformer_engine(probes.facts, needed=needs_fp8))
         if has_gpu:
             extra = {} if config is None else config.sglang.extra
             if engine.verdict == "ok" and (config is None or _may_use_engine(config)):
                 yield software.check_attention(extra, *_attention(config))
-            yield software.check_variables(extra, is_attached=kind is not None and kind.needs == "urls")
         yield from probes.findings(is_across_nodes=rendezvous is not None and rendezvous.num_nodes > 1)
 
 
@@ -113,18 +96,6 @@ def _gpus_needed(config: Config | None) -> int:
     return config.parallel.size + num_server_gpus(config.rollout)
 
 
-def _disk_needed(config: Config | None) -> int:
-    """Return the bytes of the kept checkpoints and of the one being written."""
-    if config is None or config.checkpoint.interval_steps is None:
-        return _LITTLE_DISK_BYTES
-    try:
-        hf_config = load_hf_config(resolve_model_path(config.model.path))
-        shape = model_shape(hf_config, own=own_family(config.model.family))
-    except UserError:
-        return _LITTLE_DISK_BYTES  # `examine_needs` reports the missing model
-    return _LITTLE_DISK_BYTES + (config.checkpoint.keep_last + 1) * checkpoint_bytes(config, shape)
-
-
 def _may_use_engine(config: Config) -> bool:
     """Return whether a run's layers are Transformer Engine's where it is installed."""
     return config.model.implementation != "local" and config.model.dtype == "bfloat16"
@@ -139,38 +110,7 @@ def _attention(config: Config | None) -> tuple[int, int, int, int, bool]:
         hf_config = load_hf_config(resolve_model_path(config.model.path))
         shape = model_shape(hf_config, own=own_family(config.model.family))
     except UserError:
-        return common  # `examine_needs` reports the missing model
+        return common  # `bapo check` reports the missing model
     tensor, longest = config.parallel.tensor, config.data.max_prompt_tokens + config.rollout.max_response_tokens
     heads, kv_heads = shape.num_heads // tensor, max(1, shape.num_kv_heads // tensor)
     return heads, kv_heads, shape.head_dim, longest, config.parallel.context > 1
-
-
-def _check_engine(kind: EngineKind, has_gpu: bool) -> Finding:
-    """Check a user-defined engine with its own function."""
-    try:
-        if kind.check is not None:
-            ENGINE_CHECK.load(kind.check)(has_gpu)
-    except UserError as error:
-        return Finding(kind.title, "error", str(error))
-    return Finding(kind.title, "ok", "is installed" if kind.check else "has no check of its own")
-
-
-def examine_needs(config: Config) -> Iterator[Finding]:
-    """Check the files and servers that the configuration names."""
-    try:
-        own_family(config.model.family)
-        yield Finding("model", "ok", str(resolve_model_path(config.model.path)))
-    except UserError as error:
-        yield Finding("model", "error", str(error))
-    for name, path in config.prompt_files.items():
-        is_there = Path(path).is_file()
-        what, advice = (path, "") if is_there else (f"there is no file {path}", f"put it there, or set {name}")
-        yield Finding(name, "ok" if is_there else "error", what, advice)
-    if not num_started(config.rollout):
-        for url in config.rollout.urls:
-            address = server_address(url)
-            if address is None:
-                advice = 'rollout.urls has addresses such as "http://127.0.0.1:30000"'
-                yield Finding("engine", "error", f"{url} is not the URL of a server", advice)
-            else:
-                yield machine.check_reachable("engine", *address)

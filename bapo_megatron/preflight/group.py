@@ -1,4 +1,4 @@
-"""The doctor's small process group: measures a real all-reduce and broadcast, and compares clocks."""
+"""The doctor's small process group: measures a real all-reduce and broadcast."""
 
 import contextlib
 import json
@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bapo_megatron.engines.processes import LOOPBACK, loopback_variables, reserved_ports
 from bapo_megatron.engines.update_group import connect_store, host_store
@@ -94,13 +93,12 @@ def _measure(task: Task) -> dict[str, Any]:
     is_right = bool((data == 0).all())
     reduce_s = _seconds(lambda: dist.all_reduce(data.fill_(task.rank)), use_nccl)
     is_right = is_right and bool((data == size * (size - 1) / 2).all())
-    skews_s = _clock_skews(device)
     dist.destroy_process_group()
     return {
         "is_right": is_right,
         "broadcast_bytes_per_s": num_bytes / broadcast_s,
         "all_reduce_bytes_per_s": 2 * (size - 1) / size * num_bytes / reduce_s,  # what each process sends
-        "skews_s": skews_s,
+        "world_size": size,
     }
 
 
@@ -117,19 +115,6 @@ def _seconds(collective: Callable[[], object], use_nccl: bool) -> float:
     return statistics.median(times[1:])
 
 
-def _clock_skews(device: torch.device) -> list[float]:
-    """Return each process's clock minus the first one's in seconds, to within the duration of a barrier."""
-    rounds = []
-    for _ in range(_REPEATS):
-        dist.barrier()
-        mine: Tensor = torch.tensor([time.time()], dtype=torch.float64, device=device)
-        clocks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(clocks, mine)
-        rounds.append([float(clock - clocks[0]) for clock in clocks])
-    return [statistics.median(skews) for skews in zip(*rounds, strict=True)]
-
-
-_MAX_SKEW_S = 1.0
 _CPU_PROCESSES = 2
 
 
@@ -182,7 +167,7 @@ class Probes:
         return self.results[0]
 
     def findings(self, is_across_nodes: bool) -> list[Finding]:
-        """Report the group's bandwidth and clocks, or why the group failed."""
+        """Report the group's bandwidth, or why the group failed."""
         name = f"group ({self.backend})"
         missing = [i for i, result in enumerate(self.results) if "is_right" not in result]
         if missing:
@@ -194,23 +179,10 @@ class Probes:
             return [Finding(name, "error", "a broadcast or all-reduce gave wrong values", "do not train here")]
         first = self.results[0]
         rates = (
-            f"{len(first['skews_s'])} processes: all-reduce {first['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s, "
+            f"{first['world_size']} processes: all-reduce {first['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s, "
             f"broadcast {first['broadcast_bytes_per_s'] / 1e9:.2f} GB/s"
         )
-        found = [Finding(name, "ok", rates)]
-        if is_across_nodes:
-            found.append(clock_finding(first["skews_s"]))
-        return found
-
-
-def clock_finding(skews_s: list[float]) -> Finding:
-    """Compare the processes' clocks with the first one's."""
-    worst = max(range(len(skews_s)), key=lambda rank: abs(skews_s[rank]))
-    what = f"at most {abs(skews_s[worst]):.3f} s apart"
-    if abs(skews_s[worst]) > _MAX_SKEW_S:
-        advice = "start chrony or systemd-timesyncd on all nodes: times in logs will not match"
-        return Finding("clocks", "warning", f"{what} (process {worst})", advice)
-    return Finding("clocks", "ok", what)
+        return [Finding(name, "ok", rates)]
 
 
 @contextlib.contextmanager

@@ -220,7 +220,7 @@ def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]], settings: 
     except (UserError, RuntimeError) as error:  # RuntimeError: no judge process stays alive
         yield Violation(settings, str(error))
         return
-    limits = ("reward.timeout_s", "reward.process_memory_mib", "reward.code_memory_mib")
+    limits = ("reward.timeout_s", "reward.process_memory_mib")
     for (_, question), verdict in zip(questions, verdicts, strict=True):
         what = f'reward.kind="{spec.kind}"'
         where = f"{question.where}, whose sample response was the answer unless the judge's module offers another"

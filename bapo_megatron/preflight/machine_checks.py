@@ -1,11 +1,8 @@
-"""Checks of this machine's disk, shared memory, limits and ports."""
+"""Checks of this machine: room and open files for a run (`bapo check`), ports (`bapo doctor`)."""
 
-import os
 import resource
 import shutil
 import socket
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +17,7 @@ from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import checkpoint_bytes
 from bapo_megatron.runtime import num_cores
 
-Verdict = Literal["ok", "absent", "warning", "error"]
+Grade = Literal["ok", "absent", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +26,11 @@ class Finding:
 
     ok: fine. absent: missing, and not needed here. warning: works, but badly. error: the run will not work.
 
-    Example: Finding("disk", "error", "0.1 GiB free in runs", "free 5 GiB, or set run.dir").
+    Example: Finding("port 29500", "error", "on 127.0.0.1: Address already in use", "choose another port").
     """
 
     name: str
-    verdict: Verdict
+    verdict: Grade
     what: str
     advice: str = ""
 
@@ -42,35 +39,10 @@ class Finding:
         return f"{mark:<5}{self.name:<20}{self.what}" + (f"; {self.advice}" if self.advice else "")
 
 
-_PROBE_BYTES = 64 * 2**20
-_MIN_DISK_MIB_PER_S = 50.0
-_MIN_SHM_GIB = 1.0
-_MIN_OPEN_FILES = 4096
 _BASE_OPEN_FILES = 160  # measured: at most 156 in rank 0 of a run of 2,000 steps with two engines (docs/reliability.md)
 _FILES_OF_JUDGE = 4
 _FILES_OF_RANK = 2
-_TIMEOUT_S = 3.0
 _ROOM = ("run.dir", "checkpoint.interval_steps", "checkpoint.keep_last")
-
-
-def check_disk(folder: Path, needed_bytes: int) -> Finding:
-    """Check that `folder`, or its nearest existing parent, is writable, fast enough and has room."""
-    name = "disk"
-    where = _existing(folder)
-    advice = "free some, or set run.dir to another disk"
-    try:
-        free = shutil.disk_usage(where).free
-        if free < needed_bytes:
-            return Finding(
-                name, "error", f"{free / GIB:.2f} GiB free in {where}, {needed_bytes / GIB:.2f} needed", advice
-            )
-        mib_per_s = _write_speed(where, min(_PROBE_BYTES, free // 4))
-    except OSError as error:
-        return Finding(name, "error", f"cannot write in {where}: {error.strerror}", advice)
-    what = f"{free / GIB:.1f} GiB free in {where}, written at {mib_per_s:.0f} MiB/s"
-    if mib_per_s < _MIN_DISK_MIB_PER_S:
-        return Finding(name, "warning", what, "checkpoints will be slow: use a faster disk for run.dir")
-    return Finding(name, "ok", what)
 
 
 def check_room(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
@@ -95,45 +67,6 @@ def check_room(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]
 def _existing(folder: Path) -> Path:
     """Return the folder, or the nearest of its parents that exists."""
     return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
-
-
-def _write_speed(folder: Path, num_bytes: int) -> float:
-    """Measure the MiB/s of writing and flushing a temporary file."""
-    chunk = os.urandom(2**20)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".bapo-doctor-") as file:
-        start_s = time.monotonic()
-        written = 0
-        while written < num_bytes and time.monotonic() - start_s < _TIMEOUT_S:
-            written += file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-        return written / 2**20 / max(time.monotonic() - start_s, 1e-6)
-
-
-def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
-    """Check the shared memory that NCCL and data workers use; containers get 64 MiB by default."""
-    if not path.is_dir():
-        return Finding("/dev/shm", "warning", "is not there", "mount a tmpfs of 1 GiB or more")
-    free = shutil.disk_usage(path).free / GIB
-    if free < _MIN_SHM_GIB:
-        return Finding(str(path), "warning", f"{free:.2f} GiB free", "start the container with --shm-size=16g")
-    return Finding(str(path), "ok", f"{free:.1f} GiB free")
-
-
-def check_limits() -> list[Finding]:
-    """Check the limits of open files (one per connection and checkpoint shard) and of locked memory (for RDMA)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES:
-        files = Finding("open files", "ok", f"limit {'none' if soft == resource.RLIM_INFINITY else soft}")
-    else:
-        can = hard == resource.RLIM_INFINITY or hard >= _MIN_OPEN_FILES
-        how = f"ulimit -n {_MIN_OPEN_FILES}" if can else "raise it in /etc/security/limits.conf"
-        files = Finding("open files", "warning", f"limit {soft}", how)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if locked == resource.RLIM_INFINITY:
-        return [files, Finding("locked memory", "ok", "no limit")]
-    what = f"limit {locked / 2**20:.0f} MiB"
-    return [files, Finding("locked memory", "absent", what, "NCCL over InfiniBand needs `ulimit -l unlimited`")]
 
 
 _OPEN_FILES = (  # what `open_files_needed` reads
@@ -181,14 +114,3 @@ def check_port(host: str, port: int) -> Finding:
             advice = f"`ss -ltnp 'sport = :{port}'` shows its owner; stop that process, or choose another port"
             return Finding(name, "error", f"on {host}: {error.strerror}", advice)
     return Finding(name, "ok", f"free on {host}")
-
-
-def check_reachable(name: str, host: str, port: int) -> Finding:
-    """Check that a server accepts connections at an address."""
-    start_s = time.monotonic()
-    try:
-        socket.create_connection((host, port), timeout=_TIMEOUT_S).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: no host has such a name
-        reason = getattr(error, "strerror", None) or str(error) or "no answer"
-        return Finding(name, "error", f"{host}:{port}: {reason}", "start it there, or correct the address")
-    return Finding(name, "ok", f"{host}:{port} answers after {1000 * (time.monotonic() - start_s):.0f} ms")

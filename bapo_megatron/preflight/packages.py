@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Literal
 
-from bapo_megatron.preflight.machine_checks import Finding, Verdict
+from bapo_megatron.preflight.machine_checks import Finding, Grade
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement  # which may be missing too
 
 Stack = Literal["cpu", "gpu"]
-State = Literal["exact", "allowed", "not allowed", "missing"]
+Compliance = Literal["exact", "allowed", "not allowed", "missing"]
 
 GROUPS = ("core", "parquet", "gym", "gpu", "sglang", "sglang-needs")
 _EXTRAS = {"core": "train", "parquet": "parquet", "gym": "gym", "gpu": "gpu", "sglang-needs": "sglang"}  # of setup.py
@@ -25,7 +25,7 @@ _STACKS = {"cpu": "as tested", "gpu": "as docker/Dockerfile.gpu has them, untest
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class InstalledPackage:
     """One package: the installed version, the allowed range, and the stack's own version.
 
     exact: the stack's version (or an allowed one, if the stack has none). allowed: another version in the range.
@@ -35,7 +35,7 @@ class Comparison:
     requirement: Requirement
     pinned: str
     installed: str | None
-    state: State
+    state: Compliance
 
     def __str__(self) -> str:
         wanted = self.requirement.specifier if self.state == "not allowed" else self.pinned
@@ -85,7 +85,7 @@ def check_versions(stack: Stack) -> Finding:
     other = [c for c in found if c.state == "allowed"]
     if wrong:
         core = requirements("core")
-        verdict: Verdict = "error" if any(c.requirement in core for c in wrong) else "warning"
+        verdict: Grade = "error" if any(c.requirement in core for c in wrong) else "warning"
         what = f"not allowed: {', '.join(map(str, wrong))}"
         return Finding("versions", verdict, what, _pip_install([c.requirement for c in wrong]))
     what = f"{len(found) - len(other)} of {len(found)} {_STACKS[stack]}"
@@ -94,28 +94,28 @@ def check_versions(stack: Stack) -> Finding:
     return Finding("versions", "ok", what)
 
 
-def compare_installed(stack: Stack) -> list[Comparison]:
+def compare_installed(stack: Stack) -> list[InstalledPackage]:
     """Compare every installed package; SGLang's packages only if SGLang is installed."""
     has_sglang = installed_version("sglang") is not None
     groups = [g for g in GROUPS if "sglang" not in g or has_sglang]
     pinned = pins(stack)
-    found = [compare(r, pinned.get(r.name, "")) for group in groups for r in requirements(group)]
+    found = [judge_version(r, pinned.get(r.name, "")) for group in groups for r in requirements(group)]
     return [c for c in found if c.state != "missing"]
 
 
-def compare(requirement: Requirement, pinned: str) -> Comparison:
+def judge_version(requirement: Requirement, pinned: str) -> InstalledPackage:
     """Compare one package's installed version with its range and its pinned version ("" for none)."""
     from packaging.version import Version
 
     installed = installed_version(requirement.name)
-    state: State
+    state: Compliance
     if installed is None:
         state = "missing"
     elif not requirement.specifier.contains(installed, prereleases=True):
         state = "not allowed"
     else:  # a local version such as 2.13.0+cpu is the same release
         state = "exact" if not pinned or Version(installed).public == Version(pinned).public else "allowed"
-    return Comparison(requirement, pinned, installed, state)
+    return InstalledPackage(requirement, pinned, installed, state)
 
 
 def table(stack: Stack) -> Iterator[str]:
@@ -124,7 +124,7 @@ def table(stack: Stack) -> Iterator[str]:
     pinned = pins(stack)
     for group in GROUPS:
         yield f"[{group}]"
-        for c in (compare(r, pinned.get(r.name, "")) for r in requirements(group)):
+        for c in (judge_version(r, pinned.get(r.name, "")) for r in requirements(group)):
             r = c.requirement
             name = f"{r.name}[{','.join(r.extras)}]" if r.extras else r.name
             yield f"  {name:<29}{c.installed or '-':<18}{c.pinned or '-':<18}{_range(r) or 'any':<14}{c.state}"

@@ -23,6 +23,7 @@ from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_me
 
 COMPUTE_SHARE = 0.4  # of the peak rate of matrix products
 LINK_SHARE = 0.7  # of NVLink, network and GPU memory bandwidth
+NETWORK_BYTES_PER_S = 50e9  # of one GPU, between machines, in one direction: 400 Gbit/s
 FULL = 0.95  # usable share of the memory; the allocator's fragments may take the rest
 
 SPLIT = (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel")
@@ -86,7 +87,6 @@ MEMORY = (
 SERVER_MEMORY = (
     "rollout.server_tensor_parallel",
     "rollout.engine",
-    "rollout.engine_max_context",
     "rollout.max_response_tokens",
     "data.max_prompt_tokens",
     "eval.sets",
@@ -286,11 +286,7 @@ def _train_seconds(
 
 def _link(config: Config, gpu: GPU, num_consecutive: int) -> float:
     """Return the bytes per second between ranks of a group that spans `num_consecutive` ranks."""
-    return _network(config) if work.spans_nodes(config, num_consecutive) else gpu.nvlink_bytes_per_s
-
-
-def _network(config: Config) -> float:
-    return config.cluster.network_gbit_per_s * 1e9 / 8
+    return NETWORK_BYTES_PER_S if work.spans_nodes(config, num_consecutive) else gpu.nvlink_bytes_per_s
 
 
 def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
@@ -306,5 +302,5 @@ def _sync_seconds(config: Config, shape: ModelShape, gpu: GPU) -> Seconds:
     gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.nvlink_bytes_per_s
     if p.pipeline > 1:
         gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(config, gpu, config.parallel.size)
-    sending = num_bytes / (_network(config) if config.cluster.nodes > 1 else gpu.nvlink_bytes_per_s)
+    sending = num_bytes / (NETWORK_BYTES_PER_S if config.cluster.nodes > 1 else gpu.nvlink_bytes_per_s)
     return Seconds(gathering + sending, (gathering + sending) / LINK_SHARE)

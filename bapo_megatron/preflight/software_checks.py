@@ -1,24 +1,17 @@
 """Checks of installed software, mostly without importing it, and of GPUs, through their driver."""
 
-import importlib.util
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bapo_megatron_patches.megatron_core import SUPPORTED as MEGATRON_SUPPORTED
-from bapo_megatron_patches.sglang import SUPPORTED as SGLANG_SUPPORTED
 
-from bapo_megatron.engines.sglang import check_installed
-from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.machine_checks import Finding, Verdict
+from bapo_megatron.preflight.machine_checks import Finding, Grade
 from bapo_megatron.preflight.packages import installed_version
 from bapo_megatron.runtime.environment import trainer_variables
 
@@ -41,7 +34,7 @@ print(f"flash-attn {version}" if flash else f"cuDNN {int(kind)}" if fused else "
 
 
 @dataclass(frozen=True, slots=True)
-class Driver:
+class NvidiaDriver:
     """Facts from the NVIDIA driver. `problem`: why there are none."""
 
     version: str = ""
@@ -51,16 +44,16 @@ class Driver:
     problem: str = ""
 
 
-def read_driver() -> Driver:
+def read_driver() -> NvidiaDriver:
     """Query the driver through nvidia-ml-py; never raises."""
     try:
         import pynvml
     except ImportError:
-        return Driver(problem="nvidia-ml-py is not installed")
+        return NvidiaDriver(problem="nvidia-ml-py is not installed")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return Driver(problem=f"no driver: {error}")
+        return NvidiaDriver(problem=f"no driver: {error}")
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion()
         gpus, uuids = [], []
@@ -69,14 +62,14 @@ def read_driver() -> Driver:
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             gpus.append((_text(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)))
             uuids.append(_text(pynvml.nvmlDeviceGetUUID(handle)))
-        return Driver(
+        return NvidiaDriver(
             _text(pynvml.nvmlSystemGetDriverVersion()),
             (cuda // 1000, cuda % 1000 // 10),
             tuple(gpus),
             visible_indexes(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids),
         )
     except pynvml.NVMLError as error:
-        return Driver(problem=f"the driver does not answer: {error}")
+        return NvidiaDriver(problem=f"the driver does not answer: {error}")
     finally:
         pynvml.nvmlShutdown()
 
@@ -115,9 +108,9 @@ def _index(entry: str, uuids: Sequence[str]) -> int | None:
     return named[0] if len(named) == 1 else None
 
 
-def check_gpus(driver: Driver, needed: int) -> Iterator[Finding]:
+def check_gpus(driver: NvidiaDriver, needed: int) -> Iterator[Finding]:
     """Check the driver and the visible GPUs; warn of GPUs whose memory is in use."""
-    verdict: Verdict = "error" if needed else "absent"
+    verdict: Grade = "error" if needed else "absent"
     if driver.problem:
         yield Finding("driver", verdict, driver.problem, "install NVIDIA's driver and `pip install nvidia-ml-py`")
         yield Finding("GPUs", verdict, f"none, {needed} needed" if needed else "none: CPU use only")
@@ -140,7 +133,7 @@ def check_gpus(driver: Driver, needed: int) -> Iterator[Finding]:
         yield Finding("GPUs", "ok", what)
 
 
-def check_torch(facts: dict[str, Any], driver: Driver) -> Iterator[Finding]:
+def check_torch(facts: dict[str, Any], driver: NvidiaDriver) -> Iterator[Finding]:
     """Check torch and its CUDA against the driver, and NCCL, from the facts (or the "problem") of a group probe."""
     if "torch" not in facts:
         advice = "`nvidia-smi` shows which processes use the GPUs" if driver.visible else ""
@@ -174,39 +167,6 @@ def check_chip(capability: Sequence[int]) -> Finding:
     if tuple(capability) < _BF16_CAPABILITY:
         return Finding("chip", "error", f"{what} is too old: bfloat16 needs 8.0 (Ampere)", "use a newer GPU")
     return Finding("chip", "ok", what)
-
-
-def check_toolkit(cuda: str) -> Finding:
-    """Check that nvcc, with which Transformer Engine is built and SGLang compiles kernels, is of torch's CUDA.
-
-    Args:
-        cuda: the version that torch is built for, such as "13.0".
-    """
-    name, home = "CUDA toolkit", os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
-    if nvcc is None:
-        where = "CUDA_HOME/bin" if home else "PATH"
-        return Finding(name, "absent", f"no nvcc in {where}", f"SGLang and Transformer Engine compile with CUDA {cuda}")
-    try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=_PYTHON_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(name, "warning", f"{nvcc} does not run: {error}")
-    found = re.search(r"release (\d+\.\d+)", done.stdout)
-    version = found[1] if found else "unknown"
-    if version.split(".")[0] != cuda.split(".")[0]:
-        advice = f"set CUDA_HOME to a toolkit of CUDA {cuda}"
-        return Finding(name, "warning", f"{nvcc} is of CUDA {version}, and torch of {cuda}", advice)
-    return Finding(name, "ok", f"{version}, {nvcc}")
-
-
-def check_variables(sglang_extra: Mapping[str, Any], *, is_attached: bool) -> Finding:
-    """Show the variables that a run sets for its processes on GPUs, and mark those that the user has set."""
-    variables = trainer_variables(sglang_extra)
-    shown = ", ".join(
-        f"{name}={value}" + (" (yours)" if name in os.environ else "") for name, value in variables.items()
-    )
-    advice = "attached servers must have the same NCCL variables: SGLang's defaults" if is_attached else ""
-    return Finding("variables", "ok", shown, advice)
 
 
 def check_attention(
@@ -247,7 +207,7 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
     """Check that Transformer Engine imports, and whether this chip has FP8."""
     name, installed = "Transformer Engine", installed_version("transformer-engine")
     if installed is None:
-        verdict: Verdict = "error" if needed else "absent"
+        verdict: Grade = "error" if needed else "absent"
         return Finding(name, verdict, "is not installed: no FP8", "pip install 'bapo-megatron[gpu]', on a GPU machine")
     if "torch" not in facts:
         return Finding(name, "absent", f"{installed}; not examined, as torch did not answer")
@@ -263,29 +223,6 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
     is_tried = (installed, facts["torch"].partition("+")[0]) in _TRIED_TOGETHER
     advice = "" if is_tried else f"with torch {facts['torch']} untried: scripts/gpu_session.sh te"
     return Finding(name, "ok", f"{installed}; FP8 is possible ({chip})", advice)
-
-
-def check_apex(has_gpu: bool) -> Finding:
-    """Check for NVIDIA's apex by its compiled extension: PyPI's package of that name is another one."""
-    if importlib.util.find_spec("amp_C") is not None:
-        return Finding("apex", "ok", "NVIDIA's, with its extensions")
-    return Finding(
-        "apex", "absent", "is not installed", "optional: Transformer Engine's Adam serves" if has_gpu else ""
-    )
-
-
-def check_sglang(has_gpu: bool, needed: bool) -> Finding:
-    """Check SGLang in this interpreter's environment, in which its servers start."""
-    try:
-        check_installed(has_gpu=has_gpu)
-    except UserError as error:
-        if needed:
-            return Finding("SGLang", "error", str(error))
-        how = f"pip install sglang=={SGLANG_SUPPORTED}" if has_gpu else "scripts/install_sglang_cpu.sh"
-        installed = installed_version("sglang")
-        what = f"{installed}, {SGLANG_SUPPORTED} is known" if installed else f"is not installed in {sys.prefix}"
-        return Finding("SGLang", "absent", what, f"{how}; or use the embedded engine")
-    return Finding("SGLang", "ok", f"{installed_version('sglang')} in {sys.prefix}")
 
 
 def run_python(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:

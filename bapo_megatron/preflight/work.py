@@ -192,7 +192,7 @@ def server_memory(config: Config, shape: ModelShape, gpu_memory_gib: float) -> S
     heads = max(1, shape.num_kv_heads // tensor)  # fewer heads than ranks: each rank keeps a copy
     per_token = 2 * shape.num_layers * heads * shape.head_dim * item
     kv_cache = int(fraction * gpu_memory_gib * GIB) - weights
-    context = r.engine_max_context or config.longest_sequence
+    context = config.longest_sequence
     return ServerMemory(weights, kv_cache, per_token, _concurrency(config, max(0, kv_cache) // per_token, context))
 
 

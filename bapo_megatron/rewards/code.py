@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_VERDICTS_KEPT = 1 << 16
 MAX_WRITTEN_BYTES = 16 << 20  # for each file that a program writes, its output included
+MEMORY_BYTES = 1 << 30  # address space of a process
 MAX_BYTES = 64 << 20  # for all of them together, and for shared memory
 MAX_ENTRIES = 1024  # files and folders
 MAX_THREADS = 256
@@ -90,10 +91,9 @@ class ProgramTimeoutError(Refused, TimeoutError):
 class CodeJudge:
     """Runs programs one after the other; warns once about protection that the operating system lacks."""
 
-    def __init__(self, timeout_s: float, memory_bytes: int, allowed_calls: Collection[str] = ()) -> None:
-        """Judge within `timeout_s` per response, with `memory_bytes` of address space per process."""
+    def __init__(self, timeout_s: float, allowed_calls: Collection[str] = ()) -> None:
+        """Judge within `timeout_s` per response."""
         self.timeout_s = timeout_s
-        self.memory_bytes = memory_bytes
         self._calls = calls_of(platform.machine(), allowed_calls)
         self._has_warned = False
         self._verdicts: dict[bytes, ProgramReward] = {}  # by digest of program and answer
@@ -145,7 +145,7 @@ class CodeJudge:
         Adds the names of refused system calls to `refused`.
         """
         surroundings = {
-            "memory_bytes": self.memory_bytes,
+            "memory_bytes": MEMORY_BYTES,
             "cpu_s": int(self.timeout_s) + _MORE_CPU_S,
             "file_bytes": MAX_WRITTEN_BYTES,
             "machine": platform.machine(),

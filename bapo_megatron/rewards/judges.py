@@ -79,7 +79,6 @@ class JudgeSpec:
     seed: int
     timeout_s: float
     process_memory_bytes: int
-    code_memory_bytes: int
     allowed_calls: tuple[str, ...]  # system calls that programs may make beside the usual ones
     judges: dict[str, str] = field(default_factory=dict)  # kinds of several judges, by the part that each returns
     weights: dict[str, float] = field(default_factory=dict)  # of parts by name; none: the judge returns a number
@@ -116,7 +115,6 @@ class JudgeSpec:
             seed=config.run.seed,
             timeout_s=reward.timeout_s,
             process_memory_bytes=reward.process_memory_mib << 20,
-            code_memory_bytes=reward.code_memory_mib << 20,
             allowed_calls=reward.allowed_calls,
             judges=judges,
             weights=dict.fromkeys(judges, 1.0) | reward.weights,
@@ -323,7 +321,7 @@ def _built_in(kind: str, spec: JudgeSpec) -> Callable[..., float] | None:
         case "code":
             from bapo_megatron.rewards.code import CodeJudge
 
-            return CodeJudge(spec.timeout_s, spec.code_memory_bytes, spec.allowed_calls).judge
+            return CodeJudge(spec.timeout_s, allowed_calls=spec.allowed_calls).judge
     return None
 
 

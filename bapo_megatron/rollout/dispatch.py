@@ -78,10 +78,7 @@ class Dispatcher:
             except EngineError as failure:
                 self.fence(engine, str(failure))
 
-        live = self.pool.live()
-        by_router = self._config.router_url is not None  # the router chose the server
-        asked = [(rid, e) for rid, engine in self._open.items() for e in (live if by_router else [engine])]
-        await asyncio.gather(*(abort(rid, engine) for rid, engine in asked if self.pool.is_live(engine)))
+        await asyncio.gather(*(abort(rid, engine) for rid, engine in self._open.items() if self.pool.is_live(engine)))
 
     async def grow_together(self, samples: Sequence[Sample], step: int, accept: Accept) -> None:
         """Grow each sample by one piece, in one call to each live engine; return when all calls have ended.

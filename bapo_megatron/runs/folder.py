@@ -199,7 +199,7 @@ class RunDir:
 
     @property
     def state(self) -> AttemptState | None:
-        """AttemptState of this attempt; None for one of an earlier version."""
+        """Return the state of this attempt; None where none could be recorded."""
         try:
             text = (self.log_dir / "state.txt").read_text(encoding="utf-8").strip()
         except OSError:

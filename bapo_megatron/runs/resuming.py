@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.assets import hub
-from bapo_megatron.config.earlier import RETIRED, updated
+from bapo_megatron.config.earlier import RETIRED
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runs.steps import read_metrics
 
@@ -47,7 +47,6 @@ RESUMABLE_SETTINGS = (
     "rollout.abort_tail",
     "rollout.max_staleness",
     "rollout.urls",
-    "rollout.router_url",
     "rollout.api_key",
     "rollout.num_servers",
     "rollout.server_tensor_parallel",
@@ -55,7 +54,6 @@ RESUMABLE_SETTINGS = (
     "rollout.max_retries",
     "rollout.max_restarts",
     "rollout.engine_threads",
-    "rollout.engine_max_context",
     "sglang.*",
     "*timeout_s",
 )
@@ -63,7 +61,7 @@ RESUMABLE_SETTINGS = (
 
 def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None for an unset one."""
-    old, new = (_flatten(updated(tomllib.loads(text))) for text in (old_text, new_text))
+    old, new = (_flatten(tomllib.loads(text)) for text in (old_text, new_text))
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 

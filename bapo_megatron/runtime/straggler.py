@@ -17,6 +17,7 @@ import torch
 
 from bapo_megatron.runtime.ranks import gather_json
 
+SLOW = 1.5  # times the median rank's own time: a slow rank's
 _WINDOW, _OFTEN = 5, 3  # steps to look back, and how many of them must be slow
 
 
@@ -64,8 +65,7 @@ def straggler_metrics(seconds: Sequence[float]) -> dict[str, float]:
 class StragglerAlarm:
     """An alarm for a rank that is slow in 3 of 5 steps, raised again only after it has been fast for 5."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._slow: deque[int | None] = deque(maxlen=_WINDOW)  # the slow rank of each of the last steps
         self._told: set[int] = set()
 
@@ -74,7 +74,7 @@ class StragglerAlarm:
         if "straggler/ratio" not in metrics:
             return None
         rank, ratio = int(metrics["straggler/rank"]), metrics["straggler/ratio"]
-        self._slow.append(rank if ratio > self._limit else None)
+        self._slow.append(rank if ratio > SLOW else None)
         self._told &= {r for r in self._slow if r is not None}
         if self._slow.count(rank) < _OFTEN or self._slow[-1] is None or rank in self._told:
             return None

@@ -220,7 +220,7 @@ def _run_first_rank(
     if code == STOPPED:
         meeting.stopped_file.touch()
         return 0
-    if code == 0 and config.monitor.report:
+    if code == 0:
         from bapo_megatron.report.page import write_report  # with matplotlib
 
         write_report(run_dir.path)

@@ -46,8 +46,7 @@ class BroadcastChannel:
     ) -> None:
         """`host` is this process's address for the engines. An engine is one rank, or `tp_size` if it reports that."""
         self._config = config
-        backends = {"gloo", "nccl"} if config.backend == "auto" else {config.backend}
-        self._session = Session(pool, submit, config.timeout_s, pause_mode, backends)
+        self._session = Session(pool, submit, config.timeout_s, pause_mode, {"gloo", "nccl"})
         self._host = host
         self._group: UpdateGroup | None = None
         self._urls: set[str] = set()  # of the engines in the group
@@ -121,8 +120,6 @@ class BroadcastChannel:
             self._group = None
 
     def _backend(self, infos: Infos) -> GroupBackend:
-        if self._config.backend != "auto":
-            return self._config.backend
         have_nccl = all("nccl" in Capabilities.of(info).transports for info in infos.values())
         return "nccl" if torch.cuda.is_available() and have_nccl else "gloo"
 

@@ -114,7 +114,7 @@ class Session:
         if not self._transports & (offered := Capabilities.of(info).transports):
             raise EngineError(
                 f"{engine.url} takes weights over {_listed(offered)}, not over {_listed(self._transports)}: set "
-                "sync.channel and sync.backend to fit it"
+                "sync.channel to fit it"
             )
         return info
 

@@ -242,14 +242,14 @@ def sglang_servers(num_servers: int, tensor_parallel: int) -> Launcher:
             pytest.skip("SGLang is not installed; scripts/install_sglang_cpu.sh does that")
         rollout = {
             "engine": "sglang",
-            "engine_max_context": MAX_CONTEXT["sglang"],
+            "max_response_tokens": MAX_CONTEXT["sglang"] // 2,
             "max_concurrent_requests": MAX_RUNNING,
             "server_tensor_parallel": tensor_parallel,
             "engine_threads": 1,
             "startup_timeout_s": HANG_S,
             "max_restarts": 0,
         }
-        config = Config.model_validate({"rollout": rollout})
+        config = Config.model_validate({"data": {"max_prompt_tokens": MAX_CONTEXT["sglang"] // 2}, "rollout": rollout})
         with running_engines(config, checkpoint, folder, EngineShare(count=num_servers, first_gpu=0), KEY) as urls:
             yield urls
 

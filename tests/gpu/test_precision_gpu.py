@@ -88,7 +88,8 @@ def test_delayed_scaling_runs(folder: Path) -> None:
 
 def test_bf16_layers_stay_out_of_fp8(folder: Path, bfloat16: Result) -> None:
     """All layers left out: the numbers of bfloat16."""
-    settings = (BF16, "precision.fp8=hybrid", "precision.bf16_layers_at_start=4")
+    layers = "{first_last_layers_bf16=true, num_layers_at_start_in_bf16=4, num_layers_at_end_in_bf16=0}"
+    settings = (BF16, "precision.fp8=hybrid", f"megatron.extra={layers}")
     needs(folder, *settings)
     assert log_prob_distance(one_update(folder, *settings), bfloat16) < 1e-3
 

@@ -159,7 +159,6 @@ SMALL = (
     "checkpoint.keep_last=1000",
     "monitor.samples_per_step=1000",
     "monitor.progress=lines",
-    "monitor.report=false",
 )
 """The demo with few prompts; saves after every step, and keeps all checkpoints."""
 

@@ -54,7 +54,7 @@ LAYOUTS = {
 }
 ENGINES = ("embedded", "sglang")
 LAST = {"push": 150, "save": 40, "update": 7, "sample": 4}  # gates that every run comes to before its last step
-SHORT = ("parallel.timeout_s=60", "sync.timeout_s=15", "checkpoint.timeout_s=60")
+SHORT = ("parallel.timeout_s=60", "sync.timeout_s=15")
 
 
 @dataclass(frozen=True)

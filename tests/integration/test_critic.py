@@ -17,6 +17,7 @@ from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
 from bapo_megatron.learner.critic import Critic
+from bapo_megatron.learner.gradient_guard import MAX_SKIPPED_IN_A_ROW
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.types import Batch
@@ -323,18 +324,18 @@ def check_skips(rank: int, world_size: int, root: Path) -> None:
     """Gradients that are not finite leave the weights as they are; too many in a row end the run, a resumed one too."""
     batch, store = make_batch(), CheckpointStore(root / "saved-skips", CheckpointConfig())
     broken = replace(batch, rewards_S=torch.full_like(batch.rewards_S, torch.nan))
-    limit = {"eps": ADAM_EPS, "max_skipped_in_a_row": NUM_UPDATES + 1}
-    config = make_config(root / "critic-qwen2", {"pipeline": 2}, optimizer=limit)
+    config = make_config(root / "critic-qwen2", {"pipeline": 2})
     policy, advantages, critic = make_advantages(config, root / "qwen2")
     before = {name: weight.clone() for name, weight in critic.weights().whole()}
-    assert advantages.on(broken, step=0).metrics["critic/skipped"] == NUM_UPDATES
+    for num_steps in range(1, MAX_SKIPPED_IN_A_ROW // NUM_UPDATES + 1):
+        assert advantages.on(broken, step=0).metrics["critic/skipped"] == num_steps * NUM_UPDATES
     assert all(torch.equal(weight, before[name]) for name, weight in critic.weights().whole())
     store.save(1, {"learner": policy, **advantages.parts}, {})
     parallel_state.destroy_model_parallel()
 
     policy, advantages, _ = make_advantages(config, root / "qwen2")
     store.resume({"learner": policy, **advantages.parts})
-    with pytest.raises(DivergedError, match=rf"the critic's last {NUM_UPDATES + 1} updates .* lower critic\.lr"):
+    with pytest.raises(DivergedError, match=rf"the critic's last {MAX_SKIPPED_IN_A_ROW} updates .* lower critic\.lr"):
         advantages.on(broken, step=1)
     parallel_state.destroy_model_parallel()
 

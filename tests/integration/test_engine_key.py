@@ -51,8 +51,10 @@ REQUEST = GenerateRequest("ask", (3, 4, 5), 8, 1.0, (), 1)
 @contextlib.contextmanager
 def started(engine: str, folder: Path) -> Iterator[str]:
     """One engine, as a run starts it."""
-    rollout = {"engine": engine, "engine_max_context": 64, "max_concurrent_requests": 8, "engine_threads": 1}
-    config = Config.model_validate({"rollout": rollout | {"startup_timeout_s": HANG_S}})
+    rollout = {"engine": engine, "max_response_tokens": 32, "max_concurrent_requests": 8, "engine_threads": 1}
+    config = Config.model_validate(
+        {"data": {"max_prompt_tokens": 32}, "rollout": rollout | {"startup_timeout_s": HANG_S}}
+    )
     with running_engines(config, demo_model_path(), folder, EngineShare(count=1, first_gpu=0), KEY) as urls:
         yield urls[0]
 

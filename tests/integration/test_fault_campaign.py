@@ -67,8 +67,10 @@ class SGLang:
 
     def start(self, port: int, checkpoint: Path, version: str) -> int:
         extra = {} if version == "default" else {"weight_version": version}
-        limits = {"engine_max_context": 64, "max_concurrent_requests": 32, "engine_threads": 1}
-        config = Config.model_validate({"rollout": limits, "sglang": {"extra": extra}})
+        limits = {"max_response_tokens": 32, "max_concurrent_requests": 32, "engine_threads": 1}
+        config = Config.model_validate(
+            {"data": {"max_prompt_tokens": 32}, "rollout": limits, "sglang": {"extra": extra}}
+        )
         share = EngineShare(count=1, first_gpu=0)
         log = self._folder / f"server-{len(self._started)}.log"
         command = sglang.command(config, checkpoint, share, 0, port, has_gpu=False)

@@ -17,6 +17,7 @@ from bapo_megatron.config.losses import CustomLoss
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
 from bapo_megatron.learner.exchange import gather_weights
+from bapo_megatron.learner.gradient_guard import MAX_SKIPPED_IN_A_ROW
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import scorers_of, with_scores
 from bapo_megatron.types import Batch, MiniBatch
@@ -176,7 +177,7 @@ def whole_state(learner: MegatronLearner) -> dict[str, Tensor]:
 
 
 def check_skips(learner: MegatronLearner, minibatch: MiniBatch) -> None:
-    """A nan on one rank leaves weights and moments of all untouched; the second one in a row is the last."""
+    """A nan on one rank leaves weights and moments of all untouched; too many in a row end the run."""
     learner.step(minibatch, BOUNDS)
     before = whole_state(learner)
     broken = minibatch
@@ -190,7 +191,9 @@ def check_skips(learner: MegatronLearner, minibatch: MiniBatch) -> None:
     after = whole_state(learner)
     assert learner.layout.rank > 0 or any(after[name].any() for name in after if name.startswith(MOMENTS[1]))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    with pytest.raises(DivergedError, match="the last 2 updates were skipped"):
+    for _ in range(MAX_SKIPPED_IN_A_ROW - 2):
+        learner.step(broken, BOUNDS)
+    with pytest.raises(DivergedError, match=f"the last {MAX_SKIPPED_IN_A_ROW} updates were skipped"):
         learner.step(broken, BOUNDS)
 
 
@@ -199,7 +202,7 @@ def check_weight_decay(root: Path, layout: dict[str, Any]) -> None:
     decay, before, results = 0.5, load_float64(root / "policy").state_dict(), []
     for weight_decay in (0.0, decay):
         config = make_config(layout, max_tokens_per_microbatch=60)
-        optimizer = config.optimizer.model_copy(update={"weight_decay": weight_decay, "max_skipped_in_a_row": 2})
+        optimizer = config.optimizer.model_copy(update={"weight_decay": weight_decay})
         learner = MegatronLearner(config.model_copy(update={"optimizer": optimizer}), root / "policy")
         minibatch = make_minibatch(learner, 60, random_batch())
         learner.step(minibatch, BOUNDS)

@@ -104,9 +104,12 @@ def slow_then_hung(rank: int, run_dir: Path) -> None:
 
     These clocks count forward passes.
     """
+    from bapo_megatron.config.load import load_config
     from bapo_megatron.learner.policy import PolicyModel
+    from bapo_megatron.monitor import stall
     from bapo_megatron.runtime import straggler
 
+    stall.TIMEOUT_SHARE = STALL_S / load_config([run_dir / "config.toml"]).parallel.timeout_s
     forward, spent_s = PolicyModel.forward, 0.0
 
     def counted(self: PolicyModel, *arguments: Any, **options: Any) -> Any:
@@ -131,7 +134,6 @@ def test_a_run_tells_its_numbers_its_slow_rank_and_where_it_hangs(engine: Engine
         "checkpoint.interval_steps=1000",
         'monitor.sinks=["tensorboard"]',
         "monitor.prometheus_port=0",
-        f"monitor.stall_timeout_s={STALL_S}",
     )
     with Run(small_run(tmp_path, "run", *settings), engine, slow_then_hung) as run:
         run.wait(lambda: len(run.rows()) >= 4, "four steps are trained")

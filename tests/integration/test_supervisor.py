@@ -336,7 +336,9 @@ def test_nothing_is_left_behind_by_a_supervisor_that_is_killed(tmp_path: Path) -
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_a_killed_sglang_server_comes_back(tmp_path: Path) -> None:
     told: list[str] = []
-    config = Config.model_validate({"rollout": {"engine_max_context": 64, "max_concurrent_requests": 8}})
+    config = Config.model_validate(
+        {"data": {"max_prompt_tokens": 32}, "rollout": {"max_response_tokens": 32, "max_concurrent_requests": 8}}
+    )
     with processes.reserved_ports(1) as ports:
         logs = [tmp_path / "engine-0.log"]
         engines = sglang.engine_specs(config, demo_model_path(), logs, ports, EngineShare(count=1, first_gpu=0))

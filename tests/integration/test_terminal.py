@@ -211,7 +211,7 @@ def read_until(started: subprocess.Popen[str], row: str) -> str:
 
 @pytest.mark.slow
 def test_a_run_outlives_its_reader_and_saves_when_it_is_told_to_end(tmp_path: Path) -> None:
-    command = [*BAPO, "train", "demo", *SMALL, f"run.dir={tmp_path}", "run.name=mine", "monitor.report=false"]
+    command = [*BAPO, "train", "demo", *SMALL, f"run.dir={tmp_path}", "run.name=mine"]
     command += ["checkpoint.interval_steps=none"]
     gates = Gates(tmp_path / "gates", 3)
     environment = os.environ | gates.environment

@@ -49,7 +49,6 @@ SETTINGS = (
     "parallel.tensor=1",
     "parallel.data=1",
     "train.num_steps=4",
-    "monitor.report=false",
 )
 
 

@@ -94,10 +94,8 @@ MISTAKES = (
             not_with="critic.path"),  # with a critic, the scale has an effect
     mistake("rollout.tokens_per_round=600", "rollout.tokens_per_round rollout.max_response_tokens"),
     mistake("rollout.groups_in_flight=3", "rollout.groups_in_flight rollout.prompts_per_step"),
-    mistake("rollout.engine_max_context=40",
-            "rollout.engine_max_context data.max_prompt_tokens rollout.max_response_tokens"),
     mistake("rollout.max_staleness=0", "rollout.max_staleness train.minibatches_per_step train.epochs_per_step"),
-    mistake("rollout.router_url=http://127.0.0.1:2", "rollout.router_url rollout.engine"),
+    mistake("rollout.router_url=http://127.0.0.1:2", "rollout.router_url"),
     mistake("rollout.hang_timeout_s=10", "rollout.hang_timeout_s sync.timeout_s rollout.engine"),
     mistake("rollout.keep_group=nomod:keep", "rollout.keep_group"),
     mistake('rollout.urls=["http://x:1"]', "rollout.urls rollout.engine"),
@@ -121,16 +119,14 @@ MISTAKES = (
     mistake("parallel.sequence=true", "parallel.sequence parallel.tensor"),
     mistake("cluster.gpu_memory_gib=1", " ".join(MEMORY), not_with=f"model.path {LAYOUT}"),
     mistake("slurm.rollout_nodes=4", NODES),
-    mistake('slurm.cpus_per_rank=1 slurm.options=["--mem=0"]',
-            "slurm.cpus_per_rank slurm.options cluster.gpu cluster.nodes"),
+    mistake('slurm.options=["--mem=0"]', "slurm.options cluster.gpu cluster.nodes"),
     mistake("sync.timeout_s=500", " ".join(("sync.timeout_s", "parallel.timeout_s", *RANKS))),
-    mistake("sync.channel=disk sync.backend=gloo", "sync.backend sync.channel"),
+    mistake("sync.channel=disk sync.bucket_mib=8", "sync.bucket_mib sync.channel"),
     mistake('eval.sets=[{name="held",path="/nope"}]', "eval.sets.held.path eval.sets.held.source"),
     mistake("eval.num_prompts=3", "eval.num_prompts eval.sets"),
     mistake("checkpoint.interval_steps=none checkpoint.keep_last=5", "checkpoint.keep_last checkpoint.interval_steps"),
-    mistake("monitor.prometheus_host=0.0.0.0", "monitor.prometheus_host monitor.prometheus_port"),
-    mistake("monitor.profile_ranks=[1]", "monitor.profile_ranks monitor.profile_steps"),
-    mistake("monitor.wandb_project=x", "monitor.wandb_project monitor.sinks"),
+    mistake("monitor.prometheus_host=0.0.0.0", "monitor.prometheus_host"),
+    mistake("monitor.wandb_project=x", "monitor.wandb_project"),
     mistake("megatron.extra.bogus=1", "megatron.extra.bogus"),
     mistake("sglang.extra.port=1", "sglang.extra.port"),
 )
@@ -324,8 +320,6 @@ FOLLOWING = {
         ["rollout.engine", "parallel.tensor"],
     f"cluster.gpu=h100 cluster.nodes=2 cluster.gpus_per_node=1 parallel.data=1 rollout.num_servers=2 {WHOLE}":
         ["rollout.engine", "parallel.tensor"],
-    # neither setting of FP8 is a mistake of its own
-    "precision.fp8_params=true precision.bf16_layers_at_start=1": ["precision.fp8_params"],
     # an entry of a list hides neither its other settings nor other entries
     'data.sources=[{name="a",source="jsonl",weight=0},{name="b",source="jsonl",path="/nope"}]':
         ["data.sources.0.weight", "data.sources.a.path", "data.sources.b.path"],

@@ -46,7 +46,6 @@ def messages(*overrides: str) -> list[str]:
         ("rollout.samples_per_prompt=1", ["at least 2", "which has a critic"]),
         ("rollout.tokens_per_round=600", ["600", "512"]),
         ("rollout.groups_in_flight=3", ["groups_in_flight=3", "set rollout.groups_in_flight=16"]),
-        ("rollout.engine_max_context=900", ["512 + 512 = 1024"]),
         ("rollout.engine=attach", ["rollout.urls"]),
         ("sync.timeout_s=200 parallel.data=2", ["sync.timeout_s=150", "parallel.timeout_s=800"]),
         ("rollout.server_tensor_parallel=3", ["server_tensor_parallel=3", 'rollout.engine="sglang"']),
@@ -65,10 +64,6 @@ def messages(*overrides: str) -> list[str]:
         (
             'eval.interval_steps=5 eval.sets=[{name="a"}] eval.path=p eval.num_prompts=3',
             ['eval.path="p", eval.num_prompts=3 have no effect without eval.sets=[]'],
-        ),
-        (
-            'eval.interval_steps=5 eval.sets=[{name="a",max_response_tokens=900}] rollout.engine_max_context=1100',
-            ["eval.sets.a.max_response_tokens + data.max_prompt_tokens = 900 + 512 = 1412", "engine_max_context=1100"],
         ),
         (
             'eval.interval_steps=5 eval.sets=[{name="a",max_response_tokens=1600}]',
@@ -192,18 +187,6 @@ def test_each_rank_and_server_needs_a_gpu_of_its_own(settings: tuple[str, ...], 
     assert message in violation.message
     assert check_settings(config, hf_config=None, num_gpus=num_gpus + 1) == []
     assert check_settings(config, hf_config=None) == []
-
-
-def test_a_router_stands_before_servers_of_the_user() -> None:
-    attach = ["rollout.engine=attach", 'rollout.urls=["http://127.0.0.1:1"]']
-    assert check_settings(load_config([], [*attach, "rollout.router_url=http://127.0.0.1:2"]), hf_config=None) == []
-    for settings, part in (
-        (["rollout.router_url=http://127.0.0.1:2"], 'rollout.engine="attach"'),
-        ([*attach, "rollout.router_url=http://127.0.0.1:1/"], "one of rollout.urls"),
-        ([*attach, "rollout.router_url=localhost"], "not a URL"),
-    ):
-        (violation,) = check_settings(load_config([], settings), hf_config=None)
-        assert part in violation.message
 
 
 @pytest.mark.parametrize(

@@ -339,8 +339,8 @@ def test_an_error_of_the_background_surfaces_once(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_disk_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
     gate = Gate(monkeypatch)
-    store = CheckpointStore(tmp_path, settings(asynchronous=asynchronous, timeout_s=0.2))
-    with pytest.raises(CheckpointError, match=r"has not taken .*step-000001 within checkpoint.timeout_s=0.2"):
+    store = CheckpointStore(tmp_path, settings(asynchronous=asynchronous), timeout_s=0.2)
+    with pytest.raises(CheckpointError, match=r"has not taken .*step-000001 within 0.2 s"):
         save_whole(store, 1, 1.0)
     gate.is_open.set()
     assert not (tmp_path / "latest").exists()
@@ -383,12 +383,12 @@ def test_memory_that_a_late_writer_reads_is_left_to_it(tmp_path: Path, monkeypat
         return original(snapshot, folder)
 
     monkeypatch.setattr(Snapshot, "write", write)
-    store = CheckpointStore(tmp_path, settings(asynchronous=True, timeout_s=0.2))
+    store = CheckpointStore(tmp_path, settings(asynchronous=True), timeout_s=0.2)
     store.save(1, {"learner": TinyModel(1)}, None)
     assert late.wait(HANG_S)
     with pytest.raises(CheckpointError, match="has not taken"):
         store.close()
-    store._config = settings(asynchronous=True)
+    store.timeout_s = HANG_S
     save_whole(store, 2, 2.0, state={"also": 2})
     go_on.set()
     poll_until(lambda: read, store)
@@ -439,14 +439,6 @@ def test_parts_of_another_checkpoint_are_refused(tmp_path: Path, part: str, olde
             store.resume(models)
         assert models["learner"].value == 0
     assert str(newest / ("state.json" if part == "." else part)) in told[0]
-
-
-def test_a_checkpoint_from_before_its_parts_were_tied_is_used(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    body = json.loads((path / "state.json").read_text())
-    del body["parts"], body[DIGEST_FIELD]
-    (path / "state.json").write_text(seal(body))
-    assert resume(tmp_path) == 1
 
 
 # what a digest does not notice
@@ -582,14 +574,12 @@ def test_arrays_are_part_of_the_checkpoint(tmp_path: Path) -> None:
         assert str(file) in said[0]
 
 
-def test_a_run_saved_before_segments_is_refused_with_the_commit_that_resumes_it(tmp_path: Path) -> None:
+def test_a_state_of_another_format_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     body = json.loads((path / "state.json").read_text())
     del body[DIGEST_FIELD]
     (path / "state.json").write_text(seal(body | {"format": 2}))
-    with pytest.raises(
-        CheckpointError, match="has format 2, this version reads format 3; resume it with commit b40d263"
-    ):
+    with pytest.raises(CheckpointError, match="has format 2, this version reads format 3: start a new run"):
         resume(tmp_path)
 
 

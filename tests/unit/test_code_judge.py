@@ -37,7 +37,7 @@ SUM = {"cases": [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4\n5", "stdout"
 
 @pytest.fixture(scope="module")
 def judge() -> CodeJudge:
-    return CodeJudge(HANG_S, 1 << 30)
+    return CodeJudge(HANG_S)
 
 
 def respond(program: str) -> str:
@@ -148,7 +148,7 @@ def test_no_program_is_no_pass_and_both_kinds_of_tests_count(judge: CodeJudge) -
 
 
 def test_a_program_is_run_once_for_the_same_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge, runs = CodeJudge(HANG_S, 1 << 30), []
+    judge, runs = CodeJudge(HANG_S), []
     run = judge._run
     monkeypatch.setattr(judge, "_run", lambda job, *args: (runs.append(job), run(job, *args))[1])
     right, wrong = respond("def f(x): return x + 1"), respond("def f(x): return x")
@@ -204,13 +204,13 @@ def test_a_program_that_does_not_end_is_ended(program: str, monkeypatch: pytest.
     monkeypatch.setattr(code_module, "_MORE_CPU_S", int(HANG_S))  # the judge ends it, however late it is
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(TimeoutError, match="did not end in 1 s"):
-        CodeJudge(1.0, 1 << 30).judge(NEXT, respond(program))
+        CodeJudge(1.0).judge(NEXT, respond(program))
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def lacking() -> tuple[str, ...]:
     """What the operating system of this machine refuses to protect from."""
-    judge, found = CodeJudge(HANG_S, 1 << 30), []
+    judge, found = CodeJudge(HANG_S), []
     judge._report_protection = lambda refusals: (refusals.read_report(), found.extend(refusals.lacking))
     judge.judge(NEXT, respond("def f(x): return x + 1"))
     return tuple(found)
@@ -239,7 +239,7 @@ def test_what_the_system_refuses_is_said_once(
     weaken: Callable[[str, str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     weaken(*WITHOUT_SECCOMP)
-    judge = CodeJudge(HANG_S, 1 << 30)
+    judge = CodeJudge(HANG_S)
     for program in ("def f(x): return x + 1", "def f(x): return 1 + x"):
         assert judge.judge(NEXT, respond(program)) == 1.0
     assert [r.message for r in caplog.records].count(
@@ -258,7 +258,7 @@ def test_a_program_cannot_forge_that_warning(judge: CodeJudge, caplog: pytest.Lo
                 except OSError: pass
     """
     judge.judge(NEXT, respond(program))
-    assert CodeJudge(HANG_S, 1 << 30).judge(NEXT, respond(program)) == 0.0
+    assert CodeJudge(HANG_S).judge(NEXT, respond(program)) == 0.0
     assert not caplog.records
 
 
@@ -296,7 +296,7 @@ class TestRefusedCalls:
             except PermissionError: open("made", "w").close()
             while True: pass
         """
-        judge = CodeJudge(HANG_S, 1 << 30)
+        judge = CodeJudge(HANG_S)
 
         def wait(process: object, folder: str, refusals: Refusals, deadline_s: float) -> bool:
             def is_over(folder: str, *_: object, **__: object) -> bool:
@@ -328,7 +328,7 @@ class TestRefusedCalls:
         self, weaken: Callable[[str, str], None], caplog: pytest.LogCaptureFixture
     ) -> None:
         weaken(*WITHOUT_NOTIFICATION)
-        judge = CodeJudge(HANG_S, 1 << 30)
+        judge = CodeJudge(HANG_S)
         program = """
             import ctypes, errno, os
             for call in (lambda: os.chmod('.', 0o700), lambda: os.fork()):
@@ -363,8 +363,8 @@ class TestRefusedCalls:
 
     def test_a_call_can_be_allowed(self) -> None:
         program = respond("import os\nos.mkdir('a')\nos.chmod('a', 0o700)\ndef f(x): return x + 1")
-        assert CodeJudge(HANG_S, 1 << 30, ["chmod"]).judge(NEXT, program) == 1.0
-        assert CodeJudge(HANG_S, 1 << 30, ["fchmodat"]).judge(NEXT, program).refused_calls == ("chmod",)
+        assert CodeJudge(HANG_S, ["chmod"]).judge(NEXT, program) == 1.0
+        assert CodeJudge(HANG_S, ["fchmodat"]).judge(NEXT, program).refused_calls == ("chmod",)
 
     @pytest.mark.parametrize(
         ("names", "message"),
@@ -565,7 +565,7 @@ class TestProcessesThatAreKilled:
             os.rename("pid.part", "pid")
             while True: signal.pause()
         """
-        call = f"CodeJudge({HANG_S}, 1 << 30).judge({NEXT!r}, {respond(program)!r})"
+        call = f"CodeJudge({HANG_S}).judge({NEXT!r}, {respond(program)!r})"
         script = f"from bapo_megatron.rewards.code import CodeJudge; {call}"
         with subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)}) as judge:
             found = waited_for(lambda: list(tmp_path.glob("bapo-program-*/files/pid")))

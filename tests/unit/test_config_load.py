@@ -20,7 +20,6 @@ from bapo_megatron.config.load import (
     shipped_configs,
 )
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runs.resuming import different_settings
 
 
 def write(folder: Path, text: str, name: str = "run.toml") -> Path:
@@ -222,29 +221,6 @@ def test_none_unsets_what_can_be_unset() -> None:
 def test_dump_loads_back_equal(tmp_path: Path, overrides: list[str]) -> None:
     config = load_config([], overrides)
     assert load_config([write(tmp_path, dump_config(config))]) == config
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "overrides"),
-    [
-        ("bapo", 'zero_variance = "keep"', []),
-        ("sft", 'zero_variance = "keep"', ["loss.name=sft"]),
-        ("grpo", 'zero_variance = "drop"', ["loss.name=grpo", "rollout.keep_group=informative"]),
-        ("clip_higher", 'zero_variance = "keep"', ["loss.name=grpo", "loss.clip_high=1.4"]),
-    ],
-)
-def test_the_config_of_a_run_of_an_earlier_version_loads_and_resumes(
-    tmp_path: Path, name: str, settings: str, overrides: list[str]
-) -> None:
-    config = load_config([], overrides)
-    old = tomllib.loads(dump_config(config))
-    of_all_losses = {"clip_low": 0.8, "clip_high": 1.2, "clip_higher": 1.4}
-    old["loss"] |= of_all_losses | {"name": name, "proximal": "behaviour", "importance_cap": 2.0}
-    del old["rollout"]["keep_group"]
-    old["rollout"] |= tomllib.loads(settings)
-    text = tomli_w.dumps(old)
-    assert load_config([write(tmp_path, text)]) == config
-    assert different_settings(text, dump_config(config)) == {}
 
 
 def test_shipped_configs_load_by_name() -> None:

@@ -228,7 +228,7 @@ def resealed(text: str, change: Callable[[dict], None]) -> str:
 def test_a_checkpoint_of_the_first_format_is_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "old" / "hf").mkdir(parents=True)
     (tmp_path / "old" / "state.json").write_text('{"format": 1, "version": 3}')
-    with pytest.raises(CheckpointError, match=r"has format 1, this version reads format 2; .*from that \(model.path\)"):
+    with pytest.raises(CheckpointError, match="has format 1, this version reads format 2"):
         convert(tmp_path / "old")
 
 

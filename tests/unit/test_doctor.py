@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 
 from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
-from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.errors import UserError
@@ -31,14 +30,14 @@ from bapo_megatron.preflight import doctor as doctor_room
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import packages
 from bapo_megatron.preflight import software_checks as software
-from bapo_megatron.preflight.doctor import examine_needs, parse_rendezvous, verdict
-from bapo_megatron.preflight.group import Probes, Rendezvous, clock_finding, started_probes
+from bapo_megatron.preflight.doctor import parse_rendezvous, verdict
+from bapo_megatron.preflight.group import Probes, Rendezvous, started_probes
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
-from bapo_megatron.preflight.software_checks import Driver, visible_indexes
+from bapo_megatron.preflight.software_checks import NvidiaDriver, visible_indexes
 from tests.distributed import HANG_S, in_new_process
 
-DRIVER = Driver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)), (0, 1))
+DRIVER = NvidiaDriver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)), (0, 1))
 FACTS: dict[str, Any] = {
     "torch": "2.9.0+cu128",
     "cuda": "12.8",
@@ -66,13 +65,11 @@ def taken_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def doctor(*arguments: str, file_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, in which no file may grow beyond `file_bytes`, as on a full disk."""
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
-        if file_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
     command = [sys.executable, "-c", PATIENT, "doctor", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, preexec_fn=limit, check=False)
@@ -125,13 +122,13 @@ def test_a_machine_without_gpus_is_fit_for_cpu_use() -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_and_a_taken_port_in_one_answer(taken_port: int) -> None:
-    done = doctor("--port", str(taken_port), file_bytes=16 * 1024)
+def test_a_taken_port_is_named_with_what_shows_its_owner(taken_port: int) -> None:
+    done = doctor("--port", str(taken_port))
     assert done.returncode == 1, done.stdout + done.stderr
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    assert any(f"port {taken_port}" in line and "Address already in use" in line for line in failed)
-    assert any("cannot write" in line and "File too large" in line for line in failed)
-    assert f"not fit: port {taken_port}, disk" in done.stdout.splitlines()[-1]
+    (failed,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert f"port {taken_port}" in failed
+    assert "Address already in use" in failed
+    assert done.stdout.splitlines()[-1] == f"not fit: port {taken_port}"
 
 
 def core_with_one_more(group: str) -> list[Requirement]:
@@ -174,7 +171,7 @@ def test_a_torch_that_cannot_answer_fails_without_a_traceback(error: BaseExcepti
 def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at its deadline, before it has written anything."""
     probes = with_replaced({"group.torch_facts": signal.pause}, waited_for, 0, 0.2)
-    (torch_finding,) = software.check_torch(probes.facts, Driver(problem="none"))
+    (torch_finding,) = software.check_torch(probes.facts, NvidiaDriver(problem="none"))
     assert (torch_finding.verdict, torch_finding.what) == ("error", "not done after 0 s")
     monkeypatch.setattr(software, "installed_version", lambda name: "2.9.0")
     assert "torch did not answer" in software.check_transformer_engine(probes.facts, needed=False).what
@@ -195,7 +192,7 @@ def two_over_gloo(num_gpus: int, *rest: Any) -> contextlib.AbstractContextManage
 
 def test_one_process_for_each_visible_gpu() -> None:
     """Of eight, two: NCCL's ranks 2 to 7 would have no device."""
-    eight = functools.partial(Driver, "570.1", (12, 8), 8 * DRIVER.gpus[:1], (0, 1))
+    eight = functools.partial(NvidiaDriver, "570.1", (12, 8), 8 * DRIVER.gpus[:1], (0, 1))
     replaced = {"software_checks.read_driver": eight, "doctor.started_probes": two_over_gloo}
     found = {f.name: f for f in with_replaced(replaced, findings)}
     assert (found["GPUs"].verdict, found["GPUs"].what) == (
@@ -205,7 +202,7 @@ def test_one_process_for_each_visible_gpu() -> None:
 
 
 def test_hidden_gpus_are_for_cpu_use() -> None:
-    replaced = {"software_checks.read_driver": functools.partial(Driver, "570.1", (12, 8), DRIVER.gpus)}
+    replaced = {"software_checks.read_driver": functools.partial(NvidiaDriver, "570.1", (12, 8), DRIVER.gpus)}
     found = with_replaced(replaced, findings)
     by_name = {f.name: f for f in found}
     assert (by_name["torch"].verdict, by_name["NCCL"].verdict) == ("ok", "absent")
@@ -277,8 +274,7 @@ def test_a_port_that_cannot_be_is_a_wrong_argument(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_two_nodes_meet_and_compare_clocks() -> None:
-
+def test_two_nodes_meet() -> None:
     def node(rank: int, port: int) -> subprocess.CompletedProcess[str]:
         return doctor("--rendezvous", f"127.0.0.1:{port}", "--num-nodes", "2", "--node-rank", str(rank))
 
@@ -287,7 +283,6 @@ def test_two_nodes_meet_and_compare_clocks() -> None:
         for done in [result.result() for result in results]:
             assert done.returncode == 0, done.stdout + done.stderr
             assert "4 processes: all-reduce" in done.stdout
-            assert "clocks              at most" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -310,68 +305,14 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch, free_share: float, se
     assert not list(machine.check_room(only_if_stopped, load_hf_config(folder)))
 
 
-def test_disk(tmp_path: Path) -> None:
-    assert machine.check_disk(tmp_path / "not" / "yet", 1).verdict in ("ok", "warning")
-    finding = machine.check_disk(tmp_path, 2**60)
-    assert finding.verdict == "error"
-    assert f"GiB free in {tmp_path}, 1073741824.00 needed" in finding.what
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
-
-
-def test_shared_memory(tmp_path: Path) -> None:
-    assert machine.check_shared_memory(tmp_path / "none").verdict == "warning"
-    assert machine.check_shared_memory(tmp_path).verdict == "ok"
-
-
-def test_low_limits_are_told_with_the_command() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    try:
-        files, _ = machine.check_limits()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert files.verdict == "warning"
-    assert "512" in files.what
-
-
-def test_an_engine_that_does_not_answer(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_TIMEOUT_S", HANG_S)
-    with contextlib.closing(socket.socket()) as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-        config = load_config(
-            ["demo"],
-            [
-                "rollout.engine=attach",
-                f'rollout.urls=["http://127.0.0.1:{port}", "http://127.0.0.1:{taken_port}"]',
-                "data.source=jsonl",
-                "data.path=no/such/file.jsonl",
-                'eval.sets=[{name="a",path="no/such/set.jsonl"}]',
-            ],
-        )
-        found = list(examine_needs(config))
-    by_name = [(f.name, f.verdict) for f in found]
-    files = [("data.path", "error"), ("eval.sets.a.path", "error")]
-    assert by_name == [("model", "ok"), *files, ("engine", "error"), ("engine", "ok")]
-    assert str(port) in found[3].what
-
-
-@pytest.mark.parametrize("url", ["http://h:99999", "http://h:port", "h:30000", "http://[::1", "http://a..b:30000"])
-def test_a_url_that_cannot_be_is_a_finding(url: str) -> None:
-    config = load_config(["demo"], ["rollout.engine=attach", f'rollout.urls=["{url}"]'])
-    *_, finding = examine_needs(config)
-    assert (finding.name, finding.verdict) == ("engine", "error")
-    assert url.removeprefix("http://") in finding.what
-
-
 def test_gpus() -> None:
-    def verdicts(driver: Driver, needed: int) -> list[tuple[str, str]]:
+    def verdicts(driver: NvidiaDriver, needed: int) -> list[tuple[str, str]]:
         return [(f.name, f.verdict) for f in software.check_gpus(driver, needed)]
 
     assert verdicts(DRIVER, 2) == [("driver", "ok"), ("GPUs", "warning")], "one of them is in use"
     assert verdicts(DRIVER, 8) == [("driver", "ok"), ("GPUs", "error")]
-    assert verdicts(Driver(problem="no driver"), 0) == [("driver", "absent"), ("GPUs", "absent")]
-    assert verdicts(Driver(problem="no driver"), 1) == [("driver", "error"), ("GPUs", "error")]
+    assert verdicts(NvidiaDriver(problem="no driver"), 0) == [("driver", "absent"), ("GPUs", "absent")]
+    assert verdicts(NvidiaDriver(problem="no driver"), 1) == [("driver", "error"), ("GPUs", "error")]
 
 
 @pytest.mark.parametrize(
@@ -381,10 +322,10 @@ def test_gpus() -> None:
         (FACTS | {"cuda": None}, DRIVER, ["error", "ok"]),
         (FACTS | {"cuda": "13.0"}, DRIVER, ["error", "ok"]),  # newer than the driver runs
         ({"torch": "2.9.0", "cuda": "12.8", "num_gpus": 0}, DRIVER, ["error", "error"]),
-        ({"torch": "2.9.0+cpu", "cuda": None, "num_gpus": 0}, Driver(problem="none"), ["ok", "absent"]),
+        ({"torch": "2.9.0+cpu", "cuda": None, "num_gpus": 0}, NvidiaDriver(problem="none"), ["ok", "absent"]),
     ],
 )
-def test_torch_against_the_driver(facts: dict[str, Any], driver: Driver, verdicts: list[str]) -> None:
+def test_torch_against_the_driver(facts: dict[str, Any], driver: NvidiaDriver, verdicts: list[str]) -> None:
     assert [f.verdict for f in software.check_torch(facts, driver)] == verdicts
 
 
@@ -404,19 +345,10 @@ def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ampere.verdict, "has no FP8" in ampere.what) == ("error", True)
 
 
-def test_an_old_chip_and_a_toolkit_of_another_cuda_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_chip_is_named() -> None:
     assert software.check_chip([9, 0]).verdict == "ok"
     turing = software.check_chip([7, 5])
     assert (turing.verdict, turing.what) == ("error", "compute capability 7.5 is too old: bfloat16 needs 8.0 (Ampere)")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert software.check_toolkit("13.0").verdict == "absent"
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
-    nvcc.chmod(0o755)
-    assert software.check_toolkit("12.9").verdict == "ok"
-    other = software.check_toolkit("13.0")
-    assert (other.verdict, other.what) == ("warning", f"{nvcc} is of CUDA 12.8, and torch of 13.0")
 
 
 ASKED = """
@@ -461,20 +393,6 @@ def test_transformer_engine_is_asked_for_its_attention(tmp_path: Path, monkeypat
     module.write_text("")
     silent = software.check_attention({}, 16, 4, 128, 2048, False)
     assert (silent.verdict, "has no attribute" in silent.what) == ("warning", True)
-
-
-def test_the_variables_of_gpu_processes_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
-    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
-    shown = software.check_variables({}, is_attached=True)
-    assert "NCCL_CUMEM_ENABLE=1 (yours), NCCL_NVLS_ENABLE=0, CUDA_DEVICE_MAX_CONNECTIONS=" in shown.what
-    assert "attached servers" in shown.advice
-
-
-def test_clocks() -> None:
-    assert clock_finding([0.0, 0.2, -0.1]).verdict == "ok"
-    apart = clock_finding([0.0, 0.2, -7.5])
-    assert (apart.verdict, apart.what) == ("warning", "at most 7.500 s apart (process 2)")
 
 
 def test_rendezvous() -> None:

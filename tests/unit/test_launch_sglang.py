@@ -24,8 +24,10 @@ def command(extra: dict[str, Any] | None = None, *, has_gpu: bool = False, **rol
 
 
 def settings(extra: dict[str, Any] | None = None, **rollout: Any) -> Config:
-    limits = {"engine_max_context": 64, "max_concurrent_requests": 8}
-    return Config.model_validate({"rollout": limits | rollout, "sglang": {"extra": extra or {}}})
+    limits = {"max_response_tokens": 32, "max_concurrent_requests": 8}
+    return Config.model_validate(
+        {"data": {"max_prompt_tokens": 32}, "rollout": limits | rollout, "sglang": {"extra": extra or {}}}
+    )
 
 
 def option(arguments: list[str], name: str) -> str:

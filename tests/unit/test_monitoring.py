@@ -37,7 +37,7 @@ def scrape(url: str) -> dict[str, float]:
 
 
 def test_the_endpoint_serves_the_latest_of_each_metric_and_counts() -> None:
-    endpoint, began_s = PrometheusEndpoint("demo", "127.0.0.1", 0), time.time()
+    endpoint, began_s = PrometheusEndpoint("demo", 0), time.time()
     try:
         collector = endpoint.collector
         collector.engine_states = lambda: [EngineState("http://a:1", True, False, 7, 3, 2)]
@@ -73,7 +73,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"monitor.prometheus_port={port}: cannot listen on 127.0.0.1"):
-            PrometheusEndpoint("demo", "127.0.0.1", port)
+            PrometheusEndpoint("demo", port)
 
 
 # stalls
@@ -224,13 +224,13 @@ def test_the_slowest_rank_is_compared_with_the_median() -> None:
 
 
 def test_only_a_rank_that_stays_slow_is_told_and_once() -> None:
-    alarm = StragglerAlarm(1.5)
+    alarm = StragglerAlarm()
     slow, fast, other = straggler_metrics([1, 1, 2]), straggler_metrics([1, 1, 1.1]), straggler_metrics([2, 1, 1])
     steps = [slow, other, slow, fast, other, slow, slow, slow, fast, fast, fast, fast, fast, slow, slow, slow]
     told = [alarm.observe(step) is not None for step in steps]
     assert [i for i, t in enumerate(told) if t] == [6, 15], "3 of 5 at the seventh; again after five fast ones"
     assert alarm.observe({}) is None
-    again = StragglerAlarm(1.5)
+    again = StragglerAlarm()
     warning = [again.observe(slow) for _ in range(3)][-1]
     assert warning is not None
     assert "trainer rank 2 is slow: its own passes take 2.00 s, 2.0 times the median rank's (1.00 s)" in warning

@@ -58,10 +58,8 @@ def test_a_7b_model_is_fit_for_every_recipe(recipe: str) -> None:
     [
         ("model.dtype=float32", ['model.dtype="bfloat16"', 'precision.fp8="off"']),
         ("model.implementation=local", ['model.implementation="local"', '"auto"']),
-        ("precision.recipe=delayed precision.bf16_layers_at_start=1", ["delayed", 'precision.recipe="tensorwise"']),
         ("precision.fp8_params=true", ["optimizer.distributed=true"]),
         ("precision.fp8_params=true optimizer.distributed=true precision.recipe=mxfp8", ["mxfp8", "fp8_params=false"]),
-        ("precision.bf16_layers_at_end=8 parallel.pipeline=4", ["28 / 4 = 7", "bf16_layers_at_end=7"]),
     ],
 )
 def test_one_refusal_of_settings(overrides: str, parts: list[str]) -> None:
@@ -201,9 +199,10 @@ def test_warnings() -> None:
 
 
 def test_settings_of_fp8_without_fp8_are_an_error() -> None:
-    config = load_config([], ["precision.bf16_layers_at_end=2", "precision.fp8_params=true"])
+    config = load_config([], ["precision.fp8_params=true"])
     (violation,) = check_precision(config, shape=None, machine=None)
-    assert "precision.fp8_params, precision.bf16_layers_at_end" in violation.message
+    assert violation.settings == ("precision.fp8_params", "precision.fp8")
+    assert 'nothing is FP8 with precision.fp8="off"' in violation.message
 
 
 def test_a_learner_refuses_in_one_message() -> None:
@@ -219,12 +218,13 @@ def test_megatron_takes_the_fields(recipe: str) -> None:
 
     from bapo_megatron.learner.policy import transformer_config
 
-    layers = [] if recipe == "delayed" else ["precision.bf16_layers_at_start=1", "precision.bf16_layers_at_end=2"]
-    config = load_config([], [*FP8.split(), f"precision.recipe={recipe}", *layers])
+    layers = "first_last_layers_bf16=true, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2"
+    extra = [] if recipe == "delayed" else [f"megatron.extra={{{layers}}}"]
+    config = load_config([], [*FP8.split(), f"precision.recipe={recipe}", *extra])
     settings = transformer_config(shape(), config)
     assert (settings.fp8, settings.fp8_recipe, settings.transformer_impl) == ("hybrid", recipe, "local")
     is_bf16 = [is_first_last_bf16_layer(settings, layer) for layer in range(28)]
-    assert is_bf16 == [bool(layers) and (layer < 1 or layer >= 26) for layer in range(28)]
+    assert is_bf16 == [bool(extra) and (layer < 1 or layer >= 26) for layer in range(28)]
 
 
 def test_megatrons_fields() -> None:
@@ -238,9 +238,6 @@ def test_megatrons_fields() -> None:
     delayed = fp8_fields(load_config([], f"{FP8} precision.recipe=delayed".split()))
     assert delayed["fp8_amax_compute_algo"] == "max"
     assert delayed["fp8_amax_history_len"] == 1024
-    layers = fp8_fields(load_config([], [*FP8.split(), "precision.bf16_layers_at_end=3"]))
-    assert layers["first_last_layers_bf16"] is True
-    assert (layers["num_layers_at_start_in_bf16"], layers["num_layers_at_end_in_bf16"]) == (0, 3)
 
 
 def test_backend_of_log_probs() -> None:

@@ -12,7 +12,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import model_shape
-from bapo_megatron.preflight import work
+from bapo_megatron.preflight import plan, work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.slurm import check_placement
@@ -285,14 +285,16 @@ def test_groups_that_are_on_two_machines(sharing: str) -> None:
     assert ("pipeline", True) in seen
 
 
-def test_what_goes_over_the_network() -> None:
+def test_what_goes_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two stages of eight data ranks on a node each: hidden states, and no gradients. On shared nodes, both."""
     stages = ["parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=2", "parallel.data=8"]
-    sent = [
-        make_plan(recipe(*stages, *more, "cluster.network_gbit_per_s=8"), SHAPE).train.least
-        - make_plan(recipe(*stages, *more, "cluster.network_gbit_per_s=16"), SHAPE).train.least
-        for more in ([], ["slurm.rollout_nodes=0"])
-    ]  # seconds: (1/1e9 - 1/2e9) of the bytes
+
+    def seconds(bytes_per_s: float, *more: str) -> float:
+        monkeypatch.setattr(plan, "NETWORK_BYTES_PER_S", bytes_per_s)
+        return make_plan(recipe(*stages, *more), SHAPE).train.least
+
+    # (1/1e9 - 1/2e9) of the bytes
+    sent = [seconds(1e9, *more) - seconds(2e9, *more) for more in ([], ["slurm.rollout_nodes=0"])]
     tokens, config = 512 * (2048 + 32768), recipe(*stages)
     passes = 2 + work.num_scoring_passes(config, forwards_first=False)
     hidden = tokens / 8 * 3584 * 2 / 2 * passes  # bfloat16; one of two stages sends in each direction

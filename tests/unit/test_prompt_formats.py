@@ -78,7 +78,7 @@ def test_a_humaneval_row_is_judged_by_its_tests(tmp_path: Path) -> None:
     assert HUMANEVAL["prompt"].rstrip() in question.text
     config = Config.model_validate({"data": {"source": "jsonl", "path": path, "format": "humaneval"}})
     assert JudgeSpec.of(config).kind == "code"
-    judge = CodeJudge(20.0, 1 << 30)
+    judge = CodeJudge(20.0)
     right = f"```python\n{HUMANEVAL['prompt']}{HUMANEVAL['canonical_solution']}```"
     assert judge.judge(question.answer, right) == 1.0
     assert judge.judge(question.answer, right.replace("2 * x", "x")) == 0.0

@@ -65,7 +65,7 @@ def test_the_same_settings_resume_as_the_next_attempt(tmp_path: Path) -> None:
         ("300.0", "60.0"),
         ("[rollout]", '[data]\non_bad_prompt = "skip"\n[rollout]'),
         ('name = "demo"', 'name = "demo"\ndir = "elsewhere"'),
-        ("[rollout]", '[rollout]\nrouter_url = "http://10.0.0.7:30000"\nmax_restarts = 5'),
+        ("[rollout]", "[rollout]\nmax_concurrent_requests = 7\nmax_restarts = 5"),
     ],
 )
 def test_harmless_settings_may_change(tmp_path: Path, old: str, new: str) -> None:

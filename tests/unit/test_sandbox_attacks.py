@@ -707,7 +707,7 @@ def outcome(
     attack: Attack, facts: tuple[Any, ...], objects: Objects, victim: subprocess.Popen[bytes]
 ) -> tuple[str, str]:
     """Return an attack's verdict and the harm done, "" for none."""
-    judge = CodeJudge(attack.timeout_s, 1 << 30)
+    judge = CodeJudge(attack.timeout_s)
     program = PRELUDE.replace("@", repr(facts), 1) + attack.program
     before, precious = [victim_state(pid) for pid in facts[:2]], Path(facts[3])
     listing, status = sorted(os.listdir(precious.parent)), file_state(precious)

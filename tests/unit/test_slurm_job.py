@@ -119,9 +119,9 @@ def test_what_cannot_run_is_said_before_it_is_submitted(settings: tuple[str, ...
     ("settings", "said"),
     [
         ((), "leaves CPUs and memory to the cluster's default"),
-        (("slurm.cpus_per_rank=1", 'slurm.options=["--mem=0"]'), "slurm.cpus_per_rank=1: a rank has threads"),
-        (("slurm.cpus_per_rank=1", 'slurm.options=["--exclusive"]'), None),
-        (("slurm.cpus_per_rank=8", 'slurm.options=["--mem=0"]'), None),
+        (('slurm.options=["--mem=0"]',), "leaves CPUs to the cluster's default"),
+        (('slurm.options=["--exclusive"]',), None),
+        (('slurm.options=["--mem=0", "--cpus-per-task=8"]',), None),
     ],
 )
 def test_few_cpus_are_told_before_submission(settings: tuple[str, ...], said: str | None) -> None:

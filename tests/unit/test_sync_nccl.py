@@ -132,7 +132,7 @@ class NcclWorld(World):
             engine.groups = groups
         self.pool = EnginePool(self.engines)  # type: ignore[arg-type]
         self.learner = FakeLearner()
-        config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=TIMEOUT_S, backend="nccl")  # type: ignore[call-arg]
+        config = SyncConfig(bucket_mib=64 / 2**20, timeout_s=TIMEOUT_S)  # type: ignore[call-arg]
         self.channel = BroadcastChannel(self.pool, config, loop.submit)
         self.channel.connect(self.learner.manifest())
 

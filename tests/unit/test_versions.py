@@ -243,7 +243,7 @@ def test_an_installed_version_against_its_range_and_pin(
     installed: str | None, stack: Stack, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages, "installed_version", lambda name: installed)
-    assert packages.compare(Requirement("torch>=2.7"), pins(stack)["torch"]).state == state
+    assert packages.judge_version(Requirement("torch>=2.7"), pins(stack)["torch"]).state == state
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, **other: str | None) -> None:

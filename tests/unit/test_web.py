@@ -171,7 +171,7 @@ def reported(run: Path, before: Callable[[int], None] = lambda port: None) -> It
 @contextlib.contextmanager
 def measured() -> Iterator[int]:
     """Run the endpoint for Prometheus."""
-    with contextlib.closing(PrometheusEndpoint("demo", "127.0.0.1", 0)) as endpoint:
+    with contextlib.closing(PrometheusEndpoint("demo", 0)) as endpoint:
         yield int(endpoint.url.split(":")[2].split("/")[0])
 
 

@@ -16,16 +16,6 @@ def check_eval(config: Config) -> Iterator[Violation]:
         return
     for table, one in config.eval_sets.items() if config.eval.sets else ():
         yield from check_source(table, one)
-        if one.max_response_tokens is None or config.rollout.engine_max_context is None:
-            continue  # `check_rollout` compares rollout.max_response_tokens
-        longest, limit = config.data.max_prompt_tokens + one.max_response_tokens, config.rollout.engine_max_context
-        if longest > limit:
-            yield Violation(
-                ("rollout.engine_max_context", f"{table}.max_response_tokens", "data.max_prompt_tokens", *EVALUATES),
-                f"{table}.max_response_tokens + data.max_prompt_tokens = {one.max_response_tokens} + "
-                f"{config.data.max_prompt_tokens} = {longest} is more than rollout.engine_max_context={limit}",
-                "set the latter to that or more, or leave it out",
-            )
     if config.data.sources and not config.eval.sets:
         yield Violation(
             (*EVALUATES, "data.sources"),

@@ -48,7 +48,6 @@ IDLE = (
     ),
     Idle("bapo.smoothing_updates", "bapo.scope", lambda c: c.bapo.scope == "smoothed", 'bapo.scope="smoothed"'),
     Idle("loss.reference_path loss.kl_estimator", "loss.kl_coef", lambda c: c.loss.kl_coef > 0, "loss.kl_coef=0.001"),
-    Idle("loss.kl_horizon", "loss.kl_target", lambda c: c.loss.kl_target is not None, "loss.kl_target"),
     Idle(
         "loss.importance_level loss.importance_kind loss.importance_floor loss.importance_cap",
         "loss.proximal",
@@ -152,7 +151,7 @@ IDLE = (
         'rollout.engine="recorded"',
     ),
     Idle(
-        "rollout.num_servers rollout.max_restarts rollout.engine_threads rollout.engine_max_context",
+        "rollout.num_servers rollout.max_restarts rollout.engine_threads",
         "rollout.engine",
         lambda c: engine_kind(c.rollout.engine).specs is not None,
         'an engine that the run starts, such as rollout.engine="embedded"',
@@ -165,34 +164,16 @@ IDLE = (
         'rollout.engine="sglang"',
     ),
     Idle(
-        "sync.bucket_mib sync.backend",
+        "sync.bucket_mib",
         "sync.channel",
         lambda c: c.sync.channel == "broadcast",
         'sync.channel="broadcast"',
     ),
     Idle(
-        "checkpoint.keep_last checkpoint.asynchronous checkpoint.timeout_s",
+        "checkpoint.keep_last checkpoint.asynchronous",
         "checkpoint.interval_steps",
         lambda c: c.checkpoint.interval_steps is not None,
         "checkpoint.interval_steps=20",
-    ),
-    Idle(
-        "monitor.wandb_project",
-        "monitor.sinks",
-        lambda c: "wandb" in c.monitor.sinks,
-        'monitor.sinks=["wandb"]',
-    ),
-    Idle(
-        "monitor.prometheus_host",
-        "monitor.prometheus_port",
-        lambda c: c.monitor.prometheus_port is not None,
-        "monitor.prometheus_port",
-    ),
-    Idle(
-        "monitor.profile_ranks",
-        "monitor.profile_steps",
-        lambda c: bool(c.monitor.profile_steps),
-        "monitor.profile_steps=[3]",
     ),
     Idle(
         "monitor.token_profile",
@@ -201,7 +182,7 @@ IDLE = (
         'a loss that clips, such as loss.name="bapo"',
     ),
     Idle(
-        "cluster.gpus_per_node cluster.gpu_memory_gib cluster.network_gbit_per_s",
+        "cluster.gpus_per_node cluster.gpu_memory_gib",
         "cluster.gpu",
         lambda c: c.cluster.gpu is not None,
         'cluster.gpu="h100" or another kind',

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.engines import engine_kind, num_started
-from bapo_megatron.config.schema import Config, RolloutConfig
+from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.sglang import OWN_ARGUMENTS
 from bapo_megatron.errors import plural
 
@@ -34,14 +34,6 @@ def check_rollout(config: Config) -> Iterator[Violation]:
             f"rollout.abort_tail=true has no tail to abort: rollout.groups_in_flight is the "
             f"{plural(r.prompts_per_step, 'group')} that a step needs",
             f"set rollout.groups_in_flight={2 * r.prompts_per_step}",
-        )
-    longest = config.data.max_prompt_tokens + r.max_response_tokens
-    if r.engine_max_context is not None and r.engine_max_context < longest:
-        yield Violation(
-            ("rollout.engine_max_context", "data.max_prompt_tokens", "rollout.max_response_tokens"),
-            f"rollout.engine_max_context={r.engine_max_context} is shorter than data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {config.data.max_prompt_tokens} + {r.max_response_tokens} = {longest}",
-            "set it to that or more, or leave it out",
         )
 
 
@@ -90,8 +82,6 @@ def check_servers(config: Config) -> Iterator[Violation]:
             "may be killed in the middle of a weight update",
             f"set rollout.hang_timeout_s={config.sync.timeout_s:g}",
         )
-    if url := r.router_url:
-        yield from _router(url, r)
     for url in r.urls if kind.needs == "urls" else ():
         if server_address(url) is None:
             yield Violation(
@@ -106,24 +96,6 @@ def check_servers(config: Config) -> Iterator[Violation]:
             f"sglang.extra.mem_fraction_static={share!r} is not a share of a GPU's memory, for weights and KV cache",
             "set it between 0 and 1, such as 0.85, or leave it out",
         )
-
-
-def _router(url: str, r: RolloutConfig) -> Iterator[Violation]:
-    if engine_kind(r.engine).needs != "urls":
-        yield Violation(
-            ("rollout.router_url", "rollout.engine"),
-            f'rollout.router_url="{url}" is for servers of your own that the router knows',
-            'set rollout.engine="attach" and their rollout.urls, or leave router_url out',
-        )
-    if server_address(url) is None:
-        yield Violation(
-            ("rollout.router_url",),
-            f'rollout.router_url="{url}" is not a URL',
-            'set it to something like "http://127.0.0.1:30001"',
-        )
-    if url.rstrip("/") in {worker.rstrip("/") for worker in r.urls}:
-        problem = f'rollout.router_url="{url}" is also one of rollout.urls, which are the servers behind it'
-        yield Violation(("rollout.router_url", "rollout.urls"), problem, "take it out of one of them")
 
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}

@@ -11,7 +11,6 @@ from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.placement import place, rollout_nodes
 
 WHOLE_NODES = '"--exclusive", "--mem=0"'
-_FEW_CPUS = 4  # of a process with a GPU
 _SERVERS = ("rollout.engine", "rollout.server_tensor_parallel", "cluster.gpu", "cluster.gpus_per_node")
 _NODES = ("slurm.rollout_nodes", "cluster.nodes", "rollout.num_servers", *_SERVERS)  # decide where engines are
 
@@ -155,7 +154,7 @@ def _jobs(config: Config) -> Iterator[Violation]:
         yield Violation(
             ("slurm.chain", "slurm.sweep"),
             f"slurm.sweep cannot be combined with slurm.chain={config.slurm.chain}",
-            "set slurm.chain=1: with slurm.requeue each task continues by itself",
+            "set slurm.chain=1: each task is queued again and continues by itself",
         )
 
     if config.slurm.spare_nodes and not config.run.max_restarts:
@@ -166,9 +165,9 @@ def _jobs(config: Config) -> Iterator[Violation]:
         )
     if config.run.standby:
         yield warning(("run.standby",), "run.standby has no effect in a job: bapo train alone has ranks on standby")
-    if config.checkpoint.interval_steps is None and (config.slurm.requeue or config.slurm.chain > 1):
+    if config.checkpoint.interval_steps is None and (config.slurm.requeues or config.slurm.chain > 1):
         yield warning(
-            ("checkpoint.interval_steps", "slurm.requeue", "slurm.chain"),
+            ("checkpoint.interval_steps", "slurm.options", "slurm.chain"),
             "checkpoint.interval_steps is unset: a job that is preempted or fails starts over",
             "set checkpoint.interval_steps=20",
         )
@@ -177,25 +176,18 @@ def _jobs(config: Config) -> Iterator[Violation]:
 def check_shares(config: Config) -> Iterator[Violation]:
     """Warn of a job with GPUs whose share of CPUs and memory is the cluster's default: often one CPU a rank."""
     options = [option.partition("=")[0].split()[0] for option in config.slurm.options]
-    cpus = config.slurm.cpus_per_rank or {"--exclusive", "--cpus-per-task", "-c", "--cpus-per-gpu"} & {*options}
+    cpus = {"--exclusive", "--cpus-per-task", "-c", "--cpus-per-gpu"} & {*options}
     memory = {"--exclusive", "--mem", "--mem-per-cpu", "--mem-per-gpu"} & {*options}
     missing = [name for name, given in (("CPUs", cpus), ("memory", memory)) if not given]
-    settings = ("slurm.cpus_per_rank", "slurm.options", "cluster.gpu", "cluster.nodes")
+    settings = ("slurm.options", "cluster.gpu", "cluster.nodes")
     if config.cluster.gpu is None:
         return
-    if config.slurm.cpus_per_rank and config.slurm.cpus_per_rank < _FEW_CPUS and "--exclusive" not in options:
-        yield warning(
-            settings,
-            f"slurm.cpus_per_rank={config.slurm.cpus_per_rank}: a rank has threads for Python, NCCL, checkpoints and "
-            "rewards, and an SGLang server has several processes",
-            f"set slurm.cpus_per_rank={_FEW_CPUS} or more, or add {WHOLE_NODES} to slurm.options",
-        )
     if missing:
         yield warning(
             settings,
             f"the job asks for GPUs, and leaves {' and '.join(missing)} to the cluster's default, which is often one "
             "CPU a rank",
-            f"add {WHOLE_NODES} to slurm.options for whole nodes, or set slurm.cpus_per_rank and --mem",
+            f"add {WHOLE_NODES} to slurm.options for whole nodes, or --cpus-per-task and --mem",
         )
 
 
