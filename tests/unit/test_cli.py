@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bapo_megatron import cli
+from bapo_megatron import cli, verbs
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.runtime import program
 from bapo_megatron.version import __version__
@@ -76,10 +76,10 @@ def test_a_missing_model_is_told_with_the_other_violations(capsys: pytest.Captur
 
 
 def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(options: object) -> int:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_check", interrupted)
+    monkeypatch.setattr("bapo_megatron.preflight.check.load_checked", interrupted)
     assert cli.main(["check", "demo"]) == 130
     assert capsys.readouterr().err == "bapo: interrupted\n"
 
@@ -100,9 +100,9 @@ def test_metrics_that_cannot_be_read_are_one_error(tmp_path: Path, capsys: pytes
 def test_text_that_the_terminal_has_no_letters_for_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
-    monkeypatch.setattr(cli, "_version", lambda options: print("\xfc 0.5 \xb1 0.1 f\udcfc.toml"))
+    monkeypatch.setattr(verbs, "__version__", "\xfc 0.5 \xb1 0.1 f\udcfc.toml")
     cli.main(["version"])
-    assert written.getvalue() == b"\\xfc 0.5 \\xb1 0.1 f\xfc.toml\n"
+    assert written.getvalue() == b"bapo-megatron \\xfc 0.5 \\xb1 0.1 f\xfc.toml\n"
 
 
 def test_bapo_alone_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +135,7 @@ def test_demos_of_the_same_second_have_names_of_their_own(monkeypatch: pytest.Mo
     names = set()
     for process in (41, 42):
         monkeypatch.setattr("os.getpid", lambda process=process: process)
-        monkeypatch.setattr(cli, "_run", lambda arguments: names.add(arguments[1]) or 1)
+        monkeypatch.setattr("bapo_megatron.local.train_command", lambda told, began_s: names.add(told[1]) or 1)
         assert cli.main(["demo"]) == 1
     assert names == {"run.name=demo-20261123-152523-41", "run.name=demo-20261123-152523-42"}
 
@@ -144,7 +144,7 @@ def test_demos_of_the_same_second_have_names_of_their_own(monkeypatch: pytest.Mo
 def test_only_the_whole_demo_says_what_it_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
 ) -> None:
-    monkeypatch.setattr(cli, "_run", lambda _: code)
+    monkeypatch.setattr("bapo_megatron.local.train_command", lambda told, began_s: code)
     assert cli.main(["demo", *arguments]) == code
     assert ("That was the whole loop" in capsys.readouterr().out) == (not arguments and code == 0)
 
@@ -317,7 +317,7 @@ def test_the_studies_are_found_from_any_folder(tmp_path: Path) -> None:
 def test_a_package_without_the_studies_says_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(verbs, "CHECKOUT", tmp_path)
     assert cli.main(["reproduce", "staleness"]) == 2
     assert capsys.readouterr().err == (
         "bapo: the studies are not installed: they are the folder studies/ of the source; run `python -m bapo_megatron "

@@ -133,7 +133,7 @@ def test_a_verdict_does_not_depend_on_how_many_files_the_judge_has_open() -> Non
         from bapo_megatron.rewards.code import CodeJudge
         for lowest_free in range(50, 70):
             while os.open(os.devnull, os.O_RDONLY) < lowest_free - 1: pass
-            print(lowest_free, float(CodeJudge({HANG_S}, 1 << 30).judge({NEXT!r}, {program!r})))
+            print(lowest_free, float(CodeJudge({HANG_S}).judge({NEXT!r}, {program!r})))
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)

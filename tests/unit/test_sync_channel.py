@@ -546,9 +546,16 @@ def test_stats_say_where_the_time_went(loop: LoopThread) -> None:
 
 def test_an_engine_without_the_channels_transport_is_told_by_the_settings(loop: LoopThread) -> None:
     world = World(loop, 1)
-    config = SyncConfig(backend="nccl", timeout_s=TIMEOUT_S)  # type: ignore[call-arg]
+    (engine,) = world.engines
+    server_info = engine.server_info
+
+    async def disk_alone() -> dict[str, Any]:
+        return await server_info() | {"transports": ["disk"]}
+
+    engine.server_info = disk_alone  # type: ignore[method-assign]
+    config = SyncConfig(timeout_s=TIMEOUT_S)  # type: ignore[call-arg]
     channel = BroadcastChannel(world.pool, config, loop.submit)
-    with pytest.raises(EngineError, match=r"http://a takes weights over gloo, not over nccl: set sync\.channel and"):
+    with pytest.raises(EngineError, match=r"over disk, not over gloo or nccl: set sync\.channel to fit"):
         channel.connect(world.learner.manifest())
 
 

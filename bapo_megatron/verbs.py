@@ -1,0 +1,285 @@
+"""What each verb of the command line does. Heavy imports happen inside a verb, so that --help answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shlex
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.runtime import program
+from bapo_megatron.runtime.files import CHECKOUT
+from bapo_megatron.version import __version__
+
+if TYPE_CHECKING:
+    from bapo_megatron.engines.embedded.text import TextModel
+
+_BEGAN_S = time.monotonic()
+
+
+def _given(options: Namespace) -> list[str]:
+    """Return the configurations and settings of the command line; raise UserError if there are none."""
+    if not options.arguments:
+        raise UserError("give a configuration: a TOML file, or a shipped one such as demo")
+    return options.arguments
+
+
+def train(options: Namespace) -> int:
+    """Train on this machine."""
+    return _run(_given(options))
+
+
+def slurm(options: Namespace) -> int:
+    """Write a SLURM job, and submit it if asked to."""
+    from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.runs.resuming import with_pinned_models
+    from bapo_megatron.slurm.submit import check_job, describe, make_job, submit
+
+    here = not options.dry_run
+    config = load_checked(_given(options), elsewhere=True, here=here, job=lambda config: check_job(config, here=here))
+    if not options.dry_run:
+        config = with_pinned_models(config)
+    job = make_job(config)
+    if options.dry_run:
+        print(job.script, end="")
+        return 0
+    job.write()
+    for label, value in describe(job, submit(job) if options.submit else []).items():
+        print(f"{label:<10} {value}")
+    return 0
+
+
+_DEMO_SHOWS = """\
+That was the whole loop: sampling, judging, clip bounds, updates, new weights to the engines. On a task this small,
+bounds that BAPO searches and wide fixed ones learn equally much."""
+
+
+def demo(options: Namespace) -> int:
+    """Train a small policy, in a folder of its own."""
+    name = f"run.name=demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in the same second
+    code = _run(["demo", name, *options.arguments])
+    if code == 0 and not options.arguments:  # it may be untrue of another task, loss or length
+        print(_DEMO_SHOWS)
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from bapo_megatron.local import train_command
+
+    return train_command(arguments, _BEGAN_S)
+
+
+def init(options: Namespace) -> int:
+    """Write a configuration for a model and prompts."""
+    from bapo_megatron.preflight.starter import this_hardware, write_config
+
+    start = write_config(options.model, options.data, options.output, this_hardware(), options.settings)
+    print(start)
+    print(f"{start.file} is written; next: {shlex.join([*program(), 'train', str(start.file)])}")
+    return 0
+
+
+def check(options: Namespace) -> int:
+    """Print what a configuration describes; its mistakes are errors."""
+    from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.preflight.explain import outline, plan_text
+
+    config = load_checked(_given(options), elsewhere=True)
+    print(outline(config))
+    if config.cluster.gpu is not None:
+        print(plan_text(config))
+    return 0
+
+
+def plan(options: Namespace) -> int:
+    """Print memory, work and time of a run, or the best split of its GPUs."""
+    from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.preflight.explain import explain_plan, outline
+
+    if options.best:
+        return _plan_best(options)
+    if options.output:
+        raise UserError("-o writes the layout that --best finds; add --best, or leave it out")
+    config = load_checked(_given(options), elsewhere=True, memory=False)
+    explanation = explain_plan(config, options.response_tokens)
+    print(f"{explanation.verdict}\n\n{outline(config)}\n{explanation.needs}")
+    if explanation.problems:
+        raise ConfigError("\n".join(explanation.problems))
+    return 0
+
+
+def _plan_best(options: Namespace) -> int:
+    from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.preflight.explain import explain_best
+    from bapo_megatron.preflight.plan import CHOSEN
+    from bapo_megatron.runtime.files import explaining_os_errors
+
+    file: Path | None = options.output
+    if file is not None and file.exists():
+        raise UserError(f"{file} exists: give another name with -o, or remove it")
+    config = load_checked(_given(options), elsewhere=True, memory=False, ignored=CHOSEN)
+    text, best = explain_best(config, options.response_tokens)
+    print(text)
+    if file is None:
+        print(f"\n{best.to_toml()}", end="")
+        return 0
+    with explaining_os_errors(file, "give another name with -o"), file.open("x", encoding="utf-8") as stream:
+        stream.write(best.to_toml())
+    print(f"written to {file}")
+    return 0
+
+
+def doctor(options: Namespace) -> int:
+    """Print what this machine is fit for."""
+    from bapo_megatron.preflight.packages import Stack, check_required, check_versions, table
+
+    packages = check_required()
+    if options.versions:
+        from bapo_megatron.preflight.software_checks import read_driver
+
+        stack: Stack = "gpu" if read_driver().gpus else "cpu"
+        print("\n".join(table(stack)))
+        return int("error" in (packages.verdict, check_versions(stack).verdict))
+    print(packages, flush=True)
+    if packages.verdict == "error":  # the following checks import them
+        return 1
+    from bapo_megatron.config.load import load_config, split_arguments
+    from bapo_megatron.preflight.doctor import examine, parse_rendezvous, verdict
+
+    config = load_config(*split_arguments(options.config)) if options.config else None
+    rendezvous = parse_rendezvous(options.rendezvous, options.num_nodes, options.node_rank)
+    findings = [packages]
+    for finding in examine(config, options.port, rendezvous):
+        findings.append(finding)
+        print(finding, flush=True)
+    text, code = verdict(findings)
+    print(text)
+    return code
+
+
+def convert(options: Namespace) -> int:
+    """Check a checkpoint, and convert it if a target is given."""
+    from bapo_megatron import convert as conversion
+    from bapo_megatron.config.families import own_family
+
+    max_file_bytes, own = int(options.max_file_gb * 1e9), own_family(options.family)
+    done = conversion.convert(
+        options.source, options.target, to=options.to, dtype=options.dtype, max_file_bytes=max_file_bytes, own=own
+    )
+    print(done)
+    if options.target:
+        print(f"written to {options.target}")
+    return 0
+
+
+def evaluate(options: Namespace) -> int:
+    """Evaluate a checkpoint, and write the answers."""
+    from bapo_megatron.config.load import split_arguments
+    from bapo_megatron.evaluation import run
+
+    config = run.eval_config(options.checkpoint, *split_arguments(options.arguments), options.data, options.samples)
+    if note := run.note_of_training(config, options.data):
+        print(note, file=sys.stderr)
+    output = options.output or Path("evals") / time.strftime("%Y%m%d-%H%M%S")
+    evaluation = run.evaluate(
+        config, options.checkpoint, output, limit=options.limit, tell=lambda text: print(text, file=sys.stderr)
+    )
+    print(evaluation.table())
+    print(f"\nwritten to {output}")
+    return 0
+
+
+def report(options: Namespace) -> int:
+    """Write a report, or serve one while its run lasts."""
+    from bapo_megatron.report.page import write_comparison, write_report
+
+    run, *others = options.runs
+    if options.serve:
+        from bapo_megatron.report.serve import serve_report
+
+        if others or options.output:
+            raise UserError("--serve follows one run and writes no file; give one run, without --output")
+        serve_report(run, options.port, lambda text: print(text, flush=True))
+        return 0
+    print(write_comparison(options.runs, options.output) if others else write_report(run, options.output))
+    return 0
+
+
+def reproduce(options: Namespace) -> int:
+    """Train the runs of studies, and write their pages."""
+    if not (CHECKOUT / "studies" / "run.py").is_file():
+        raise UserError(
+            "the studies are not installed: they are the folder studies/ of the source; run `python -m bapo_megatron "
+            "reproduce` in a clone of it, see docs/reproduction/README.md"
+        )
+    sys.path.insert(0, str(CHECKOUT))
+    run = importlib.import_module("studies.run")  # studies/ import the package, never the other way round
+    run.reproduce(
+        run.Options(
+            names=tuple(options.names),
+            quick=options.quick,
+            output=options.output or options.runs / "results",
+            runs_dir=options.runs,
+            num_jobs=options.jobs,
+            timeout_s=options.timeout_s,
+        )
+    )
+    return 0
+
+
+def serve(options: Namespace) -> int:
+    """Serve a model over HTTP."""
+    from bapo_megatron.engines.embedded.server import check_address, serve_text
+
+    check_address(options.host, options.port)
+    return serve_text(_model(options, options.max_running), host=options.host, port=options.port)
+
+
+def chat(options: Namespace) -> int:
+    """Talk to a model."""
+    from bapo_megatron.engines.embedded import chat as terminal
+
+    terminal.chat(_model(options, max_running=1), temperature=options.temperature, system=options.system)
+    return 0
+
+
+def _model(options: Namespace, max_running: int) -> TextModel:
+    import torch
+
+    from bapo_megatron.config.families import own_family
+    from bapo_megatron.convert import hf_folder
+    from bapo_megatron.engines.embedded.text import TextModel
+    from bapo_megatron.runtime import num_cores
+
+    torch.set_num_threads(1)  # of this thread: the engine has one of its own
+    own = own_family(options.family)
+    with hf_folder(options.model, own=own) as (folder, _version):
+        return TextModel.load(
+            folder,
+            name=options.model,
+            max_context=options.max_context,
+            max_running=max_running,
+            dtype=getattr(torch, options.dtype),
+            num_threads=options.threads or num_cores(),
+            own=own,
+        )
+
+
+def completion(options: Namespace) -> int:
+    """Print what a shell reads to complete commands."""
+    import argcomplete
+
+    print(argcomplete.shellcode(["bapo"], shell=options.shell))
+    return 0
+
+
+def version(options: Namespace) -> int:
+    """Print the version."""
+    print(f"bapo-megatron {__version__}")
+    return 0
