@@ -108,8 +108,8 @@ def test_text_that_the_terminal_has_no_letters_for_is_escaped(monkeypatch: pytes
 def test_bapo_alone_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     said = capsys.readouterr()
-    verbs = [line.split()[1] for line in said.out.splitlines() if line.startswith("  bapo ")]
-    assert verbs == ["demo", "init", "check", "train", "report"]
+    told = [line.split()[1] for line in said.out.splitlines() if line.startswith("  bapo ")]
+    assert told == ["demo", "init", "check", "train", "report"]
     assert said.err == ""
 
 
