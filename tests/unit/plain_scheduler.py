@@ -198,10 +198,10 @@ class PlainBook:
             self.ledger.drop(sample.sample_id, reason)
 
 
-class PlainQueue(stream._Queue):
+class PlainQueue(stream.ReadyQueue):
     """A heap that each step fills anew."""
 
-    def __init__(self, ranks: Iterable[stream._Rank]) -> None:
+    def __init__(self, ranks: Iterable[stream.Rank]) -> None:
         super().__init__()
         self._heap = list(ranks)
         heapq.heapify(self._heap)
@@ -209,7 +209,7 @@ class PlainQueue(stream._Queue):
     def __len__(self) -> int:
         return len(self._heap)
 
-    def put(self, rank: stream._Rank) -> None:
+    def put(self, rank: stream.Rank) -> None:
         heapq.heappush(self._heap, rank)
 
 
@@ -230,9 +230,9 @@ class PlainStream(Stream):
         for sample in samples:
             self._ready.put(self._rank(sample))
 
-    def _rank(self, sample: Sample) -> stream._Rank:
+    def _rank(self, sample: Sample) -> stream.Rank:
         is_urgent = self._book.is_urgent(sample, self.next_version)
-        return stream._Rank(not is_urgent, self._pieces[sample.sample_id], sample.prompt.prompt_id, sample.sample_id)
+        return stream.Rank(not is_urgent, self._pieces[sample.sample_id], sample.prompt.prompt_id, sample.sample_id)
 
     def _pump(self) -> None:
         if not self._is_open or self._failure is not None:
@@ -262,7 +262,7 @@ class PlainStream(Stream):
             if not self._dispatcher.pool.live():
                 self._changed.set()
             self._pump()
-            await asyncio.sleep(stream._TICK_S)
+            await asyncio.sleep(stream.TICK_S)
 
 
 def make_plain(scheduler: Scheduler) -> Scheduler:
