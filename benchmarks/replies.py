@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
-from bapo_megatron.engines.http import _REPLIES, _decoded, parse_reply
+from bapo_megatron.engines.http import REPLIES, decode, parse_reply
 from bapo_megatron.types import Prompt, Sample, Segment
 from benchmarks.side_by_side import Rows, main, same, take_turns
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "unit"))
 
-from plain_reply import plain_parse
+from reply_meaning import meaning
 
 PLAIN = "json and loops over tokens"
 VOCAB_SIZE = 151936
@@ -63,11 +63,11 @@ def handed_over(result: GenerateResult) -> Sample:
 
 def plain(raw: bytes, requests: Sequence[GenerateRequest]) -> list[Sample]:
     replies = json.loads(raw)
-    return [handed_over(plain_parse(r, q, VOCAB_SIZE)) for r, q in zip(replies, requests, strict=True)]
+    return [handed_over(meaning(r, q, VOCAB_SIZE)) for r, q in zip(replies, requests, strict=True)]
 
 
 def ours(raw: bytes, requests: Sequence[GenerateRequest]) -> list[Sample]:
-    replies: Any = _decoded(raw, _REPLIES)
+    replies: Any = decode(raw, REPLIES)
     return [handed_over(parse_reply(r, q, VOCAB_SIZE)) for r, q in zip(replies, requests, strict=True)]
 
 

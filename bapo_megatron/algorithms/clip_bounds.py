@@ -141,7 +141,7 @@ def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
     positive, negative = values[: len(highs)], values[len(highs) : -2]
     path = _search_path(len(highs) - 1, len(lows) - 1, config.order)
     for num_moves, (i, j) in enumerate(path):  # noqa: B007 (read after the loop)
-        rho = _rho(positive[i], negative[j], config)
+        rho = measured_rho(positive[i], negative[j], config)
         if config.scope == "fixed" or not rho < config.rho0:
             break
     saturated = rho < config.rho0 and config.scope != "fixed"
@@ -161,7 +161,7 @@ def _search_path(num_high: int, num_low: int, order: str) -> list[tuple[int, int
     return [(i, 0) for i in range(num_high + 1)] + [(num_high, j) for j in range(1, num_low + 1)]
 
 
-def _rho(positive: float, negative: float, config: ClipBoundConfig) -> float:
+def measured_rho(positive: float, negative: float, config: ClipBoundConfig) -> float:
     """Compute the contribution of positive tokens from P and N, by one of the four readings of Eq. 8."""
     if positive + negative == 0:
         return math.nan

@@ -110,7 +110,7 @@ class _TokenLogProbs(torch.autograd.Function):
         sums_3R = hidden_RH.new_zeros((3, num_rows), dtype=dtype)  # exp(logit - max), the same * logit, target's logit
         statistics, _ = _kernels(backend)
         for rows in slices(num_rows if shard.num_real else 0, chunk_tokens):
-            logits_CV = _matmul(hidden_RH[rows], real_VH.T)
+            logits_CV = matmul(hidden_RH[rows], real_VH.T)
             columns_C = _local_columns(targets_R[rows], shard)
             max_R[rows], *sums = statistics(logits_CV, columns_C, temperature, with_entropy)
             del logits_CV  # before the next chunk's are made
@@ -150,7 +150,7 @@ class _TokenLogProbs(torch.autograd.Function):
         _, gradients = _kernels(ctx.backend)
         for rows in slices(hidden_RH.shape[0] if shard.num_real else 0, ctx.chunk_tokens):
             grad_CV = gradients(
-                _matmul(hidden_RH[rows], real_VH.T),
+                matmul(hidden_RH[rows], real_VH.T),
                 _local_columns(targets_R[rows], shard),
                 ctx.temperature,
                 log_z_R[rows],
@@ -159,7 +159,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 None if entropy_pull_R is None else entropy_pull_R[rows],
             )
             if grad_hidden_RH is not None:
-                grad_hidden_RH[rows] = _matmul(grad_CV, real_VH)
+                grad_hidden_RH[rows] = matmul(grad_CV, real_VH)
             if grad_weight_VH is not None:
                 _add_matmul(grad_weight_VH[: shard.num_real], grad_CV.T, hidden_RH[rows])
             del grad_CV  # before the next chunk's are made
@@ -247,10 +247,10 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif total.dtype == a.dtype == b.dtype:
         total.addmm_(a, b)
     else:
-        total += _matmul(a, b)
+        total += matmul(a, b)
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b, accumulated and returned in float32 (float64 for float64), also for 16-bit operands."""
     low = _low_dtype(a, b)
     if low is not None and a.is_cuda:  # tensor cores take 16-bit operands and can return their float32 sums

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096  # columns that one program holds at a time
+BLOCK = 4096  # columns that one program holds at a time
 _NUM_WARPS = 8
 
 
@@ -32,7 +32,7 @@ def row_statistics(
         num_columns,
         1.0 / temperature,
         with_entropy,
-        _BLOCK,
+        BLOCK,
         num_warps=_NUM_WARPS,
     )
     max_C, sum_C, weighted_C, target_C = out_4C.unbind()
@@ -50,12 +50,12 @@ def logit_gradients(
 ) -> Tensor:
     """See `logprobs.logit_gradients`; overwrites the logits."""
     num_rows, num_columns = _checked(logits_CV).shape
-    grid = (num_rows, triton.cdiv(num_columns, _BLOCK))
+    grid = (num_rows, triton.cdiv(num_columns, BLOCK))
     has_entropy = entropy_pull_C is not None
     rows = [x.contiguous() for x in (columns_C, log_z_C, pull_C, entropy_C, entropy_pull_C) if x is not None]
     if not has_entropy:
         rows.append(pull_C)  # a pointer that is not read
-    _logit_gradients[grid](logits_CV, *rows, num_columns, 1.0 / temperature, has_entropy, _BLOCK, num_warps=_NUM_WARPS)
+    _logit_gradients[grid](logits_CV, *rows, num_columns, 1.0 / temperature, has_entropy, BLOCK, num_warps=_NUM_WARPS)
     return logits_CV
 
 

@@ -39,7 +39,7 @@ from bapo_megatron.tokens import Array, Rows, read_only
 
 _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0
-_IDLE_S = 1.0  # after which a connection is not used again: uvicorn closes it after 5 s, and would lose a request
+IDLE_S = 1.0  # after which a connection is not used again: uvicorn closes it after 5 s, and would lose a request
 _LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
 _MAX_FLOAT = sys.float_info.max
 _UNVERSIONED = "default"  # a server's name of the weights it started with
@@ -87,8 +87,8 @@ class _Reply(TypedDict, total=False):
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
-_REPLY = msgspec.json.Decoder(_Reply)
-_REPLIES = msgspec.json.Decoder(list[_Reply])
+REPLY = msgspec.json.Decoder(_Reply)
+REPLIES = msgspec.json.Decoder(list[_Reply])
 
 
 class HttpEngine:
@@ -122,9 +122,9 @@ class HttpEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check_vocabulary(request)
-        what, max_bytes = f"request {request.rid}", _max_reply([request])
+        what, max_bytes = f"request {request.rid}", max_reply_bytes([request])
         raw = await self._send("POST", "/generate", _generate_body(request), what=what, max_bytes=max_bytes)
-        result = self._result(_decoded(raw, _REPLY), request)
+        result = self._result(decode(raw, REPLY), request)
         if isinstance(result, EngineError):
             raise result
         return result
@@ -140,8 +140,8 @@ class HttpEngine:
             body["return_sampling_mask"] = True
         if requests[0].streams:  # a run asks for the same ones each time
             body |= {"return_rows": bodies[0]["return_rows"], "num_fed": [b["num_fed"] for b in bodies]}
-        raw = await self._send("POST", "/generate", body, what=what, max_bytes=_max_reply(requests))
-        decoded = _decoded(raw, _REPLIES)
+        raw = await self._send("POST", "/generate", body, what=what, max_bytes=max_reply_bytes(requests))
+        decoded = decode(raw, REPLIES)
         if not isinstance(decoded, list) or len(decoded) != len(requests):
             raise EngineError(f"{self.url}, {what}: the reply is not a list of {len(requests)} results")
         return [self._result(reply, request) for reply, request in zip(decoded, requests, strict=True)]
@@ -175,7 +175,7 @@ class HttpEngine:
         max_bytes = _MAX_REPLY_BASE + (num_scored + 1) * (1 + top_k) * _MAX_REPLY_TOKEN
         raw = await self._send("POST", "/generate", body, what=what, max_bytes=max_bytes)
         try:
-            return _scores(as_dict(as_dict(_plain(raw)).get("meta_info")), num_scored, top_k)
+            return parse_scores(as_dict(as_dict(_plain(raw)).get("meta_info")), num_scored, top_k)
         except _BadReplyError as problem:
             raise EngineError(f"{self.url}, {what}: {problem}") from None
 
@@ -290,7 +290,7 @@ class HttpEngine:
             EngineError: any status but 200, another encoding, or more bytes; follows no redirect.
         """
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, headers=self._headers)
         where = f"{self.url}{path}" + (f", {what}" if what else "")
         deadline_s = timeout_s or self._timeout_s
@@ -338,7 +338,7 @@ class HttpEngine:
         return kind(f"{where}: HTTP {status}: {message}")
 
 
-def _max_reply(requests: Sequence[GenerateRequest]) -> int:
+def max_reply_bytes(requests: Sequence[GenerateRequest]) -> int:
     """Return the most bytes that a valid reply to these requests has."""
     return sum(
         _MAX_REPLY_BASE
@@ -361,7 +361,7 @@ async def _start_of(content: aiohttp.StreamReader, num_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _decoded(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+def decode(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
     """Return the typed reply; if it has another form, such as NaN for a number, the JSON value, None without one."""
     try:
         return decoder.decode(raw)
@@ -456,7 +456,7 @@ def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
     return rows
 
 
-def _scores(meta: dict[str, Any], num_scored: int, top_k: int) -> TokenScores:
+def parse_scores(meta: dict[str, Any], num_scored: int, top_k: int) -> TokenScores:
     """Read the log-probs of a prompt's last tokens; a first entry, of the token before them, is not read."""
     entries = [[entry] for entry in _entries(meta, "input_token_logprobs", num_scored, list[_Entry])]
     likeliest = _entries(meta, "input_top_logprobs", num_scored, list[list[_Entry]]) if top_k else [[]] * num_scored

@@ -20,7 +20,7 @@ from bapo_megatron.errors import EngineError, UserError
 LOOPBACK = "127.0.0.1"
 
 _ANY_PORT = 9  # nothing is sent
-_END_TIMEOUT_S = 15.0
+END_TIMEOUT_S = 15.0
 _POLL_S = 0.1
 _STACKS_TIMEOUT_S = 1.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before loopback
@@ -63,7 +63,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.stdin.close()
     for process in processes:
         try:
-            process.wait(timeout=_END_TIMEOUT_S)
+            process.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             kill(process)
 
@@ -77,10 +77,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     try:
-        process.wait(timeout=_END_TIMEOUT_S)
+        process.wait(timeout=END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         print(
-            f"bapo: engine process {process.pid} has not ended {_END_TIMEOUT_S:g} s after SIGKILL and may still hold "
+            f"bapo: engine process {process.pid} has not ended {END_TIMEOUT_S:g} s after SIGKILL and may still hold "
             "its port and its GPU: look at it with ps",
             file=sys.stderr,
             flush=True,

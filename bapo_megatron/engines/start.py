@@ -48,7 +48,7 @@ def started_engines(
             startup_timeout_s=startup_limit_s(r),
             max_restarts=r.max_restarts,
             hang_timeout_s=r.hang_timeout_s,
-            tell=lambda text: _tell(text, log_dir / "supervisor.log"),
+            tell=lambda text: tell_user(text, log_dir / "supervisor.log"),
         ) as engines,
     ):
         yield engines
@@ -80,7 +80,7 @@ def embedded_specs(
     ]
 
 
-def _tell(text: str, log: Path) -> None:
+def tell_user(text: str, log: Path) -> None:
     """Print and log; a full disk or a closed terminal must not end a supervisor's thread."""
     with contextlib.suppress(OSError):
         print(f"bapo: {text}", file=sys.stderr, flush=True)

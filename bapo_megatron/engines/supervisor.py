@@ -27,7 +27,7 @@ from bapo_megatron.errors import UserError
 _POLL_S = 0.2
 _PROBE_INTERVAL_S = 5.0
 _PROBE_TIMEOUT_S = 5.0
-_FIRST_DELAY_S = 1.0
+FIRST_DELAY_S = 1.0
 _MAX_DELAY_S = 30.0
 
 Tell = Callable[[str], None]
@@ -167,7 +167,7 @@ class _Engine:
             old_log, self.log = self.log, self.spec.log.with_name(f"{self.name}.restart-{attempt}.log")
             restart = f"restart {attempt} of {self.max_restarts}, log: {self.log}"
             self.tell(f"{self} {self.problem} (its log: {old_log}); {restart}")
-            if self.run_ended.wait(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _MAX_DELAY_S)):
+            if self.run_ended.wait(min(FIRST_DELAY_S * 2 ** (attempt - 1), _MAX_DELAY_S)):
                 return
             try:
                 self.start()

@@ -22,7 +22,7 @@ from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.types import NeedsTokens, Sample
 
-_TICK_S = 0.5  # interval at which changes of the pool are noticed
+TICK_S = 0.5  # interval at which changes of the pool are noticed
 _ABORT_AGAIN_S = 0.5  # a request may have reached its engine just after the abort did
 _MAX_EMPTY_PIECES = 3  # replies without a token, per sample that needs one, before the engines are declared broken
 
@@ -32,7 +32,7 @@ Take = Callable[[Sequence[Sample]], None]
 """Books a driver's answers."""
 
 
-class _Rank(NamedTuple):
+class Rank(NamedTuple):
     """A sample's place in the queue."""
 
     is_later: bool  # its group may be trained in a later step, too
@@ -46,13 +46,13 @@ class _Rank(NamedTuple):
         return self.is_later and not self.num_pieces
 
 
-class _Queue:
+class ReadyQueue:
     """Samples that wait for a slot. To put a sample that is here gives it another rank."""
 
     def __init__(self) -> None:
         self.not_plain: set[str] = set()  # ids of samples whose rank the next step changes
-        self._ranks: dict[str, _Rank] = {}  # by sample id
-        self._heap: list[_Rank] = []  # also former ranks
+        self._ranks: dict[str, Rank] = {}  # by sample id
+        self._heap: list[Rank] = []  # also former ranks
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -60,7 +60,7 @@ class _Queue:
     def __contains__(self, sample_id: str) -> bool:
         return sample_id in self._ranks
 
-    def put(self, rank: _Rank) -> None:
+    def put(self, rank: Rank) -> None:
         if self._ranks.get(rank.sample_id) == rank:
             return
         self._ranks[rank.sample_id] = rank
@@ -70,7 +70,7 @@ class _Queue:
             self._heap = list(self._ranks.values())
             heapq.heapify(self._heap)
 
-    def first(self) -> _Rank | None:
+    def first(self) -> Rank | None:
         """Return the rank of the first sample."""
         while self._heap and self._ranks.get(self._heap[0].sample_id) != self._heap[0]:
             heapq.heappop(self._heap)
@@ -109,7 +109,7 @@ class ContinuousSampling:
         self._num_started = 0  # requests, in all
         self._withdrawn: set[str] = set()  # sample ids whose request was cancelled, to be sent elsewhere
         self._answers: dict[str, asyncio.Task[None]] = {}  # by the id of the first sample asked about
-        self._ready = _Queue()
+        self._ready = ReadyQueue()
         self._is_behind = True  # perhaps a sample is neither queued, nor requested, nor asked about
         self._pieces: Counter[str] = Counter()  # requests per sample in this step
         self._num_empty = 0  # replies in a row without a token
@@ -278,11 +278,11 @@ class ContinuousSampling:
             if not pool.live():
                 self._changed.set()
             self._pump()
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(TICK_S)
 
     def _catch_up(self) -> None:
         """Queue all samples that need tokens and have no request, and ask about those that wait."""
-        self._ready, self._is_behind = _Queue(), False
+        self._ready, self._is_behind = ReadyQueue(), False
         self._enqueue(s for s in self._book.growing() if s.sample_id not in self._requests)
         for samples in self._book.waiting():
             self._start_answer(samples)
@@ -291,4 +291,4 @@ class ContinuousSampling:
         """Queue samples, those that are queued already with their ranks of now."""
         for s in samples:
             is_urgent = self._book.is_urgent(s, self.next_version)
-            self._ready.put(_Rank(not is_urgent, self._pieces[s.sample_id], s.prompt.prompt_id, s.sample_id))
+            self._ready.put(Rank(not is_urgent, self._pieces[s.sample_id], s.prompt.prompt_id, s.sample_id))

@@ -29,7 +29,7 @@ from bapo_megatron.sync.session import Infos, Members, Replies, Session
 Weights = Iterator[tuple[str, Tensor]]
 
 _POLL_S = 0.0005  # a broadcast has no event to wait for
-_RELEASE_S = 5.0  # time for engines to say that a rendezvous was called off
+RELEASE_S = 5.0  # time for engines to say that a rendezvous was called off
 
 
 class BroadcastChannel:
@@ -79,7 +79,7 @@ class BroadcastChannel:
         group = self._join(members, infos, new)
         stats.lap("pause")
         proving = {url for url, info in infos.items() if "weight_digests" in Capabilities.of(info).extras}
-        sender = _Sender(members, group, version, stats, proving)
+        sender = BucketSender(members, group, version, stats, proving)
         try:
             sender.send(self._plan, weights)
         except _TornError as torn:
@@ -150,7 +150,7 @@ class _Flight:
 
 
 @dataclass(slots=True)
-class _Sender:
+class BucketSender:
     """Sends the buckets of one push and holds two at a time: one travels, the next is gathered.
 
     Over gloo each tensor is a broadcast of its own, from its place to its place: on a CPU a copy costs half as much as
@@ -313,7 +313,7 @@ def _try_to_form(
     refused = replies.failed()
     server = None  # closes the rendezvous: engines that wait in it are let go, and are not to blame
     joined.add_done_callback(lambda late: None if late.exception() else late.result().close())
-    replies.wait_until(time.monotonic() + _RELEASE_S)
+    replies.wait_until(time.monotonic() + RELEASE_S)
     late = replies.unanswered()
     replies.deadline = time.monotonic()
     _, failures = replies.collect()

@@ -32,7 +32,7 @@ from tests.distributed import HANG_S
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.1)
 
 
 # All that a supervisor sees of an engine, in a process that starts at once.
@@ -291,8 +291,8 @@ def test_a_full_disk_or_a_closed_terminal_does_not_end_the_supervisor(
     (tmp_path / "closed").touch()
     with (tmp_path / "closed").open() as read_only:  # writing to it raises an OSError
         monkeypatch.setattr(sys, "stderr", read_only)
-        launch_engines._tell("one line", tmp_path / "no such folder" / "supervisor.log")
-        launch_engines._tell("one line", tmp_path / "supervisor.log")
+        launch_engines.tell_user("one line", tmp_path / "no such folder" / "supervisor.log")
+        launch_engines.tell_user("one line", tmp_path / "supervisor.log")
     assert "one line" in (tmp_path / "supervisor.log").read_text()
 
 

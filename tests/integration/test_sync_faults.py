@@ -244,7 +244,7 @@ def test_an_engine_that_cannot_join_does_not_hold_up_the_others(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one is let go, also where it comes to a rendezvous that was called off: no deadline passes here."""
-    monkeypatch.setattr(broadcast, "_RELEASE_S", HANG_S)
+    monkeypatch.setattr(broadcast, "RELEASE_S", HANG_S)
     world = make(2)
 
     async def refuse(*_: Any) -> None:

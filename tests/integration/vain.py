@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bapo_megatron.engines.update_group import UpdateGroup
 from bapo_megatron.sync import broadcast, session
-from bapo_megatron.sync.broadcast import _Sender
+from bapo_megatron.sync.broadcast import BucketSender
 from bapo_megatron.sync.session import Replies
 from tests.distributed import HANG_S
 
@@ -38,18 +38,18 @@ class Vain:
         self.silent: set[str] = set()  # urls of engines that do not answer before their deadline
         self._switch = folder / "vain-broadcasts"
         self._skipped_s = 0.0
-        self._sender: _Sender | None = None
+        self._sender: BucketSender | None = None
         monkeypatch.setenv(_SWITCH, str(self._switch))
         monkeypatch.setattr(UpdateGroup, "broadcast", _send_or_fail)
         for module in (session, broadcast):
             monkeypatch.setattr(module, "time", self)
-        wait_until, send = Replies.wait_until, _Sender.send
+        wait_until, send = Replies.wait_until, BucketSender.send
 
         def wait_for_those_who_answer(replies: Replies[Any], deadline: float, *, first_failure: bool = False) -> None:
             self._wait(replies, first_failure=first_failure)
             wait_until(replies, deadline, first_failure=first_failure)
 
-        def send_in_vain_or_not(sender: _Sender, *arguments: Any) -> None:
+        def send_in_vain_or_not(sender: BucketSender, *arguments: Any) -> None:
             self._sender = sender
             try:
                 send(sender, *arguments)
@@ -59,7 +59,7 @@ class Vain:
                 self.silent.clear()
 
         monkeypatch.setattr(Replies, "wait_until", wait_for_those_who_answer)
-        monkeypatch.setattr(_Sender, "send", send_in_vain_or_not)
+        monkeypatch.setattr(BucketSender, "send", send_in_vain_or_not)
 
     @property
     def members(self) -> set[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithms.clip_bounds import _rho
+from bapo_megatron.algorithms.clip_bounds import measured_rho
 from bapo_megatron.algorithms.losses import LossInputs, TokenLoss
 from bapo_megatron.algorithms.second_moment import SecondMomentRule
 from bapo_megatron.algorithms.update_rules import Again, NoBounds, no_tokens, update_rule
@@ -94,4 +94,4 @@ def positive_share(table: Tensor, config: ClipBoundConfig, low: float, high: flo
     """rho of the table's tokens at two grid points; raises ValueError where a bound is not on its grid."""
     values, num_high = table.tolist(), len(config.high.points)
     i, j = config.high.points.index(high), config.low.points.index(low)
-    return _rho(values[i], values[num_high + j], config)
+    return measured_rho(values[i], values[num_high + j], config)

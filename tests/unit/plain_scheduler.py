@@ -198,10 +198,10 @@ class PlainBook:
             self.ledger.drop(sample.sample_id, reason)
 
 
-class PlainQueue(continuous._Queue):
+class PlainQueue(continuous.ReadyQueue):
     """A heap that each step fills anew."""
 
-    def __init__(self, ranks: Iterable[continuous._Rank]) -> None:
+    def __init__(self, ranks: Iterable[continuous.Rank]) -> None:
         super().__init__()
         self._heap = list(ranks)
         heapq.heapify(self._heap)
@@ -209,7 +209,7 @@ class PlainQueue(continuous._Queue):
     def __len__(self) -> int:
         return len(self._heap)
 
-    def put(self, rank: continuous._Rank) -> None:
+    def put(self, rank: continuous.Rank) -> None:
         heapq.heappush(self._heap, rank)
 
 
@@ -230,11 +230,9 @@ class PlainStream(ContinuousSampling):
         for sample in samples:
             self._ready.put(self._rank(sample))
 
-    def _rank(self, sample: Sample) -> continuous._Rank:
+    def _rank(self, sample: Sample) -> continuous.Rank:
         is_urgent = self._book.is_urgent(sample, self.next_version)
-        return continuous._Rank(
-            not is_urgent, self._pieces[sample.sample_id], sample.prompt.prompt_id, sample.sample_id
-        )
+        return continuous.Rank(not is_urgent, self._pieces[sample.sample_id], sample.prompt.prompt_id, sample.sample_id)
 
     def _pump(self) -> None:
         if not self._is_open or self._failure is not None:
@@ -264,7 +262,7 @@ class PlainStream(ContinuousSampling):
             if not self._dispatcher.pool.live():
                 self._changed.set()
             self._pump()
-            await asyncio.sleep(continuous._TICK_S)
+            await asyncio.sleep(continuous.TICK_S)
 
 
 def make_plain(scheduler: Scheduler) -> Scheduler:

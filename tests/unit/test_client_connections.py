@@ -40,7 +40,7 @@ def test_requests_share_a_connection_until_it_is_idle(monkeypatch: pytest.Monkey
             engine = http.HttpEngine(str(server.make_url("")), request_timeout_s=HANG_S)
             for _ in range(4):
                 await engine.resume()
-            now_s[0] += 1.01 * http._IDLE_S
+            now_s[0] += 1.01 * http.IDLE_S
             await engine.resume()
             await engine.close()
 
@@ -132,7 +132,7 @@ def test_a_reply_is_read_no_further_than_a_valid_one_goes(status: int, num_token
             await engine.close()
             await asyncio.wait_for(hung_up.wait(), HANG_S)
 
-    limit = http._max_reply([request])
+    limit = http.max_reply_bytes([request])
     message = f"has at most {limit} bytes" if status == 200 else "HTTP 500: 9999"
     with pytest.raises(EngineError, match=message) as raised:
         ask(answer, call)

@@ -144,22 +144,22 @@ def test_a_process_that_the_kernel_holds_is_told_of_and_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = processes.start([sys.executable, "-c", "import signal; signal.pause()"], tmp_path / "engine.log")
-    monkeypatch.setattr(processes, "_END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(processes, "END_TIMEOUT_S", 0.2)
     with monkeypatch.context() as patch:
         patch.setattr(processes.os, "killpg", lambda *_: None)  # as if SIGKILL had no effect yet
         processes.end([held])
     assert f"engine process {held.pid} has not ended 0.2 s after SIGKILL" in capsys.readouterr().err
-    monkeypatch.setattr(processes, "_END_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(processes, "END_TIMEOUT_S", HANG_S)
     processes.kill(held)
     assert held.returncode == -signal.SIGKILL
 
 
 def test_an_engine_ends_when_its_input_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_END_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(processes, "END_TIMEOUT_S", HANG_S)
     process = processes.start([sys.executable, "-c", "import sys; sys.stdin.read()"], tmp_path / "engine.log")
     processes.end([process])
     assert process.returncode == 0
     stubborn = processes.start([sys.executable, "-c", "import signal; signal.pause()"], tmp_path / "engine.log")
-    monkeypatch.setattr(processes, "_END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(processes, "END_TIMEOUT_S", 0.5)
     processes.end([stubborn])
     assert stubborn.returncode == -signal.SIGKILL

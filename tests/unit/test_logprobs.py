@@ -215,8 +215,8 @@ def test_logits_of_one_chunk_at_a_time(monkeypatch):
     from bapo_megatron.algorithms import logprobs
 
     shapes = []
-    matmul = logprobs._matmul
-    monkeypatch.setattr(logprobs, "_matmul", lambda a, b: shapes.append((a.shape[0], b.shape[1])) or matmul(a, b))
+    matmul = logprobs.matmul
+    monkeypatch.setattr(logprobs, "matmul", lambda a, b: shapes.append((a.shape[0], b.shape[1])) or matmul(a, b))
     hidden_RH, weight_VH, targets_R = inputs()
     token_log_probs(hidden_RH, weight_VH, targets_R, shard=whole(), chunk_tokens=4)
     assert shapes == [(4, VOCAB), (4, VOCAB), (3, VOCAB)]

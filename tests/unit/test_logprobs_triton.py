@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(autouse=True)
 def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in a row of a small vocabulary."""
-    monkeypatch.setattr(logprobs_triton, "_BLOCK", 32)
+    monkeypatch.setattr(logprobs_triton, "BLOCK", 32)
 
 
 def inputs(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -157,7 +157,7 @@ for kernel, types, flag in (
     (kernels._row_statistics, statistics, "with_entropy"), (kernels._logit_gradients, gradients, "has_entropy")
 ):
     types |= {"scale": "fp32", flag: "constexpr", "block": "constexpr"}
-    source = ASTSource(kernel, types, {flag: True, "block": kernels._BLOCK})
+    source = ASTSource(kernel, types, {flag: True, "block": kernels.BLOCK})
     done = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels._NUM_WARPS})
     assert done.asm["cubin"]
     assert "st.local" not in done.asm["ptx"], "registers are spilled"

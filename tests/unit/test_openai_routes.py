@@ -378,7 +378,7 @@ def test_replies_that_are_left_leave_no_exception_behind(model: TextModel, held:
     async def leave() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
         replies = [Reply(model, model.encode(PROMPT), SamplingParams(max_new_tokens=40)) for _ in range(2)]
-        async with contextlib.aclosing(routes._merged(replies)) as pieces:
+        async with contextlib.aclosing(routes.merged(replies)) as pieces:
             await anext(pieces)
 
     asyncio.run(leave())

@@ -1,4 +1,4 @@
-"""Replies of many tokens are decoded and checked as arrays, exactly as token by token."""
+"""Replies of many tokens, decoded and checked as arrays, are what their fields mean."""
 
 import asyncio
 import json
@@ -12,10 +12,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from plain_reply import plain_parse
+from reply_meaning import FaultyReplyError, meaning
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
-from bapo_megatron.engines.http import _REPLY, HttpEngine, _decoded, _scores, parse_reply
+from bapo_megatron.engines.http import REPLY, HttpEngine, decode, parse_reply, parse_scores
 from bapo_megatron.errors import EngineError, RequestRefusedError
 from tests.hang import HANG_S
 
@@ -51,13 +51,14 @@ odd = st.one_of(
     ),
     st.floats(),
 )
+odd_logprobs = st.sampled_from([2e-4, 1.01e-4, 0.5, 1e-4, math.nan, math.inf, -math.inf, True, "0"]) | odd
 logprobs = st.floats(max_value=1e-4, allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 0)
 
 
 @st.composite
 def replies(draw: st.DrawFn) -> Any:
     """A good reply, in which at most two values are replaced by odd ones."""
-    ids = draw(st.lists(st.integers(0, 9), max_size=6))
+    ids = draw(st.lists(st.integers(0, 9), max_size=7))  # one more than asked for
     ends = sorted({*draw(st.lists(st.integers(0, len(ids)), max_size=2)), len(ids)})
     starts = [0, *ends][: len(ends)]
     versions = st.sampled_from(["default", "0", "12", 3])
@@ -79,36 +80,52 @@ def replies(draw: st.DrawFn) -> Any:
     places += [(entry, i) for entry in meta["output_token_logprobs"] for i in range(len(entry))]
     places += [(span, key) for span in meta["weight_versions"] for key in span]
     for container, key in draw(st.lists(st.sampled_from(places), max_size=2)):
-        container[key] = draw(odd)
+        is_logprob = key == 0 and any(container is entry for entry in meta["output_token_logprobs"] or ())
+        container[key] = draw(odd_logprobs if is_logprob else odd)
     return draw(odd) if draw(st.integers(0, 30)) == 30 else reply
 
 
-def outcome(parse: Any, reply: Any, vocab_size: int | None) -> GenerateResult | str:
-    try:
-        return parse(reply, REQUEST, vocab_size)
-    except ValueError as problem:
-        return str(problem)
-
-
-def bits(result: GenerateResult | str) -> Any:
-    """Return what makes two outcomes the same, -0.0 and 0.0 told apart; typed entries show 0 as 0.0."""
-    if isinstance(result, str):
-        return re.sub(r"(\d)\.0\b", r"\1", result)
+def bits(result: GenerateResult) -> Any:
+    """Return what makes two results the same, -0.0 and 0.0 told apart."""
     signs = [math.copysign(1, x) for x in result.behaviour_logprobs]
     return result, signs, {*map(type, result.token_ids)}, {*map(type, result.behaviour_logprobs)}
 
 
+def right(num_tokens: int, *, logprob: float = -0.5, end: int | None = None) -> dict[str, Any]:
+    """Return a right reply, but for a log-prob above 0 or a last range that ends elsewhere."""
+    spans = [{"version": "3", "start": 0, "end": num_tokens if end is None else end}]
+    meta = {"id": "r", "finish_reason": {"type": "stop"}, "prompt_tokens": 2, "weight_versions": spans}
+    return {
+        "output_ids": [7] * num_tokens,
+        "meta_info": meta | {"output_token_logprobs": [[logprob, 7] for _ in range(num_tokens)]},
+    }
+
+
 @given(replies(), st.sampled_from([10, 5, None]), st.sampled_from([(",", ":"), (", ", ": ")]))
 @example({"output_ids": [7], "meta_info": None}, 10, (",", ":"))
-def test_replies_are_read_as_token_by_token(reply: Any, vocab_size: int | None, separators: tuple[str, str]) -> None:
+@example(right(6), 10, (",", ":"))
+@example(right(7), 10, (",", ":"))
+@example(right(2, logprob=9e-5), 10, (",", ":"))
+@example(right(2, logprob=1.1e-4), 10, (",", ":"))
+@example(right(3, end=2), 10, (",", ":"))
+@example(right(3, end=4), 10, (",", ":"))
+def test_a_reply_is_read_by_its_meaning_or_refused_for_a_fault(
+    reply: Any, vocab_size: int | None, separators: tuple[str, str]
+) -> None:
     raw = json.dumps(reply, separators=separators).encode()
-    mine = outcome(parse_reply, _decoded(raw, _REPLY), vocab_size)
-    assert bits(mine) == bits(outcome(plain_parse, json.loads(raw), vocab_size))
+    try:
+        expected = meaning(json.loads(raw), REQUEST, vocab_size)
+    except FaultyReplyError as faulty:
+        with pytest.raises(ValueError, match="|".join(map(re.escape, faulty.faults))):
+            parse_reply(decode(raw, REPLY), REQUEST, vocab_size)
+    else:
+        assert bits(parse_reply(decode(raw, REPLY), REQUEST, vocab_size)) == bits(expected)
 
 
 @given(st.binary(max_size=40) | st.text(alphabet='[]{}":,0-9a.\\u', max_size=30).map(str.encode))
 def test_a_body_that_is_no_reply_is_refused(raw: bytes) -> None:
-    assert outcome(parse_reply, _decoded(raw, _REPLY), 10) == "the reply has no output_ids"
+    with pytest.raises(ValueError, match=r"^the reply has no output_ids$"):
+        parse_reply(decode(raw, REPLY), REQUEST, 10)
 
 
 def test_one_bad_reply_of_a_call_spares_the_others() -> None:
@@ -155,11 +172,11 @@ LIKELIEST = [None, [[-0.5, 7], [-2.0, 1]], [[-0.25, 3], [-1, 8]]]
 
 def test_scores_are_read() -> None:
     meta = {"input_token_logprobs": [[None, 5, None], *SCORES[1:]], "input_top_logprobs": LIKELIEST}
-    scores = _scores(meta, 2, 2)
+    scores = parse_scores(meta, 2, 2)
     assert scores.logprobs_N.tolist() == [-0.5, -1.0]
     assert scores.top_ids_NK.tolist() == [[7, 1], [3, 8]]
     assert scores.top_logprobs_NK.tolist() == [[-0.5, -2.0], [-0.25, -1.0]]
-    assert _scores(meta, 2, 0).top_ids_NK.shape == (2, 0)
+    assert parse_scores(meta, 2, 0).top_ids_NK.shape == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +193,7 @@ def test_scores_are_read() -> None:
 )
 def test_bad_scores_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        _scores({"input_token_logprobs": SCORES, "input_top_logprobs": LIKELIEST} | change, 2, 2)
+        parse_scores({"input_token_logprobs": SCORES, "input_top_logprobs": LIKELIEST} | change, 2, 2)
 
 
 CUT = replace(REQUEST, top_p=0.9, top_k=5)
@@ -193,7 +210,7 @@ def cut_reply(**meta: Any) -> dict[str, Any]:
 
 
 def read(reply: dict[str, Any]) -> GenerateResult:
-    return parse_reply(_decoded(json.dumps(reply).encode(), _REPLY), CUT, 10)
+    return parse_reply(decode(json.dumps(reply).encode(), REPLY), CUT, 10)
 
 
 def test_log_probs_of_a_cut_are_those_of_what_it_leaves() -> None:

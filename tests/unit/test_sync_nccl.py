@@ -82,7 +82,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
     monkeypatch.setattr(update_group, "_new_process_group_helper", new_group)
     monkeypatch.setattr(update_group.dist, "destroy_process_group", destroy)
     use_clock(monkeypatch)
-    monkeypatch.setattr(broadcast._Sender, "_device", "cpu")
+    monkeypatch.setattr(broadcast.BucketSender, "_device", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # else the group is gloo's
     yield formed
     for lazy in formed:

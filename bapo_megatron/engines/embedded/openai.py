@@ -169,7 +169,7 @@ class OpenAIRoutes:
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._model.name}
         if not body.stream:
             texts = [""] * len(replies)
-            async with contextlib.aclosing(_merged(replies)) as pieces:
+            async with contextlib.aclosing(merged(replies)) as pieces:
                 async for number, text in pieces:
                     texts[number] += text
             choices = [
@@ -181,7 +181,7 @@ class OpenAIRoutes:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            async with contextlib.aclosing(_merged(replies)) as pieces:
+            async with contextlib.aclosing(merged(replies)) as pieces:
                 async for number, text in pieces:
                     choice = {"index": number, **delta(text), "finish_reason": None}
                     await _send(response, {**head, "choices": [choice]})
@@ -209,7 +209,7 @@ class OpenAIRoutes:
             raise _UnknownModelError(f"model: there is no {name!r} here; this server has {self._model.name!r}")
 
 
-async def _merged(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, str], None]:
+async def merged(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, str], None]:
     """Sample all replies at once; yield the number of a reply and its next piece of text."""
     queue: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
 
