@@ -34,7 +34,10 @@ hypothesis.settings.register_profile("bapo", deadline=None, suppress_health_chec
 hypothesis.settings.load_profile("bapo")
 
 # Files that take longest: where workers take whole files, one of these must not be the last.
-_FIRST = ("test_engine_contract.py", "test_reward_hooks.py", "test_clip_bounds.py")
+_FIRST = (
+    *("test_engine_contract.py", "test_reward_hooks.py", "test_clip_bounds.py"),
+    *("test_check_fuzz.py", "test_sandbox_attacks.py", "test_slurm.py", "test_rollout_benchmark.py"),
+)
 
 
 @pytest.fixture(autouse=True)
