@@ -2,15 +2,17 @@
 
     pause -> begin -> group -> per bucket: gather | announce by HTTP + broadcast -> end -> verify -> continue
 
-While one bucket travels, its digests are computed and the next one is gathered. Every wait watches the engines' replies
-and the broadcast together, has a deadline and names the late engine. An engine that fails is fenced off; if that tears
-a broadcast, the others stay paused until the push is repeated. Nothing is sampled from unverified weights.
+While one bucket travels, its digests are computed and the next one is gathered. The next one is announced once every
+engine has confirmed the last: broadcasts have no names, and two announcements may arrive in either order. Every wait
+watches the engines' replies and the broadcast together, has a deadline and names the late engine. An engine that fails
+is fenced off; if that tears a broadcast, the others stay paused until the push is repeated. Nothing is sampled from
+unverified weights.
 """
 
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -133,25 +135,22 @@ class _TornError(Exception):
 
 
 @dataclass(slots=True)
-class _Flight:
+class Flight:
     """One bucket on its way."""
 
     replies: Replies[None]
     works: list[dist.Work]
 
-    def is_sent(self) -> bool:
-        """Return whether all bytes have left. Raises RuntimeError if a broadcast failed."""
+    def has_arrived(self) -> bool:
+        """Return whether all bytes are sent and all engines have replied. Raises RuntimeError if a broadcast failed."""
         while self.works and self.works[0].is_completed():
             self.works.pop(0).wait()
-        return not self.works
-
-    def has_arrived(self) -> bool:
-        return self.replies.is_done and self.is_sent()
+        return not self.works and self.replies.is_done
 
 
 @dataclass(slots=True)
 class BucketSender:
-    """Sends the buckets of one push and holds two at a time: one travels, the next is gathered.
+    """Sends the buckets of one push. Holds two at a time: one travels, the next is gathered.
 
     Over gloo each tensor is a broadcast of its own, from its place to its place: on a CPU a copy costs half as much as
     sending. Over NCCL, where a launch costs more than a copy, a bucket is packed into one buffer.
@@ -163,7 +162,7 @@ class BucketSender:
     stats: SyncStats
     proving: Set[str]  # urls of engines that tell the digests of what they received
     digests: dict[str, str] = field(default_factory=dict)
-    flights: list[_Flight] = field(default_factory=list)  # at most two: engines take one while another arrives
+    flight: Flight | None = None
 
     def send(self, plan: Sequence[Bucket], weights: Weights) -> None:
         """Send all buckets. Raises _TornError naming the engines at fault, or EngineError if none is."""
@@ -172,14 +171,11 @@ class BucketSender:
         try:
             for bucket in plan:
                 tensors = self._gather(bucket, weights)
-                if self.flights:
-                    last, earlier = self.flights[-1], self.flights[:-1]
-                    self._wait(lambda: last.is_sent() and all(f.has_arrived() for f in earlier))  # noqa: B023
-                    self.flights = [last]
-                self._start(bucket, tensors, is_last=bucket is plan[-1])
+                self._wait()
+                self.flight = self._start(bucket, tensors, is_last=bucket is plan[-1])
                 for spec, tensor in zip(bucket.specs, tensors, strict=True):
                     self.digests[spec.name] = digest(tensor) if self.proving else ""
-            self._wait(lambda: all(flight.has_arrived() for flight in self.flights))
+            self._wait()
         finally:
             self.stats.num_tensors = len(self.digests)
             self.stats.seconds["broadcast"] = time.monotonic() - began_at - self.stats.seconds["gather"]
@@ -189,12 +185,12 @@ class BucketSender:
         began_at = time.monotonic()
         held = dict(itertools.islice(weights, len(bucket.specs)))
         tensors = [held[spec.name].detach().to(self._device).contiguous() for spec in bucket.specs]
-        idle_since = self.flights[-1].replies.done_at if self.flights else began_at
+        idle_since = self.flight.replies.done_at if self.flight else began_at
         if idle_since is not None:
             self.stats.seconds["gather"] += time.monotonic() - max(began_at, idle_since)
         return tensors
 
-    def _start(self, bucket: Bucket, tensors: list[Tensor], *, is_last: bool) -> None:
+    def _start(self, bucket: Bucket, tensors: list[Tensor], *, is_last: bool) -> Flight:
         """Announce a bucket and start its broadcast. The last one carries the version."""
         version = self.version if is_last else None
         if self.group.backend == "nccl":
@@ -215,29 +211,31 @@ class BucketSender:
         replies = self.members.start(f"take the bucket with {bucket.specs[0].name}", take)
         # Over gloo sooner than the replies' deadline: a hung engine ends the broadcast, the others are free to say so.
         timeout_s = self.members.session.timeout_s / 2
-        self.flights.append(_Flight(replies, [self.group.broadcast(tensor, timeout_s) for tensor in tensors]))
         self.stats.num_bytes += bucket.num_bytes
         self.stats.num_buckets += 1
+        return Flight(replies, [self.group.broadcast(tensor, timeout_s) for tensor in tensors])
 
     @property
     def _device(self) -> str:
         return "cuda" if self.group.backend == "nccl" else "cpu"
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds; the first failure or the deadline ends the push."""
+    def _wait(self) -> None:
+        """Wait until the bucket on its way has arrived; the first failure or the deadline ends the push."""
+        if (flight := self.flight) is None:
+            return
         problem: Exception | None = None
         try:
-            while not any(flight.replies.failed() for flight in self.flights):
-                if condition():
+            while not flight.replies.failed():
+                if flight.has_arrived():
                     return
-                if time.monotonic() > self.flights[0].replies.deadline:
+                if time.monotonic() > flight.replies.deadline:
                     break
                 time.sleep(_POLL_S)
         except RuntimeError as error:
             problem = error
-        raise _TornError(self._break_off(problem))
+        raise _TornError(self._break_off(flight, problem))
 
-    def _break_off(self, problem: Exception | None) -> dict[str, EngineError]:
+    def _break_off(self, flight: Flight, problem: Exception | None) -> dict[str, EngineError]:
         """Leave the group, wait for the engines' replies, and return the failures of those to blame.
 
         An engine that does not answer is, even if it waits for another; one that only lost the broadcast is not. If
@@ -245,11 +243,8 @@ class BucketSender:
         did not end. If all of them have proofs, it is those that lost what others received.
         """
         self.group.abandon()
-        failures: dict[str, EngineError] = {}
-        for flight in self.flights:
-            flight.works.clear()  # over gloo each holds the connections, whose end is what the other engines wait for
-        for flight in self.flights:
-            failures = flight.replies.collect()[1] | failures
+        flight.works.clear()  # over gloo each holds the connections, whose end is what the other engines wait for
+        _, failures = flight.replies.collect()
         if to_blame := {url: error for url, error in failures.items() if not isinstance(error, BroadcastLostError)}:
             return to_blame
         confirmed = {engine.url for engine in self.members.engines} - failures.keys()

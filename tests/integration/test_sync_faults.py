@@ -1,5 +1,6 @@
 """Weight pushes to real engine processes that are killed, stopped, started again, or are the wrong ones."""
 
+import asyncio
 import contextlib
 import http.server
 import signal
@@ -31,6 +32,8 @@ from tests.integration.engines import EngineProcess, start_engines
 from tests.integration.nursery import stop
 from tests.integration.vain import NEVER_S, Vain
 
+BUCKET_MIB = 0.25
+GATE, UP = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))  # one after the other, of one size
 REQUEST = GenerateRequest("ask", (3, 4, 5), 8, 1.0, (), 1)
 
 
@@ -67,7 +70,7 @@ class World:
         self.engines = [HttpEngine(p.url, request_timeout_s=HANG_S) for p in processes]
         self.pool = EnginePool(self.engines)
         self.learner = Learner()
-        config = SyncConfig(channel=channel, bucket_mib=0.25, timeout_s=NEVER_S)  # type: ignore[call-arg, arg-type]
+        config = SyncConfig(channel=channel, bucket_mib=BUCKET_MIB, timeout_s=NEVER_S)  # type: ignore[call-arg, arg-type]
         self.channel: Channel = open_channel(
             config, (self.pool, self.loop.submit), folder=folder / "weights", hf_path=demo_model_path()
         )
@@ -254,6 +257,41 @@ def test_an_engine_that_cannot_join_does_not_hold_up_the_others(
     world.push()
     world.assert_live(0)
     assert "no more groups" in world.pool.describe()
+
+
+def test_a_late_announcement_is_not_overtaken_by_the_next(make: Callable[..., World]) -> None:
+    """Broadcasts have no names: of two buckets of one size, each would end in the other's place.
+
+    The third engine is the last of gloo's tree: the trainer has sent everything before this engine wants it.
+    """
+    world = make(3)
+    sizes = [spec.num_bytes for spec in world.learner.manifest() if spec.name in (GATE, UP)]
+    assert sizes == [BUCKET_MIB * 2**20] * 2, "a bucket each"
+    last = world.engines[2]
+    send, let_go, log = last._send, threading.Event(), []
+
+    async def hold_back_the_first(method: str, path: str, body: Any = None, **options: Any) -> bytes:
+        name = next((n for n in (GATE, UP) if n in (body or {}).get("names", ())), None)
+        log.append(name)
+        if name == UP:
+            let_go.set()
+        elif name == GATE:
+            assert await asyncio.to_thread(let_go.wait, HANG_S)
+        reply = await send(method, path, body, **options)
+        log.append(name)
+        return reply
+
+    def poll(seconds: float) -> None:
+        """Let the first announcement go once nothing but its reply is waited for."""
+        if GATE in log and (flight := world.vain.flight) and not flight.works:
+            let_go.set()
+        time.sleep(seconds)
+
+    last._send = hold_back_the_first  # type: ignore[method-assign, assignment]
+    world.vain.sleep = poll  # type: ignore[method-assign]
+    world.push()
+    world.assert_live(0, 1, 2)
+    assert [name for name in log if name] == [GATE, GATE, UP, UP], "announced and confirmed, one after the other"
 
 
 # the handshake

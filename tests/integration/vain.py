@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bapo_megatron.engines.update_group import UpdateGroup
 from bapo_megatron.sync import broadcast, session
-from bapo_megatron.sync.broadcast import BucketSender
+from bapo_megatron.sync.broadcast import BucketSender, Flight
 from bapo_megatron.sync.session import Replies
 from tests.distributed import HANG_S
 
@@ -66,9 +66,14 @@ class Vain:
         """Urls of the engines to which weights are being sent."""
         return {engine.url for engine in self._sender.members.engines} if self._sender else set()
 
+    @property
+    def flight(self) -> Flight | None:
+        """The bucket on its way."""
+        return self._sender.flight if self._sender else None
+
     def settle(self) -> None:
         """Wait, between two buckets of a push, until all engines hold what was sent, or one has failed."""
-        for flight in self._sender.flights if self._sender else ():
+        if flight := self.flight:
             flight.replies.wait_until(flight.replies.deadline, first_failure=True)
 
     def begin(self, *silent: str) -> None:
