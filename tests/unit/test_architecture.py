@@ -1,10 +1,12 @@
 """House rules that import-linter cannot state (`lint-imports` checks the layers, see pyproject.toml)."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "bapo_megatron"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "bapo_megatron"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -18,6 +20,22 @@ def imported(path: Path) -> Iterator[str]:
 
 def name(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
+
+
+def test_the_documented_rooms_are_the_layers_and_the_folders() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [{room.strip() for room in layer.split("|")} for layer in contracts[0]["layers"]]
+    floor_of = {room: floor for floor, rooms in enumerate(layers) for room in rooms}
+
+    text = (ROOT / "docs" / "architecture.md").read_text().split("\n\n")[2]
+    sentences_from = text.splitlines()[0].index("the Python interface")
+    documented = [room for line in text.splitlines() for room in line[:sentences_from].split()]
+    assert all(line[sentences_from - 1] == " " and line[sentences_from:] for line in text.splitlines())
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert {room.rstrip("/") for room in documented if room.endswith("/")} == folders
+    assert {room.rstrip("/") for room in documented} == floor_of.keys() - {"__main__"}
+    floors = [floor_of[room.rstrip("/")] for room in documented]
+    assert floors == sorted(floors), "from top to bottom"
 
 
 def test_one_file_of_the_framework_asks_for_parallel_state() -> None:

@@ -91,9 +91,10 @@ def bits(result: GenerateResult) -> Any:
     return result, signs, {*map(type, result.token_ids)}, {*map(type, result.behaviour_logprobs)}
 
 
-def right(num_tokens: int, *, logprob: float = -0.5, end: int | None = None) -> dict[str, Any]:
-    """Return a right reply, but for a log-prob above 0 or a last range that ends elsewhere."""
-    spans = [{"version": "3", "start": 0, "end": num_tokens if end is None else end}]
+def right(num_tokens: int, *, logprob: float = -0.5, ends: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return a right reply, but for a log-prob above 0, or ranges that each begin where the one before ends."""
+    ends = ends or (num_tokens,)
+    spans = [{"version": "3", "start": start, "end": end} for start, end in zip((0, *ends), ends, strict=False)]
     meta = {"id": "r", "finish_reason": {"type": "stop"}, "prompt_tokens": 2, "weight_versions": spans}
     return {
         "output_ids": [7] * num_tokens,
@@ -107,8 +108,9 @@ def right(num_tokens: int, *, logprob: float = -0.5, end: int | None = None) -> 
 @example(right(7), 10, (",", ":"))
 @example(right(2, logprob=9e-5), 10, (",", ":"))
 @example(right(2, logprob=1.1e-4), 10, (",", ":"))
-@example(right(3, end=2), 10, (",", ":"))
-@example(right(3, end=4), 10, (",", ":"))
+@example(right(3, ends=(2,)), 10, (",", ":"))
+@example(right(3, ends=(4,)), 10, (",", ":"))
+@example(right(3, ends=(2, 1, 3)), 10, (",", ":"))
 def test_a_reply_is_read_by_its_meaning_or_refused_for_a_fault(
     reply: Any, vocab_size: int | None, separators: tuple[str, str]
 ) -> None:
