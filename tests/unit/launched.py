@@ -111,8 +111,6 @@ def be_rank(run_dir: RunDir, kind: str) -> int:
     console.note("training")
     if kind in ("faltering", "lost"):
         step = 4 if kind == "lost" else num_saved + 1
-        with run_dir.metrics_path.open("a") as metrics:
-            metrics.write(json.dumps({"step": step}) + "\n")
         save(run_dir, step)
         if kind == "lost" or step < 4:
             be_killed()
@@ -140,6 +138,8 @@ def be_rank(run_dir: RunDir, kind: str) -> int:
 
 
 def save(run_dir: RunDir, step: int) -> None:
+    with run_dir.metrics_path.open("a") as metrics:
+        metrics.write(json.dumps({"step": step}) + "\n")
     name = f"step-{step:06d}"
     (run_dir.checkpoints_dir / name).mkdir()
     (run_dir.checkpoints_dir / name / "state.json").write_text("{}")
