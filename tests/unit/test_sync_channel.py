@@ -236,6 +236,7 @@ class FakeLearner:
 
 class World:
     def __init__(self, loop: LoopThread, num_engines: int, timeout_s: float = TIMEOUT_S) -> None:
+        self.loop = loop
         self.engines = [ScriptedEngine(name) for name in "abc"[:num_engines]]
         self.pool = EnginePool(self.engines)  # type: ignore[arg-type]
         self.learner = FakeLearner()
@@ -245,6 +246,11 @@ class World:
 
     def push(self) -> None:
         RankZeroChannel(self.channel).push(self.learner)  # type: ignore[arg-type]
+
+    def find_back(self, engine: ScriptedEngine) -> None:
+        """Let the pool notice that a fenced engine is healthy again."""
+        self.loop.run(self.pool.probe(), HANG_S)
+        assert engine in self.pool.back()
 
     def assert_goes_on(self, *names: str) -> None:
         """These hold the learner's weights and generate; no other one may be asked."""
@@ -436,7 +442,7 @@ def test_the_last_engine_may_fail_in_a_push_and_come_back(loop: LoopThread, stag
     world.push()
     assert world.pool.live() == []
     world.engines[0].__init__("a")  # type: ignore[misc] - started again
-    world.pool._status[world.engines[0].url] = "back"
+    world.find_back(world.engines[0])
     world.push()
     world.assert_goes_on("a")
 
@@ -450,7 +456,7 @@ def test_an_engine_that_is_back_is_admitted_with_the_next_version_only(loop: Loo
     world.push()
     world.assert_goes_on("a")
     doomed.__init__("b")  # type: ignore[misc] - started again, with the weights of the beginning
-    world.pool._status[doomed.url] = "back"
+    world.find_back(doomed)
     assert world.pool.live() == world.engines[:1]
     world.learner.version = 3
     world.push()
@@ -474,7 +480,7 @@ def test_an_engine_back_with_another_model_is_fenced_before_anything_is_sent(loo
     other = world.engines[1]
     other.weights["w2"] = torch.zeros(9)
     world.pool.fence(other, "test")  # type: ignore[arg-type]
-    world.pool._status[other.url] = "back"
+    world.find_back(other)
     world.learner.version = 2
     world.push()
     world.assert_goes_on("a")
@@ -492,11 +498,11 @@ def test_an_engine_that_no_push_can_bring_in_is_given_up_and_said_so(
     other = world.engines[-1]
     other.weights["w2"] = torch.zeros(9)
     world.pool.fence(other, "it was started again")  # type: ignore[arg-type]
-    world.pool._status[other.url] = "back"
+    world.find_back(other)
     world.push()
     assert "w2" in caplog.messages[-1], "told each time"
     assert caplog.messages[-1].startswith(f"{other.url} is fenced off")
-    world.pool._status[other.url] = "back"
+    world.find_back(other)
     if num_engines == 1:
         with pytest.raises(EngineError, match=r"no rollout engine is left: http://a is lost \(.*w2"):
             world.push()
@@ -515,7 +521,8 @@ def test_a_flapping_engine_does_not_keep_a_push_from_ending(loop: LoopThread, mo
 
     def fence_and_come_back(engine: Any, reason: str) -> None:
         fence(engine, reason)
-        world.pool._status[engine.url] = "back"
+        world.pool.replied(engine)  # or it would be given up
+        world.find_back(engine)
 
     monkeypatch.setattr(world.pool, "fence", fence_and_come_back)
     flapping.faults = {"middle bucket": "refuse"}
