@@ -127,7 +127,7 @@ class ScriptedEngine:
         self.keeps_cache = False
         self._one_at_a_time = asyncio.Lock()
 
-    async def _stage(self, name: str) -> None:
+    async def stage(self, name: str) -> None:
         self.calls.append(name)
         fault = self.faults.pop(name, None)
         if fault == "die":
@@ -145,7 +145,7 @@ class ScriptedEngine:
                 await clock.wait_in_vain()
 
     async def pause(self, mode: str) -> None:
-        await self._stage("pause")
+        await self.stage("pause")
         self.paused = True
 
     async def server_info(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class ScriptedEngine:
         return [TensorSpec.of(name, tensor) for name, tensor in self.weights.items()]
 
     async def begin(self) -> None:
-        await self._stage("begin")
+        await self.stage("begin")
         self._num_taken = 0
         self._num_received = []
 
@@ -174,7 +174,7 @@ class ScriptedEngine:
         if self.faults.get(stage) == "lie":
             del self.faults[stage]
             return {}
-        await self._stage(stage)
+        await self.stage(stage)
         async with self._one_at_a_time:
             await self._take(specs, version)
         return {spec.name: digest(self.weights[spec.name]) for spec in specs}
@@ -196,7 +196,7 @@ class ScriptedEngine:
             self.version, self.is_torn = str(version), False
 
     async def end(self) -> None:
-        await self._stage("end")
+        await self.stage("end")
         if self.group is not None:
             self.group.sent.clear()
 
@@ -204,13 +204,13 @@ class ScriptedEngine:
         pass
 
     async def digests(self) -> dict[str, Any]:
-        await self._stage("checksum")
+        await self.stage("checksum")
         if self.faults.pop("weights", None):
             self.weights["w3"] = self.weights["w3"] + 1
         return {"algorithm": DIGEST, "ranks": [{"checksums": {n: digest(t) for n, t in self.weights.items()}}]}
 
     async def resume(self) -> None:
-        await self._stage("resume")
+        await self.stage("resume")
         assert not self.is_torn, "a torn engine must not go on"
         self.paused = False
 

@@ -116,7 +116,7 @@ class NcclEngine(ScriptedEngine):
     async def take(self, bucket: Bucket, *, version: int | None, keeps_cache: bool) -> dict[str, str]:
         specs = bucket.specs
         index, self._num_buckets = self._num_buckets, self._num_buckets + 1
-        await self._stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
+        await self.stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
         lazy = next(lazy for lazy in self.groups if lazy.name == self.group_name)
         lazy.enter(self.url)
         while len(lazy.sent) <= index:
