@@ -71,7 +71,7 @@ class RawServer(server.Server):
 
     def _receive(self, group_name: str, sizes: list[int]) -> None:
         data = torch.empty(max(sizes), dtype=torch.uint8)
-        group = self._updater._groups[group_name]
+        group = self.updater.groups[group_name]
         for work in [group.broadcast(data[:size]) for size in sizes]:  # overwriting each other: the data is not used
             work.wait()
 
@@ -111,7 +111,7 @@ def start_engines(model: Path, count: int) -> tuple[list[subprocess.Popen[bytes]
 
 def broadcast_raw(channel: BroadcastChannel, urls: list[str], loop: LoopThread, buffers: list[Tensor]) -> None:
     """Send the buffers to every engine, and wait until all are received."""
-    group = channel._group
+    group = channel.group
     assert group is not None
     body = {"group_name": group.name, "sizes": [data.numel() for data in buffers]}
 
@@ -148,7 +148,7 @@ def ways(folder: Path, num_layers: int, num_engines: int) -> Iterator[tuple[int,
         channel.connect(manifest)
         disk.connect(manifest)
         push(channel)  # forms the group
-        buffers = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in channel._plan]
+        buffers = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in channel.plan]
         yield (
             sum(weight.nbytes for weight in weights.values()),
             {

@@ -123,7 +123,7 @@ class HttpEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check_vocabulary(request)
         what, max_bytes = f"request {request.rid}", max_reply_bytes([request])
-        raw = await self._send("POST", "/generate", _generate_body(request), what=what, max_bytes=max_bytes)
+        raw = await self.send_request("POST", "/generate", _generate_body(request), what=what, max_bytes=max_bytes)
         result = self._result(decode(raw, REPLY), request)
         if isinstance(result, EngineError):
             raise result
@@ -140,7 +140,7 @@ class HttpEngine:
             body["return_sampling_mask"] = True
         if requests[0].streams:  # a run asks for the same ones each time
             body |= {"return_rows": bodies[0]["return_rows"], "num_fed": [b["num_fed"] for b in bodies]}
-        raw = await self._send("POST", "/generate", body, what=what, max_bytes=max_reply_bytes(requests))
+        raw = await self.send_request("POST", "/generate", body, what=what, max_bytes=max_reply_bytes(requests))
         decoded = decode(raw, REPLIES)
         if not isinstance(decoded, list) or len(decoded) != len(requests):
             raise EngineError(f"{self.url}, {what}: the reply is not a list of {len(requests)} results")
@@ -173,7 +173,7 @@ class HttpEngine:
         }
         what, num_scored = f"scores of tokens {first} to {len(token_ids) - 1}", len(token_ids) - first
         max_bytes = _MAX_REPLY_BASE + (num_scored + 1) * (1 + top_k) * _MAX_REPLY_TOKEN
-        raw = await self._send("POST", "/generate", body, what=what, max_bytes=max_bytes)
+        raw = await self.send_request("POST", "/generate", body, what=what, max_bytes=max_bytes)
         try:
             return parse_scores(as_dict(as_dict(_plain(raw)).get("meta_info")), num_scored, top_k)
         except _BadReplyError as problem:
@@ -267,14 +267,14 @@ class HttpEngine:
         timeout_s: float | None = None,
         max_bytes: int = _MAX_REPLY,
     ) -> Any:
-        """Return the decoded reply, None if it is not JSON. Raises as `_send`, also if it denies success."""
-        raw = await self._send(method, path, body, what=what, timeout_s=timeout_s, max_bytes=max_bytes)
+        """Return the decoded reply, None if it is not JSON. Raises as `send_request`, also if it denies success."""
+        raw = await self.send_request(method, path, body, what=what, timeout_s=timeout_s, max_bytes=max_bytes)
         reply = _plain(raw)
         if as_dict(reply).get("success") is False:
             raise self._failure(f"{self.url}{path}" + (f", {what}" if what else ""), 200, raw)
         return reply
 
-    async def _send(
+    async def send_request(
         self,
         method: str,
         path: str,

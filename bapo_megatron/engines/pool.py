@@ -35,7 +35,7 @@ class EnginePool:
         self._status: dict[str, EngineStatus] = {engine.url: "live" for engine in engines}
         self._live = self.engines
         self._reasons: dict[str, str] = {}
-        self._num_failures: dict[str, int] = {engine.url: 0 for engine in engines}  # since its last good reply
+        self.num_failures: dict[str, int] = {engine.url: 0 for engine in engines}  # since its last good reply
         self._lock = threading.Lock()
 
     def live(self) -> list[Engine]:
@@ -68,14 +68,14 @@ class EnginePool:
             if self._status[engine.url] in ("live", "back"):  # also one that no push can bring in
                 self.num_fenced += 1
                 log.warning("%s is fenced off: %s", engine.url, reason)
-                self._num_failures[engine.url] += 1
-            self._status[engine.url] = "lost" if self._num_failures[engine.url] >= _MAX_FAILURES else "fenced"
+                self.num_failures[engine.url] += 1
+            self._status[engine.url] = "lost" if self.num_failures[engine.url] >= _MAX_FAILURES else "fenced"
             self._reasons[engine.url] = reason
             self._live = self._that_are("live")
 
     def replied(self, engine: Engine) -> None:
         """Note a good reply of this engine."""
-        self._num_failures[engine.url] = 0
+        self.num_failures[engine.url] = 0
 
     def admit(self, engine: Engine) -> None:
         """Let an engine sample again; the caller has compared its version and checksums."""
@@ -94,13 +94,17 @@ class EnginePool:
     async def watch(self) -> None:
         """Look after fenced engines until cancelled: one that answers its health check again is `back`."""
         while True:
-            fenced = self._with_status("fenced")
-            for engine, is_healthy in zip(fenced, await asyncio.gather(*(e.health() for e in fenced)), strict=True):
-                if is_healthy:
-                    with self._lock:
-                        if self._status[engine.url] == "fenced":
-                            self._status[engine.url] = "back"
+            await self.probe()
             await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    async def probe(self) -> None:
+        """Ask the fenced engines for their health once."""
+        fenced = self._with_status("fenced")
+        for engine, is_healthy in zip(fenced, await asyncio.gather(*(e.health() for e in fenced)), strict=True):
+            if is_healthy:
+                with self._lock:
+                    if self._status[engine.url] == "fenced":
+                        self._status[engine.url] = "back"
 
     async def until_one_is_back(self, timeout_s: float) -> None:
         """Wait for a fenced engine to be healthy again; `watch` must be running.

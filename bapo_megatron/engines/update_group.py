@@ -15,7 +15,8 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore
 
 _T = TypeVar("_T")
 GroupBackend = Literal["gloo", "nccl"]
@@ -104,8 +105,8 @@ class UpdateGroup:
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
         self._store = store  # the connection must last as long as the group
-        self._group: dist.ProcessGroup | None
-        self._group, _ = _new_process_group_helper(
+        self.process_group: dist.ProcessGroup | None  # None once it was left
+        self.process_group, _ = distributed_c10d._new_process_group_helper(
             world_size,
             rank,
             [],
@@ -115,14 +116,14 @@ class UpdateGroup:
             timeout=timeout * _NCCL_SLACK if backend == "nccl" else timeout,
         )
         # torch looks the ranks of a group up here; a group outside the default one has to add itself.
-        _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
+        distributed_c10d._world.pg_group_ranks[self.process_group] = {i: i for i in range(world_size)}
 
     def broadcast(self, tensor: Tensor, timeout_s: float | None = None) -> dist.Work:
         """Start sending (rank 0) or receiving into `tensor`; the caller waits for the returned work.
 
         Over gloo, `timeout_s` bounds it instead of the group's deadline. Over NCCL, one is started at a time.
         """
-        group = self._group
+        group = self.process_group
         assert group is not None, "the group was left"
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
@@ -136,7 +137,7 @@ class UpdateGroup:
 
     def close(self) -> None:
         """Leave the group. A pending broadcast blocks this until its deadline."""
-        group, self._group = self._group, None
+        group, self.process_group = self.process_group, None
         if group is not None:
             dist.destroy_process_group(group)
             del group  # the connections are closed with the last reference
@@ -154,8 +155,8 @@ class UpdateGroup:
         def leave() -> None:
             if self._launch is not None:
                 self._launch.join()
-            if self._group is not None:
-                self._group.abort()
+            if self.process_group is not None:
+                self.process_group.abort()
             self.close()
 
         in_thread(f"leave-{self.name}", leave)

@@ -95,7 +95,7 @@ def evaluate(
         hf_folder(checkpoint, output / "model", own_family(config.model.family)) as (model_path, version),
         RewardScorer(config) as scorer,
     ):
-        asked = _Asking(config, model_path, scorer, limit)
+        asked = Asking(config, model_path, scorer, limit)
         (output / "logs").mkdir()
         share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # there is no trainer
         key = new_key()
@@ -122,17 +122,17 @@ def evaluate(
     return evaluation
 
 
-class _Asking:
+class Asking:
     """Problems and their judge, checked before any engine starts."""
 
     def __init__(self, config: Config, model_path: Path, scorer: RewardScorer, limit: int | None) -> None:
         self._config = config
         self.kind = JudgeSpec.of(config).kind
         self._tokenizer = load_tokenizer(model_path, own_family(config.model.family))
-        self._judge = TextJudge(scorer, self._tokenizer)
+        self.judge = TextJudge(scorer, self._tokenizer)
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
         stream = PromptStream(config, self._tokenizer)
-        self._prompts = stream.in_order(limit or (None if config.data.has_rows else config.eval.num_prompts))
+        self.prompts = stream.in_order(limit or (None if config.data.has_rows else config.eval.num_prompts))
         self.num_skipped = stream.num_skipped
 
     def ask(self, urls: Sequence[str], key: str, responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:
@@ -149,27 +149,29 @@ class _Asking:
         writer = JsonlWriter(responses)
         engines = ConnectedEngines.connect(config.rollout, urls, self._vocab_size, key)
         with contextlib.closing(writer), contextlib.closing(engines):
-            for start in range(0, len(self._prompts), num_at_once):
-                prompts = self._prompts[start : start + num_at_once]
-                drivers = {one_set.name: JudgeOnce(self._judge)}
+            for start in range(0, len(self.prompts), num_at_once):
+                prompts = self.prompts[start : start + num_at_once]
+                drivers = {one_set.name: JudgeOnce(self.judge)}
                 evaluator = Evaluator(config, engines.pool, [(one_set, prompts)], stop, drivers)
                 engines.loop.run(evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress)
                 (samples,) = engines.loop.submit(evaluator.judged()).result().values()
-                judged = self._judged(samples)
+                judged = self.judged(samples)
                 for response in judged:
                     writer.write(response.record())
-                problems += self._problems(prompts, judged)
+                problems += self.problems(prompts, judged)
                 passed = sum(p.num_passed for p in problems)
                 num = sum(len(p.responses) for p in problems)
-                tell(f"{len(problems)} of {len(self._prompts)} problems, {passed} of {num} responses pass")
+                tell(f"{len(problems)} of {len(self.prompts)} problems, {passed} of {num} responses pass")
         return tuple(problems)
 
-    def _judged(self, samples: Sequence[Sample]) -> list[_Judged]:
-        texts = self._judge.texts(samples)
+    def judged(self, samples: Sequence[Sample]) -> list[Judged]:
+        """Return samples that have ended as responses."""
+        texts = self.judge.texts(samples)
         ends = [s.need for s in samples if isinstance(s.need, Ended)]
-        return [_Judged(*found) for found in zip(samples, texts, ends, strict=True)]
+        return [Judged(*found) for found in zip(samples, texts, ends, strict=True)]
 
-    def _problems(self, prompts: Sequence[Prompt], judged: Sequence[_Judged]) -> Iterator[Problem]:
+    def problems(self, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> Iterator[Problem]:
+        """Yield the problem of each prompt, with its responses."""
         by_prompt: dict[int, list[Answered]] = {prompt.prompt_id: [] for prompt in prompts}
         for response in judged:
             by_prompt[response.sample.prompt.prompt_id].append(response.answered(self.kind))
@@ -178,7 +180,7 @@ class _Asking:
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class Judged:
     """One response, as text and with its end."""
 
     sample: Sample

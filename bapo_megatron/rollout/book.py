@@ -83,8 +83,8 @@ class RolloutBook:
         self.ledger = Ledger()
         self.bound = bound
         self.num_dropped: Counter[str] = Counter()  # groups by reason, since this attempt began
-        self._prompts = prompts
-        self._keep = keep
+        self.prompts = prompts
+        self.keep = keep
         self._streams = streams
         self.by_group = by_group
         self._samples_per_prompt = config.samples_per_prompt
@@ -106,7 +106,7 @@ class RolloutBook:
         admitted: list[Sample] = []
         capacity = self.bound.capacity(version, next_version)
         while self.num_growing < self._samples_in_flight and len(self._active) + len(self._finished) < capacity:
-            prompt = self._prompts.next()
+            prompt = self.prompts.next()
             group = Group.begun(prompt, self._samples_per_prompt)
             for sample in group.samples:
                 self.ledger.admit(sample.sample_id)
@@ -178,7 +178,7 @@ class RolloutBook:
         Returns whether it is worth training. A group too old at `version` is dropped all the same, as "stale".
         """
         oldest = self._end(group)
-        is_kept = bool(group.valid) and self._keep(group)
+        is_kept = bool(group.valid) and self.keep(group)
         if self.bound.slack(oldest, version) < 0:
             self._drop(group, "stale")
         elif not is_kept:
@@ -203,7 +203,7 @@ class RolloutBook:
                 self.ledger.drop(sample.sample_id, "failed")
             else:
                 self.ledger.train(sample.sample_id)
-        self.ledger.check_changes(map(self._any, self._changed), self._held)
+        self.check_changes()
         self._changed.clear()
         return chosen
 
@@ -225,6 +225,10 @@ class RolloutBook:
         """Return whether its group must be trained in the step that begins at `version`, or never."""
         return self.bound.slack(self._ages[sample.prompt.prompt_id], version) == 0
 
+    def check_changes(self) -> None:
+        """Compare the ledger with the samples that changed since the last `choose`. Raises LedgerError."""
+        self.ledger.check_changes(map(self._any, self._changed), self._held)
+
     def buffered(self) -> Iterator[Sample]:
         """Yield every sample here: growing, waiting, or finished and not yet taken."""
         for group in (*self._active.values(), *self._finished.values()):
@@ -239,7 +243,7 @@ class RolloutBook:
         groups = {"active": self._active.values(), "finished": self._finished.values()}
         samples = {name: [with_values(g.to_json(), rows.put) for g in some] for name, some in groups.items()}
         return {
-            "prompts": self._prompts.state_dict(),
+            "prompts": self.prompts.state_dict(),
             "ledger": self.ledger.state_dict(),
             **samples,
             "rows": rows.arrays(),
@@ -247,7 +251,7 @@ class RolloutBook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken. Raises CheckpointError if it contradicts itself, or the configuration."""
-        self._prompts.load_state_dict(state["prompts"])
+        self.prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
         try:
             active, finished = groups_of(state, self._streams)

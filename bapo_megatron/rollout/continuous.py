@@ -113,7 +113,7 @@ class ContinuousSampling:
         self._is_behind = True  # perhaps a sample is neither queued, nor requested, nor asked about
         self._pieces: Counter[str] = Counter()  # requests per sample in this step
         self._num_empty = 0  # replies in a row without a token
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # that `wait` or `halt` raises next
         self._ticker: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -138,7 +138,7 @@ class ContinuousSampling:
         Raises:
             EngineError: a request failed for good, or the engines return no tokens at all.
         """
-        if self._failure is None:
+        if self.failure is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), timeout_s)
         self._changed.clear()
@@ -177,7 +177,7 @@ class ContinuousSampling:
 
     def _pump(self) -> None:
         """Admit new groups within the bound, and give every free slot to the first sample in the queue."""
-        if not self._is_open or self._failure is not None:
+        if not self._is_open or self.failure is not None:
             return
         self._enqueue(self._book.admit(self.version, self.next_version))
         while (first := self._ready.first()) and (engine := self._free_engine(first.prompt_id)):
@@ -259,12 +259,12 @@ class ContinuousSampling:
         self._pump()
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
     def _fail(self, problem: BaseException | None) -> None:
-        self._failure, self._is_behind = self._failure or problem, True
+        self.failure, self._is_behind = self.failure or problem, True
         self._changed.set()
 
     async def _tick(self) -> None:

@@ -61,7 +61,7 @@ class Dispatcher:
         self._run_seed = run_seed
         self._streams = tuple(streams)
         self._call_numbers = itertools.count()
-        self._open: dict[str, Engine] = {}  # by rid: requests without an answer
+        self.open_requests: dict[str, Engine] = {}  # by rid: requests without an answer
         self.stats = RolloutStats()
 
     def fence(self, engine: Engine, reason: str) -> None:
@@ -78,7 +78,8 @@ class Dispatcher:
             except EngineError as failure:
                 self.fence(engine, str(failure))
 
-        await asyncio.gather(*(abort(rid, engine) for rid, engine in self._open.items() if self.pool.is_live(engine)))
+        requests = self.open_requests.items()
+        await asyncio.gather(*(abort(rid, engine) for rid, engine in requests if self.pool.is_live(engine)))
 
     async def grow_together(self, samples: Sequence[Sample], step: int, accept: Accept) -> None:
         """Grow each sample by one piece, in one call to each live engine; return when all calls have ended.
@@ -125,7 +126,7 @@ class Dispatcher:
         call, oldest_version = next(self._call_numbers), self.version
         requests = [self._request(s, f"{s.sample_id}-s{step}c{call}") for s in samples]
         opened = {request.rid: engine for request in requests}
-        self._open |= opened
+        self.open_requests |= opened
         role = f"engine {engine.url}"
         HEARTBEAT.beat(role, f"asked for {len(requests)} responses, call {call}")
         try:
@@ -137,7 +138,7 @@ class Dispatcher:
             return samples, str(failure)
         finally:
             for rid in opened:
-                del self._open[rid]
+                del self.open_requests[rid]
         failed: list[Sample] = []
         problem: str | None = None
         for sample, result in zip(samples, results, strict=True):

@@ -105,7 +105,7 @@ class Evaluator:
         drivers: Mapping[str, Driver],
     ) -> None:
         """`drivers`: by the name of a set; sets may share one."""
-        self._pool = pool
+        self.pool = pool
         self._sets = {
             of.name: _SetEvaluator(config, pool, of, prompts, stop_token_ids, drivers[of.name]) for of, prompts in sets
         }
@@ -126,7 +126,7 @@ class Evaluator:
 
     def progress(self) -> tuple[int, ...]:
         """Return counts that grow meanwhile: answers, and fenced engines."""
-        return self._num_answers, self._pool.num_fenced
+        return self._num_answers, self.pool.num_fenced
 
     async def sample(self, version: int) -> None:
         """Sample with the weights of `version`, which every live engine holds, until only judges are left to be asked.
@@ -138,7 +138,7 @@ class Evaluator:
             EngineError: responses are aborted again and again.
             UserError: a driver returned neither tokens nor an end.
         """
-        self._pool.expect(version)
+        self.pool.expect(version)
         for one in self._sets.values():
             one.begin(version, anew=version != self._unfinished_version)
         self._unfinished_version = version
@@ -148,8 +148,8 @@ class Evaluator:
                 await asyncio.gather(*(one.answer(self._count) for one in growing))
                 num_rounds = 0
                 continue
-            if not self._pool.live():
-                raise NoEngineLeftError(f"no rollout engine is left for the evaluation: {self._pool.describe()}")
+            if not self.pool.live():
+                raise NoEngineLeftError(f"no rollout engine is left for the evaluation: {self.pool.describe()}")
             if num_rounds == _MAX_ROUNDS:
                 raise EngineError(
                     f"responses of the evaluation were aborted {_MAX_ROUNDS} times in a row; something may be aborting "

@@ -56,8 +56,8 @@ class Scheduler:
         self.num_answers = 0  # of the driver, since this attempt began
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
         self.book = RolloutBook(config, prompts, bound, keep, streams, by_group=driver.by_group)
-        self._dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed, streams=streams)
-        self._stream = ContinuousSampling(config, self.book, self._dispatcher, self._answers, self._book_answers)
+        self.dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed, streams=streams)
+        self.sampling = ContinuousSampling(config, self.book, self.dispatcher, self.ask, self.book_answers)
         self._updates_per_step = updates_per_step
         self._num_dropped_before: Counter[str] = Counter()  # groups by reason, until the last stats
         self._num_dropped_in_a_row = 0
@@ -76,7 +76,7 @@ class Scheduler:
             EngineError: no engine is left, none comes back in time, or they return no tokens at all.
         """
         self.pool.expect(version)
-        self._dispatcher.version = version
+        self.dispatcher.version = version
         self.book.drop_stale(version)
         is_streaming = self.config.overlap or self.config.abort_tail
         groups = await (self._take_from_stream(step, version) if is_streaming else self._take_rounds(step, version))
@@ -84,7 +84,7 @@ class Scheduler:
 
     async def close(self) -> None:
         """Stop sampling; samples keep their tokens, and those that wait for their environment will ask it again."""
-        await self._stream.close()
+        await self.sampling.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON, with arrays, that a resumed run loses nothing with."""
@@ -118,52 +118,53 @@ class Scheduler:
         engines, num_before = self.pool.live(), self.ledger.num_tokens["generated"]
         growing = self.book.growing()
         for sample in growing:
-            self.book.start(sample, self._dispatcher.version)
+            self.book.start(sample, self.dispatcher.version)
         try:
-            await self._dispatcher.grow_together(growing, step, self.book.grow)
+            await self.dispatcher.grow_together(growing, step, self.book.grow)
         finally:
             for sample in growing:
                 self.book.release(sample.sample_id)
-        self._dispatcher.stats.num_rounds += 1
+        self.dispatcher.stats.num_rounds += 1
         return self.ledger.num_tokens["generated"] > num_before or not all(map(self.pool.is_live, engines))
 
     async def _answer_all(self) -> bool:
         """Ask the driver about all samples that wait, and book its answers in the order of their prompts, whichever
         comes first. Return whether there were any."""
-        answers = await asyncio.gather(*(self._answers(samples) for samples in self.book.waiting()))
+        answers = await asyncio.gather(*(self.ask(samples) for samples in self.book.waiting()))
         for samples in answers:
-            self._book_answers(samples)
+            self.book_answers(samples)
         return bool(answers)
 
     # streaming
 
     async def _take_from_stream(self, step: int, version: int) -> list[Group] | None:
-        self._stream.start(step, version)
+        self.sampling.start(step, version)
         while (groups := self.book.choose(version)) is None:
             if not self.pool.live():
                 await self.pool.until_one_is_back(startup_limit_s(self.config))
                 return None
-            await self._stream.wait(_POLL_S)
+            await self.sampling.wait(_POLL_S)
         if self.config.overlap:
-            self._stream.next_version = version + self._updates_per_step
+            self.sampling.next_version = version + self._updates_per_step
         else:
-            await self._stream.halt()
+            await self.sampling.halt()
         return groups
 
     # both
 
     def _take_stats(self) -> RolloutStats:
-        stats, self._dispatcher.stats = self._dispatcher.stats, RolloutStats()
+        stats, self.dispatcher.stats = self.dispatcher.stats, RolloutStats()
         dropped = self.book.num_dropped - self._num_dropped_before
         self._num_dropped_before = self.book.num_dropped.copy()
         stats.num_stale_groups, stats.num_dropped_groups = dropped["stale"], dropped["keep_group"]
         stats.num_fenced = self.pool.num_fenced
         return stats
 
-    async def _answers(self, samples: Sequence[Sample]) -> list[Sample]:
+    async def ask(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the driver's answers to samples of one group."""
         return await advanced(self.driver, samples, self.config.max_response_tokens)
 
-    def _book_answers(self, samples: Sequence[Sample]) -> None:
+    def book_answers(self, samples: Sequence[Sample]) -> None:
         """Book a driver's answers to samples of one group, and settle the group if it is complete now."""
         self.num_answers += len(samples)
         for sample in samples:
@@ -172,8 +173,8 @@ class Scheduler:
             self._settle(group)
 
     def _settle(self, group: Group) -> None:
-        self._dispatcher.stats.rewards += group.rewards
-        is_kept = self.book.settle(group, self._dispatcher.version)
+        self.dispatcher.stats.rewards += group.rewards
+        is_kept = self.book.settle(group, self.dispatcher.version)
         self._num_dropped_in_a_row = 0 if is_kept else self._num_dropped_in_a_row + 1
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
             if not group.valid:

@@ -48,45 +48,45 @@ class BroadcastChannel:
     ) -> None:
         """`host` is this process's address for the engines. An engine is one rank, or `tp_size` if it reports that."""
         self._config = config
-        self._session = Session(pool, submit, config.timeout_s, pause_mode, {"gloo", "nccl"})
+        self.session = Session(pool, submit, config.timeout_s, pause_mode, {"gloo", "nccl"})
         self._host = host
-        self._group: UpdateGroup | None = None
+        self.group: UpdateGroup | None = None  # of the last push, while it can be used again
         self._urls: set[str] = set()  # of the engines in the group
-        self._plan: list[Bucket] = []
+        self.plan: list[Bucket] = []
 
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
         """See `Sender.connect`."""
-        self._session.connect(manifest)
-        self._plan = plan_buckets(manifest, int(self._config.bucket_mib * 2**20))
+        self.session.connect(manifest)
+        self.plan = plan_buckets(manifest, int(self._config.bucket_mib * 2**20))
 
     def push(self, weights: Weights, version: int) -> SyncStats:
         """See `Sender.push`."""
-        assert self._plan, "connect() comes before push()"
+        assert self.plan, "connect() comes before push()"
         try:
-            return self._push(in_order(weights, self._session.manifest), version)
+            return self._push(in_order(weights, self.session.manifest), version)
         except NoEngineLeftError:
             self._abandon_group()
-            return self._session.abandon()
+            return self.session.abandon()
 
     def close(self) -> None:
         """Dissolve the group."""
-        if live := self._session.pool.live():
-            self._leave_group(Members(live, self._session))
-        self._group = None
+        if live := self.session.pool.live():
+            self._leave_group(Members(live, self.session))
+        self.group = None
 
     def _push(self, weights: Weights, version: int) -> SyncStats:
         stats = SyncStats()
-        members, infos, new = self._session.pause(version)
+        members, infos, new = self.session.pause(version)
         members.all("begin the weight update", lambda engine: engine.transport.begin())
         group = self._join(members, infos, new)
         stats.lap("pause")
         proving = {url for url, info in infos.items() if "weight_digests" in Capabilities.of(info).extras}
         sender = BucketSender(members, group, version, stats, proving)
         try:
-            sender.send(self._plan, weights)
+            sender.send(self.plan, weights)
         except _TornError as torn:
             self._abandon_group()
-            self._session.is_torn = True
+            self.session.is_torn = True
             members.drop(torn.failures)
             stats.is_whole = False
             return stats
@@ -96,30 +96,30 @@ class BroadcastChannel:
         finally:
             stats.lap(None)
         members.all("end the weight update", lambda engine: engine.transport.end())
-        self._session.finish(members, sender.digests, version, stats)
+        self.session.finish(members, sender.digests, version, stats)
         return stats
 
     def _join(self, members: Members, infos: Infos, new: set[str]) -> UpdateGroup:
         """Return the group of these members, formed anew if they differ from those of the last push."""
         urls = {engine.url for engine in members.engines}
-        if self._group is None or new or urls != self._urls:
+        if self.group is None or new or urls != self._urls:
             self._leave_group(members)
             num_ranks = {url: int(info.get("tp_size") or 1) for url, info in infos.items()}
-            self._group = form_group(members, num_ranks, host=self._host, backend=self._backend(infos))
+            self.group = form_group(members, num_ranks, host=self._host, backend=self._backend(infos))
             self._urls = {engine.url for engine in members.engines}
-        return self._group
+        return self.group
 
     def _leave_group(self, members: Members) -> None:
         """Leave the group and tell the members that are in it; their answers do not matter."""
-        if self._group is not None:
+        if self.group is not None:
             self._abandon_group()
             leaving = members.start("leave the weight group", lambda engine: engine.transport.leave(), only=self._urls)
             _, _ = leaving.collect()
 
     def _abandon_group(self) -> None:
-        if self._group is not None:
-            self._group.abandon()
-            self._group = None
+        if self.group is not None:
+            self.group.abandon()
+            self.group = None
 
     def _backend(self, infos: Infos) -> GroupBackend:
         have_nccl = all("nccl" in Capabilities.of(info).transports for info in infos.values())
@@ -184,7 +184,7 @@ class BucketSender:
         """Return the bucket's tensors, the next of `weights`; count the time in which the engines are idle."""
         began_at = time.monotonic()
         held = dict(itertools.islice(weights, len(bucket.specs)))
-        tensors = [held[spec.name].detach().to(self._device).contiguous() for spec in bucket.specs]
+        tensors = [held[spec.name].detach().to(self.device).contiguous() for spec in bucket.specs]
         idle_since = self.flight.replies.done_at if self.flight else began_at
         if idle_since is not None:
             self.stats.seconds["gather"] += time.monotonic() - max(began_at, idle_since)
@@ -194,7 +194,7 @@ class BucketSender:
         """Announce a bucket and start its broadcast. The last one carries the version."""
         version = self.version if is_last else None
         if self.group.backend == "nccl":
-            data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+            data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
             pack_bucket(bucket, tensors, data)
             tensors = [data]
         names = {spec.name for spec in bucket.specs}
@@ -216,7 +216,8 @@ class BucketSender:
         return Flight(replies, [self.group.broadcast(tensor, timeout_s) for tensor in tensors])
 
     @property
-    def _device(self) -> str:
+    def device(self) -> str:
+        """The place that buckets are sent from."""
         return "cuda" if self.group.backend == "nccl" else "cpu"
 
     def _wait(self) -> None:

@@ -501,8 +501,8 @@ def test_weights_that_all_servers_refuse_end_a_push_at_once(servers: Servers) ->
     channel, servers.channel = servers.channel, None
     assert channel is not None
     wrong = TensorSpec("model.norm.weight", "float32", (63,))
-    channel._plan = plan_buckets([wrong], 2**20)
-    channel._session.manifest = (wrong,)
+    channel.plan = plan_buckets([wrong], 2**20)
+    channel.session.manifest = (wrong,)
     try:
         with pytest.raises(EngineError, match=r"model\.norm\.weight") as raised:
             channel.push(iter([(wrong.name, torch.zeros(wrong.shape))]), servers.version + 1)

@@ -46,7 +46,7 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
         channel.connect(learner.weights().manifest())
         for version in (1, 2):
             assert channel.push(learner.weights().whole(), version).is_whole
-            assert channel._group is not None
+            assert channel.group is not None
             (engine,) = engines.pool.live()
             request = GenerateRequest(f"ask-{version}", PROMPT, NUM_NEW, 1.0, (), seed=1)
             reply = engines.loop.run(engine.generate(request), HANG_S)
@@ -64,7 +64,7 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
             )
             minibatch = one_minibatch(batch, max_tokens=100, share=learner.share)
             (scores_R,) = learner.log_probs(minibatch)
-            found.append((channel._group.backend, list(reply.behaviour_logprobs), scores_R.tolist()))
+            found.append((channel.group.backend, list(reply.behaviour_logprobs), scores_R.tolist()))
             learner.step(minibatch, BOUNDS)
         channel.close()
         engines.close()

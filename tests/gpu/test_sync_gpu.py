@@ -32,8 +32,8 @@ def test_a_broadcast_sees_what_its_caller_packed_on_a_busy_stream() -> None:
 
             def start(data: torch.Tensor = data, seen: torch.Tensor = seen) -> dist.Work:
                 seen.copy_(data)
-                assert alone._group is not None
-                return alone._group.broadcast([data], dist.BroadcastOptions())
+                assert alone.process_group is not None
+                return alone.process_group.broadcast([data], dist.BroadcastOptions())
 
             finish(Launch(start, data.device))
             torch.cuda.synchronize()

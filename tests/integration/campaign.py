@@ -126,12 +126,12 @@ class Client(HttpEngine):
         super().__init__(url, request_timeout_s=HANG_S, vocab_size=VOCAB_SIZE)
         self.timers: list[tuple[str, asyncio.TimerHandle, Callable[[], None]]] = []  # of calls, by path
 
-    async def _send(
+    async def send_request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, **options: Any
     ) -> bytes:
         token = _caller.set((self, path))
         try:
-            return await super()._send(method, path, body, **options)
+            return await super().send_request(method, path, body, **options)
         finally:
             _caller.reset(token)
 
@@ -159,7 +159,7 @@ class Pool(EnginePool):
 
     def is_at_risk(self, engine: Engine) -> bool:
         """One more failure without a good reply, and it would be lost for good."""
-        return self._num_failures[engine.url] > 1
+        return self.num_failures[engine.url] > 1
 
 
 @dataclass
@@ -272,7 +272,7 @@ class Campaign:
             ["demo"], ["reward.kind='tests.integration.campaign_judge:judge'", f"reward.timeout_s={HANG_S}"]
         )
         self._scorer = RewardScorer(self.config)
-        self._keep_timers()
+        self._run(self._keep_timers())
         self.sites = [self._run(self._open_site(starter)) for _ in range(num_sites)]
 
     def run_leg(self, name: str, settings: dict[str, Any], plan: Sequence[Sequence[Fault]]) -> None:
@@ -559,9 +559,9 @@ class Campaign:
         site.strikes.add(task)
         task.add_done_callback(end)
 
-    def _keep_timers(self) -> None:
-        """Tell clients of the deadlines of their calls."""
-        loop = self._loop._loop
+    async def _keep_timers(self) -> None:
+        """Tell clients of the deadlines of their calls; runs on the loop that makes them."""
+        loop = asyncio.get_running_loop()
         call_at = loop.call_at
 
         def kept(when: float, callback: Any, *arguments: Any, **options: Any) -> asyncio.TimerHandle:

@@ -177,7 +177,7 @@ def _count_calls() -> None:
     from bapo_megatron.engines.update_group import UpdateGroup
 
     numbers, requests = itertools.count(1), itertools.count(1)
-    send, broadcast = HttpEngine._send, UpdateGroup.broadcast
+    send, broadcast = HttpEngine.send_request, UpdateGroup.broadcast
 
     async def send_through_gate(engine: HttpEngine, method: str, path: str, *arguments: Any, **options: Any) -> bytes:
         if method == "POST" and path not in ("/generate", "/abort_request"):
@@ -190,7 +190,7 @@ def _count_calls() -> None:
         _pass(f"push-{next(numbers)}")
         return broadcast(group, *arguments, **options)
 
-    HttpEngine._send = send_through_gate  # type: ignore[method-assign, assignment]
+    HttpEngine.send_request = send_through_gate  # type: ignore[method-assign, assignment]
     UpdateGroup.broadcast = broadcast_through_gate  # type: ignore[method-assign]
 
 

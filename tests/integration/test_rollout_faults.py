@@ -85,13 +85,13 @@ class CountingEngine(HttpEngine):
         self.num_aborted += sum(isinstance(r, GenerateResult) and r.finish_reason == "abort" for r in results)
         return results
 
-    async def _send(
+    async def send_request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, **options: Any
     ) -> bytes:
         if self.unanswered and path == "/generate":
             rids = [body["rid"]] if isinstance(body["rid"], str) else body["rid"]
             timeout_s = 0.1 if any(rid.startswith(self.unanswered) for rid in rids) else timeout_s
-        return await super()._send(method, path, body, timeout_s=timeout_s, **options)
+        return await super().send_request(method, path, body, timeout_s=timeout_s, **options)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
         await engine.resume()
 
     async def abort_all_of_step_0(engine: CountingEngine, scheduler: Scheduler) -> None:
-        while scheduler._stream.step == 0:  # the engine is paused: from now on `cut` is resumed
+        while scheduler.sampling.step == 0:  # the engine is paused: from now on `cut` is resumed
             await asyncio.sleep(0.01)
         await engine.abort()
         await engine.resume()
@@ -229,7 +229,7 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
             engine = chaos.choice(engines)
             match chaos.choice(("abort one", "abort all", "pause", "pause and abort")):
                 case "abort one":
-                    if open_rids := list(scheduler._dispatcher._open):
+                    if open_rids := list(scheduler.dispatcher.open_requests):
                         await engine.abort(chaos.choice(open_rids))
                 case "abort all":
                     await engine.abort()
@@ -525,8 +525,8 @@ def test_a_refused_weight_push_is_one_clear_error_and_nothing_is_sampled_until_a
         channel.connect(manifest)
         wrong = {n: torch.cat([t, t]) if n == name else t for n, t in weights.items()}
         wrong_manifest = [TensorSpec.of(n, t) for n, t in wrong.items()]
-        channel._plan = plan_buckets(wrong_manifest, 2**20)  # past the handshake, which would not let it through
-        channel._session.manifest = tuple(wrong_manifest)
+        channel.plan = plan_buckets(wrong_manifest, 2**20)  # past the handshake, which would not let it through
+        channel.session.manifest = tuple(wrong_manifest)
         with pytest.raises(EngineError, match=r"update_weights_from_distributed.*HTTP 400") as raised:
             channel.push(iter(wrong.items()), 1)
         assert target.url in str(raised.value)

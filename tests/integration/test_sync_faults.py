@@ -218,7 +218,7 @@ def test_an_engine_that_confirms_weights_which_it_did_not_receive_is_fenced(
     world = make(2)
     world.push()
     healthy, liar = world.engines
-    send, num_taken = liar._send, 0
+    send, num_taken = liar.send_request, 0
 
     async def lie(method: str, path: str, *arguments: Any, **options: Any) -> bytes:
         nonlocal num_taken
@@ -233,7 +233,7 @@ def test_an_engine_that_confirms_weights_which_it_did_not_receive_is_fenced(
         if num_taken == bucket:
             world.vain.begin()
 
-    liar._send = lie  # type: ignore[method-assign]
+    liar.send_request = lie  # type: ignore[method-assign]
     world.learner.while_gathering = before_the_lie
     world.push()
     world.assert_live(0)
@@ -268,7 +268,7 @@ def test_a_late_announcement_is_not_overtaken_by_the_next(make: Callable[..., Wo
     sizes = [spec.num_bytes for spec in world.learner.manifest() if spec.name in (GATE, UP)]
     assert sizes == [BUCKET_MIB * 2**20] * 2, "a bucket each"
     last = world.engines[2]
-    send, let_go, log = last._send, threading.Event(), []
+    send, let_go, log = last.send_request, threading.Event(), []
 
     async def hold_back_the_first(method: str, path: str, body: Any = None, **options: Any) -> bytes:
         name = next((n for n in (GATE, UP) if n in (body or {}).get("names", ())), None)
@@ -287,7 +287,7 @@ def test_a_late_announcement_is_not_overtaken_by_the_next(make: Callable[..., Wo
             let_go.set()
         time.sleep(seconds)
 
-    last._send = hold_back_the_first  # type: ignore[method-assign, assignment]
+    last.send_request = hold_back_the_first  # type: ignore[method-assign, assignment]
     world.vain.sleep = poll  # type: ignore[method-assign]
     world.push()
     world.assert_live(0, 1, 2)

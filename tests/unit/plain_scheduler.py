@@ -39,19 +39,19 @@ class PlainBook:
         self._samples_per_prompt = config.samples_per_prompt
         self._samples_in_flight = (config.groups_in_flight or config.prompts_per_step) * config.samples_per_prompt
         self._active: dict[int, Group] = {}
-        self._finished: list[Group] = []
+        self.finished: list[Group] = []
         self._num_growing = 0
         self._begun: dict[str, int] = {}
 
     @classmethod
     def like(cls, book: RolloutBook, config: RolloutConfig) -> "PlainBook":
         """Return a plain book in place of one that is empty."""
-        return cls(config, book._prompts, book.bound, book._keep, by_group=book.by_group)
+        return cls(config, book.prompts, book.bound, book.keep, by_group=book.by_group)
 
     def admit(self, version: int, next_version: int) -> list[Sample]:
         admitted: list[Sample] = []
         capacity = self.bound.capacity(version, next_version)
-        while self._num_growing < self._samples_in_flight and len(self._active) + len(self._finished) < capacity:
+        while self._num_growing < self._samples_in_flight and len(self._active) + len(self.finished) < capacity:
             prompt = self._prompts.next()
             group = Group.begun(prompt, self._samples_per_prompt)
             for sample in group.samples:
@@ -110,7 +110,7 @@ class PlainBook:
         elif not is_kept:
             self._drop(group, "keep_group" if group.valid else "failed")
         else:
-            self._finished.append(group)
+            self.finished.append(group)
         return is_kept
 
     def choose(self, version: int) -> list[Group] | None:
@@ -119,7 +119,7 @@ class PlainBook:
         if chosen is None:
             return None
         taken = {group.prompt.prompt_id for group in chosen}
-        self._finished = [group for group in self._finished if group.prompt.prompt_id not in taken]
+        self.finished = [group for group in self.finished if group.prompt.prompt_id not in taken]
         for sample in (s for group in chosen for s in group.samples):
             if sample.reward is None:
                 self.ledger.drop(sample.sample_id, "failed")
@@ -129,8 +129,8 @@ class PlainBook:
         return chosen
 
     def drop_stale(self, version: int) -> None:
-        for group in [g for g in self._finished if self._is_stale(g, version)]:
-            self._finished.remove(group)
+        for group in [g for g in self.finished if self._is_stale(g, version)]:
+            self.finished.remove(group)
             self._drop(group, "stale")
         for group in [g for g in self._active.values() if self._is_stale(g, version)]:
             is_running = any(self.ledger.is_running(s.sample_id) for s in group.samples)
@@ -143,12 +143,12 @@ class PlainBook:
         return self._slack(self._active[sample.prompt.prompt_id], version) == 0
 
     def buffered(self) -> Iterator[Sample]:
-        for group in (*self._active.values(), *self._finished):
+        for group in (*self._active.values(), *self.finished):
             yield from group.samples
 
     def state_dict(self) -> dict[str, Any]:
         rows = JoinedRows()
-        groups = {"active": self._active.values(), "finished": self._finished}
+        groups = {"active": self._active.values(), "finished": self.finished}
         samples = {name: [with_values(g.to_json(), rows.put) for g in some] for name, some in groups.items()}
         state = {"prompts": self._prompts.state_dict(), "ledger": self.ledger.state_dict(), **samples}
         return {**state, "rows": rows.arrays()}
@@ -156,15 +156,15 @@ class PlainBook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
-        active, self._finished = groups_of(state, ())
+        active, self.finished = groups_of(state, ())
         self._active = {group.prompt.prompt_id: group for group in active}
         self._num_growing = len(self.growing())
 
     def _stalest(self, active: Sequence[float], version: int) -> list[Group] | None:
         size = self.bound.groups_per_step
-        if len(self._finished) < size:
+        if len(self.finished) < size:
             return None
-        by_slack = sorted(self._finished, key=lambda group: self._slack_of_tokens(group, version))
+        by_slack = sorted(self.finished, key=lambda group: self._slack_of_tokens(group, version))
         chosen, others = by_slack[:size], by_slack[size:]
         slacks = sorted(s for s in (*(self._slack_of_tokens(g, version) for g in others), *active) if s >= 0)
         # The i-th most urgent of those left is trained i // size steps after the next one, at best.
@@ -235,7 +235,7 @@ class PlainStream(ContinuousSampling):
         return continuous.Rank(not is_urgent, self._pieces[sample.sample_id], sample.prompt.prompt_id, sample.sample_id)
 
     def _pump(self) -> None:
-        if not self._is_open or self._failure is not None:
+        if not self._is_open or self.failure is not None:
             return
         self._enqueue(self._book.admit(self.version, self.next_version))
         engines: dict[str, Engine] = {engine.url: engine for engine in self._dispatcher.pool.live()}
@@ -268,6 +268,6 @@ class PlainStream(ContinuousSampling):
 def make_plain(scheduler: Scheduler) -> Scheduler:
     """Return a scheduler that has not begun, with a plain book and a plain stream."""
     book = scheduler.book = PlainBook.like(scheduler.book, scheduler.config)  # type: ignore[assignment]
-    parts = scheduler._dispatcher, scheduler._answers, scheduler._book_answers
-    scheduler._stream = PlainStream(scheduler.config, book, *parts)  # type: ignore[arg-type]
+    parts = scheduler.dispatcher, scheduler.ask, scheduler.book_answers
+    scheduler.sampling = PlainStream(scheduler.config, book, *parts)  # type: ignore[arg-type]
     return scheduler

@@ -169,13 +169,13 @@ def test_every_request_carries_the_key_and_a_server_that_wants_another_ends_the_
 
 @pytest.mark.parametrize("body", ['{"success": false, "message": "no"}', '{"message": "fine"}', "OK", "", "null", "[]"])
 def test_weights_are_not_confirmed_by_a_reply_that_does_not_say_so(body: str) -> None:
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(text=body)
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text='{"success": true}' if request.path == "/init_weights_update_group" else body)
 
     bucket = Bucket((TensorSpec("w", "float32", (2,)),))
 
     async def take(engine: HttpEngine) -> None:
-        engine.transport._seat = GroupSeat("group", "127.0.0.1", 1, 1, 2, "gloo")
+        await engine.transport.join(GroupSeat("group", "127.0.0.1", 1, 1, 2, "gloo"))
         await engine.transport.take(bucket, version=None)
 
     with pytest.raises(EngineError, match=r"1 weights from w to w: (HTTP 200: .*|the reply does not confirm them)"):

@@ -239,7 +239,7 @@ def test_a_failure_between_two_batches_is_told_once_by_the_next() -> None:
         return driver.judge(samples)
 
     async def told() -> None:
-        while scheduler._stream._failure is None:
+        while scheduler.sampling.failure is None:
             await asyncio.sleep(0.01)
 
     async def run() -> None:

@@ -257,7 +257,7 @@ def test_a_group_that_failed_as_a_whole_is_replaced() -> None:
             return Prompt(self.position - 1, (1, 2, 3), "", self.position - 1, "test")
 
     scheduler = make(Rounds(), driver=driver(Flaky()), max_response_tokens=LIMIT)
-    scheduler.book._prompts = Numbered()  # type: ignore[assignment]
+    scheduler.book.prompts = Numbered()  # type: ignore[assignment]
     groups, _ = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [1, 2]

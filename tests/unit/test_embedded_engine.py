@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -57,6 +58,16 @@ def serve_engine(engine: BatchingEngine, asked: list[tuple[list[int], SamplingPa
     for sequence in sequences:
         sequence.done.result(HANG_S)
     return [(s.output_ids, s.logprobs) for s in sequences]
+
+
+def answer_to(server: Server, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return the status and the reply of a server that is asked to generate."""
+
+    async def post() -> tuple[int, dict[str, Any]]:
+        async with TestClient(TestServer(server.app())) as client, client.post("/generate", json=body) as response:
+            return response.status, await response.json()
+
+    return asyncio.run(post())
 
 
 def stop(engine: BatchingEngine) -> None:
@@ -309,8 +320,9 @@ def test_a_body_with_too_many_samples_is_refused(model: Model) -> None:
     try:
         server = Server(engine, model_path="demo", update_timeout_s=HANG_S)
         body = {"input_ids": [[3, 4]] * 300, "sampling_params": {"max_new_tokens": 4, "n": 1024}}
-        with pytest.raises(BadRequestError, match="307200 samples in a request, more than 4096"):
-            server._sequences(protocol.parse(protocol.GenerateBody, json.dumps(body).encode()))
+        status, reply = answer_to(server, body)
+        assert status == 400
+        assert "307200 samples in a request, more than 4096" in reply["message"]
     finally:
         stop(engine)
 
@@ -426,8 +438,16 @@ def test_scores_that_are_not_there_are_refused(
     engine = BatchingEngine(model, max_running=1, max_context=64)
     server = Server(engine, model_path="demo", update_timeout_s=HANG_S)
     try:
-        with pytest.raises(BadRequestError, match=message):
-            asyncio.run(server._score(token_ids, start, top_k))
+        body = {
+            "input_ids": token_ids,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": start,
+            "top_logprobs_num": top_k,
+        }
+        status, reply = answer_to(server, body)
+        assert status == 400
+        assert message in reply["message"]
     finally:
         stop(engine)
 
@@ -438,10 +458,10 @@ def test_released_memory_is_given_back() -> None:
     engine = BatchingEngine(model, max_running=1, max_context=64)
     try:
         serve_engine(engine, [([3, 4, 5], SamplingParams(max_new_tokens=4))])
-        assert engine._cache.data.any()
+        assert engine.cache.data.any()
         assert all(weight.any() for name, weight in model.named_weights.items() if "proj" in name)
         engine.call(engine.release, when_still=True).result(HANG_S)
-        assert not engine._cache.data.any()
+        assert not engine.cache.data.any()
         assert not any(weight.any() for weight in model.named_weights.values())
         engine.call(engine.restore).result(HANG_S)
         with pytest.raises(BadRequestError, match="memory was not released"):

@@ -1,8 +1,11 @@
 """Rows of a model's streams: the embedded engine computes each once, for the tokens that were asked for."""
 
+import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,18 +14,18 @@ from torch import Tensor
 
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.base import GenerateRequest
-from bapo_megatron.engines.embedded import protocol
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
-from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.server import Server
-from bapo_megatron.engines.http import HttpEngine, parse_reply
+from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.errors import RequestRefusedError, UserError
 from bapo_megatron.hf.families import FAMILIES, Family
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.streams import ModelStream, ServedTokens, model_streams
 from bapo_megatron.tokens import TokenStream
 from tests.distributed import HANG_S
+from tests.unit.test_embedded_engine import answer_to
 
 
 def marks(tokens: ServedTokens) -> Tensor:
@@ -154,21 +157,31 @@ def test_rows_that_a_client_has_lost_are_computed_again(engine: BatchingEngine) 
     check(again, 2)
 
 
-def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine) -> None:
+class Scripted(HttpEngine):
+    """A client that is always given the same reply."""
+
+    def __init__(self, reply: dict[str, Any]) -> None:
+        super().__init__("http://engine:1", request_timeout_s=HANG_S, vocab_size=16)
+        self.reply = reply
+
+    async def send_request(self, *_: Any, **__: Any) -> bytes:
+        return json.dumps(self.reply).encode()
+
+
+def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the client reads them."""
     server, streams = Server(engine, model_path="", update_timeout_s=HANG_S), tuple(engine.model.streams)
-    client = HttpEngine("http://engine:1", request_timeout_s=HANG_S, vocab_size=16)
+    submit, submitted = engine.submit, []
+    monkeypatch.setattr(engine, "submit", lambda sequences: submitted.extend(sequences) or submit(sequences))
     request = GenerateRequest("r", (5, 9, 4, 7), 5, 1.0, (), 0, streams=streams, num_fed=3)
     names = [stream.name for stream in streams]
-    fields = {"rid": "r", "input_ids": [5, 9, 4, 7], "return_logprob": True, "return_rows": names, "num_fed": 3}
-    body = protocol.GenerateBody.model_validate(
-        {**fields, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
-    )
-    (sequence,), _ = server._sequences(body)
-    engine.submit([sequence])
-    sequence.done.result(HANG_S)
-    reply = server._reply(sequence, body, 0.0)
-    rows = parse_reply(reply, request, 16).rows
+    body = {"rid": "r", "input_ids": [5, 9, 4, 7], "return_logprob": True, "return_rows": names, "num_fed": 3}
+    body |= {"sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+    status, reply = answer_to(server, body)
+    assert status == 200
+    (sequence,) = submitted
+    client = Scripted(reply)
+    rows = asyncio.run(client.generate(request)).rows
     for stream, found in rows.items():
         assert np.array_equal(found, torch.cat(sequence.rows[stream]).numpy())
     assert [len(found) for found in rows.values()] == [6, 6, 5]
@@ -178,8 +191,9 @@ def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine) -> 
         ({"num_fed": 0}, "num_fed"),
         ({"num_fed": 5}, "num_fed"),
     ):
-        with pytest.raises(BadRequestError, match=said):
-            server._sequences(body.model_copy(update=changed))
+        status, refusal = answer_to(server, {**body, **changed})
+        assert status == 400
+        assert said in refusal["message"]
     fields = reply["meta_info"]["rows"]
     for name, value, said in (
         ("marks", None, "stream marks: the reply has no rows of it"),
@@ -189,7 +203,7 @@ def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine) -> 
     ):
         reply["meta_info"]["rows"] = {n: v for n, v in {**fields, name: value}.items() if v is not None}
         with pytest.raises(RequestRefusedError, match=f"http://engine:1, request r: {said}"):
-            client._result(reply, request)
+            asyncio.run(client.generate(request))
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,11 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     with pytest.raises(EngineError, match=r"no rollout engine is left after 0\.1 s: http://second is fenced"):
         made.evaluate(0)
     made.config = Config()
-    watch = loop.submit(asked._pool.watch())
+    watch = loop.submit(asked.pool.watch())
     assert made.evaluate(0) is None, "the second failed, then the first in taking over, and one of them is back"
     watch.cancel()
     for engine in (first, second):
-        asked._pool.admit(engine)  # type: ignore[arg-type]
+        asked.pool.admit(engine)  # type: ignore[arg-type]
     (samples,) = loop.run(sampled(asked, 0), HANG_S).values()
     assert {t.sample_id: tuple(t.sampled_ids) for t in samples} == {t.sample_id: tuple(t.sampled_ids) for t in whole}
     assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
@@ -169,7 +169,7 @@ def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread)
         loop.run(asked.sample(0), HANG_S)
     num_answered = len(engine.requests)
     assert num_answered in (10, 6), "one set's call was answered"
-    asked._pool.admit(engine)  # type: ignore[arg-type]
+    asked.pool.admit(engine)  # type: ignore[arg-type]
     samples = loop.run(sampled(asked, 0), HANG_S)
     assert len(engine.requests) == 16, "what was answered is not asked again"
     for name, of_set in samples.items():
@@ -184,7 +184,7 @@ def loop() -> Iterator[LoopThread]:
 
 
 def rollouts(loop: LoopThread, asked: Evaluator) -> RolloutManager:
-    engines: Any = SimpleNamespace(loop=loop, pool=asked._pool)
+    engines: Any = SimpleNamespace(loop=loop, pool=asked.pool)
     unused: Any = None
     evaluation = manager.InRunEvaluation(asked, [])
     return RolloutManager(Config(), engines, unused, unused, unused, unused, evaluation)

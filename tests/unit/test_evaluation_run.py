@@ -17,7 +17,7 @@ from bapo_megatron.cli import main
 from bapo_megatron.convert import convert
 from bapo_megatron.engines.connected import ConnectedEngines, LoopThread
 from bapo_megatron.errors import DataError, UserError
-from bapo_megatron.evaluation.run import _Asking, eval_config, evaluate
+from bapo_megatron.evaluation.run import Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import Verdict
@@ -115,15 +115,15 @@ def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(
     overrides = [f"reward.timeout_s={timeout_s}", "reward.concurrency=2"]
     config = eval_config(Path("demo"), [], overrides, path, len(rewards))
     with RewardScorer(config) as scorer:
-        asking = _Asking(config, demo_model_path(), scorer, None)
-        asking._judge.tokenizer = Texts(list(rewards))
-        (prompt,) = asking._prompts
+        asking = Asking(config, demo_model_path(), scorer, None)
+        asking.judge.tokenizer = Texts(list(rewards))
+        (prompt,) = asking.prompts
         samples = [
             Sample.of(f"eval-0.{i}", prompt, (Segment.sampled(-1, 0, (i,), (-1.0,)),), NeedsEnvironment("stop"))
             for i in range(len(rewards))
         ]
-        judged = asking._judged(asyncio.run(JudgeOnce(asking._judge).advance(samples)))
-        (problem,) = asking._problems([prompt], judged)
+        judged = asking.judged(asyncio.run(JudgeOnce(asking.judge).advance(samples)))
+        (problem,) = asking.problems([prompt], judged)
     assert [response.reward for response in judged] == list(rewards.values())
     assert problem.num_passed == sum(rewards.values())
     has_no_verdict = [response.problem in ("timeout", "error") for response in problem.responses]
@@ -150,7 +150,7 @@ def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monk
     write_chains(tmp_path / "chains.jsonl")
     settings = ["reward.kind=chains", "rollout.request_timeout_s=400", "rollout.max_retries=0", *SMALL]
     config = eval_config(Path("demo"), [], settings, tmp_path / "chains.jsonl", 2)
-    asking = _Asking(config, demo_model_path(), Unhurried(), 3)  # type: ignore[arg-type]
+    asking = Asking(config, demo_model_path(), Unhurried(), 3)  # type: ignore[arg-type]
     problems = asking.ask(["http://scripted"], "a-key", tmp_path / "responses.jsonl", lambda _: None)
     assert deadlines.seen[0] == 800
     assert [p.count("timeout") for p in problems] == [2, 2, 2]

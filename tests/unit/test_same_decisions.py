@@ -77,7 +77,7 @@ class Twins:
         assert ours.num_dropped == plain.num_dropped
         assert list(ours.buffered()) == list(plain.buffered())
         ours.ledger.check(ours.buffered())
-        ours.ledger.check_changes([ours._any(sample_id) for sample_id in ours._changed], ours._held)
+        ours.check_changes()
 
     def happen(self, event: str, number: int) -> None:
         """Let an event happen; `number` decides which samples it is about, and how."""
@@ -124,7 +124,7 @@ class Twins:
         return replace(sample, need=Ended("failed", None) if has_failed else Ended("stop", rng.random()))
 
     def choose(self, rng: random.Random) -> None:
-        has_enough = len(self.books[1]._finished) >= self.bound.groups_per_step
+        has_enough = len(self.books[1].finished) >= self.bound.groups_per_step
         if self.both("choose", self.version) is None:
             self.num_waits += has_enough
         else:

@@ -73,9 +73,9 @@ def everything(batch: Batch) -> list[torch.Tensor]:
 def rollouts_of(first: Any, config: Config | None = None) -> SharedRollouts:
     """The rollouts of ranks that all belong to one data rank."""
     shares = BatchShares(0, 0, lambda stage, num_layers: [*range(num_layers)], HANG_S)
-    rollouts = SharedRollouts(config or Config(), first, lambda *_: None, shares)
-    rollouts._sign_of_life_s = 0.01
-    return rollouts
+    config = config or Config()
+    parallel = config.parallel.model_copy(update={"timeout_s": 0.04})  # rank 0 gives four signs of life in it
+    return SharedRollouts(config.model_copy(update={"parallel": parallel}), first, lambda *_: None, shares)
 
 
 def on_every_rank(rank: int, world_size: int) -> None:

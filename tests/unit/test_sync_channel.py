@@ -127,7 +127,7 @@ class ScriptedEngine:
         self.keeps_cache = False
         self._one_at_a_time = asyncio.Lock()
 
-    async def _stage(self, name: str) -> None:
+    async def stage(self, name: str) -> None:
         self.calls.append(name)
         fault = self.faults.pop(name, None)
         if fault == "die":
@@ -145,7 +145,7 @@ class ScriptedEngine:
                 await clock.wait_in_vain()
 
     async def pause(self, mode: str) -> None:
-        await self._stage("pause")
+        await self.stage("pause")
         self.paused = True
 
     async def server_info(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class ScriptedEngine:
         return [TensorSpec.of(name, tensor) for name, tensor in self.weights.items()]
 
     async def begin(self) -> None:
-        await self._stage("begin")
+        await self.stage("begin")
         self._num_taken = 0
         self._num_received = []
 
@@ -174,7 +174,7 @@ class ScriptedEngine:
         if self.faults.get(stage) == "lie":
             del self.faults[stage]
             return {}
-        await self._stage(stage)
+        await self.stage(stage)
         async with self._one_at_a_time:
             await self._take(specs, version)
         return {spec.name: digest(self.weights[spec.name]) for spec in specs}
@@ -196,7 +196,7 @@ class ScriptedEngine:
             self.version, self.is_torn = str(version), False
 
     async def end(self) -> None:
-        await self._stage("end")
+        await self.stage("end")
         if self.group is not None:
             self.group.sent.clear()
 
@@ -204,13 +204,13 @@ class ScriptedEngine:
         pass
 
     async def digests(self) -> dict[str, Any]:
-        await self._stage("checksum")
+        await self.stage("checksum")
         if self.faults.pop("weights", None):
             self.weights["w3"] = self.weights["w3"] + 1
         return {"algorithm": DIGEST, "ranks": [{"checksums": {n: digest(t) for n, t in self.weights.items()}}]}
 
     async def resume(self) -> None:
-        await self._stage("resume")
+        await self.stage("resume")
         assert not self.is_torn, "a torn engine must not go on"
         self.paused = False
 
@@ -236,6 +236,7 @@ class FakeLearner:
 
 class World:
     def __init__(self, loop: LoopThread, num_engines: int, timeout_s: float = TIMEOUT_S) -> None:
+        self.loop = loop
         self.engines = [ScriptedEngine(name) for name in "abc"[:num_engines]]
         self.pool = EnginePool(self.engines)  # type: ignore[arg-type]
         self.learner = FakeLearner()
@@ -245,6 +246,11 @@ class World:
 
     def push(self) -> None:
         RankZeroChannel(self.channel).push(self.learner)  # type: ignore[arg-type]
+
+    def find_back(self, engine: ScriptedEngine) -> None:
+        """Let the pool notice that a fenced engine is healthy again."""
+        self.loop.run(self.pool.probe(), HANG_S)
+        assert engine in self.pool.back()
 
     def assert_goes_on(self, *names: str) -> None:
         """These hold the learner's weights and generate; no other one may be asked."""
@@ -436,7 +442,7 @@ def test_the_last_engine_may_fail_in_a_push_and_come_back(loop: LoopThread, stag
     world.push()
     assert world.pool.live() == []
     world.engines[0].__init__("a")  # type: ignore[misc] - started again
-    world.pool._status[world.engines[0].url] = "back"
+    world.find_back(world.engines[0])
     world.push()
     world.assert_goes_on("a")
 
@@ -450,7 +456,7 @@ def test_an_engine_that_is_back_is_admitted_with_the_next_version_only(loop: Loo
     world.push()
     world.assert_goes_on("a")
     doomed.__init__("b")  # type: ignore[misc] - started again, with the weights of the beginning
-    world.pool._status[doomed.url] = "back"
+    world.find_back(doomed)
     assert world.pool.live() == world.engines[:1]
     world.learner.version = 3
     world.push()
@@ -474,7 +480,7 @@ def test_an_engine_back_with_another_model_is_fenced_before_anything_is_sent(loo
     other = world.engines[1]
     other.weights["w2"] = torch.zeros(9)
     world.pool.fence(other, "test")  # type: ignore[arg-type]
-    world.pool._status[other.url] = "back"
+    world.find_back(other)
     world.learner.version = 2
     world.push()
     world.assert_goes_on("a")
@@ -492,11 +498,11 @@ def test_an_engine_that_no_push_can_bring_in_is_given_up_and_said_so(
     other = world.engines[-1]
     other.weights["w2"] = torch.zeros(9)
     world.pool.fence(other, "it was started again")  # type: ignore[arg-type]
-    world.pool._status[other.url] = "back"
+    world.find_back(other)
     world.push()
     assert "w2" in caplog.messages[-1], "told each time"
     assert caplog.messages[-1].startswith(f"{other.url} is fenced off")
-    world.pool._status[other.url] = "back"
+    world.find_back(other)
     if num_engines == 1:
         with pytest.raises(EngineError, match=r"no rollout engine is left: http://a is lost \(.*w2"):
             world.push()
@@ -515,7 +521,8 @@ def test_a_flapping_engine_does_not_keep_a_push_from_ending(loop: LoopThread, mo
 
     def fence_and_come_back(engine: Any, reason: str) -> None:
         fence(engine, reason)
-        world.pool._status[engine.url] = "back"
+        world.pool.replied(engine)  # or it would be given up
+        world.find_back(engine)
 
     monkeypatch.setattr(world.pool, "fence", fence_and_come_back)
     flapping.faults = {"middle bucket": "refuse"}

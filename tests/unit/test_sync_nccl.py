@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines import update_group
@@ -76,13 +77,13 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
         return formed[-1], None
 
     def destroy(lazy: LazyGroup) -> None:
-        del update_group._world.pg_group_ranks[lazy]  # type: ignore[arg-type]
+        del distributed_c10d._world.pg_group_ranks[lazy]  # type: ignore[arg-type]
         lazy.events.append("closed")
 
-    monkeypatch.setattr(update_group, "_new_process_group_helper", new_group)
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", new_group)
     monkeypatch.setattr(update_group.dist, "destroy_process_group", destroy)
     use_clock(monkeypatch)
-    monkeypatch.setattr(broadcast.BucketSender, "_device", "cpu")
+    monkeypatch.setattr(broadcast.BucketSender, "device", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # else the group is gloo's
     yield formed
     for lazy in formed:
@@ -115,7 +116,7 @@ class NcclEngine(ScriptedEngine):
     async def take(self, bucket: Bucket, *, version: int | None, keeps_cache: bool) -> dict[str, str]:
         specs = bucket.specs
         index, self._num_buckets = self._num_buckets, self._num_buckets + 1
-        await self._stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
+        await self.stage("first bucket" if index == 0 else "last bucket" if version is not None else "middle bucket")
         lazy = next(lazy for lazy in self.groups if lazy.name == self.group_name)
         lazy.enter(self.url)
         while len(lazy.sent) <= index:
@@ -128,6 +129,7 @@ class NcclEngine(ScriptedEngine):
 
 class NcclWorld(World):
     def __init__(self, loop: LoopThread, groups: list[LazyGroup], num_engines: int) -> None:
+        self.loop = loop
         self.engines = [NcclEngine(name) for name in "abc"[:num_engines]]
         for engine in self.engines:
             engine.groups = groups
@@ -141,7 +143,7 @@ class NcclWorld(World):
         for engine in self.engines:
             if not self.pool.is_live(engine):  # type: ignore[arg-type]
                 engine.is_dead = False
-                self.pool._status[engine.url] = "back"
+                self.find_back(engine)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

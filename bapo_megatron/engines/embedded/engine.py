@@ -169,7 +169,7 @@ class BatchingEngine:
         self.num_generated_tokens = 0
         self._num_threads = num_threads
         self._trace: tuple[Trace, Path] | None = None  # under way, and its file
-        self._cache = model.new_cache(num_rows=max_running, max_len=max_context)
+        self.cache = model.new_cache(num_rows=max_running, max_len=max_context)
         self._rows: list[Sequence] = []  # being decoded; index = cache row
         self._kept: dict[tuple[int, ...], int] = {}  # tokens in the cache that may be continued, and their row
         self._waiting: deque[Sequence] = deque()
@@ -301,7 +301,7 @@ class BatchingEngine:
         self.is_torn = self.is_released = True
         self.lost = set(self.model.named_weights)
         self._kept.clear()
-        self._cache.release()
+        self.cache.release()
         self.model.release()
 
     def restore(self) -> None:
@@ -398,7 +398,7 @@ class BatchingEngine:
             last_ids_B = torch.tensor([(s.output_ids or s.prompt_ids)[-1] for s in self._rows])
             positions_B = torch.tensor(positions)
             fed = self._fed_rows(self._rows, last_ids_B[:, None], positions_B[:, None])
-            logits_BV = self.model.decode(last_ids_B, positions_B, self._cache, fed)
+            logits_BV = self.model.decode(last_ids_B, positions_B, self.cache, fed)
             if fed is not None:
                 self._take_fed(self._rows, fed, range(len(self._rows)), positions)
             self._extend(self._rows, logits_BV)
@@ -435,7 +435,7 @@ class BatchingEngine:
         if vacated:
             longest = max(map(len, self._kept), default=0)
             longest = max(longest, *(s.num_tokens for s in continued.values()))
-            self._cache.arrange([*targets, *vacated], [*sources, *displaced], longest)
+            self.cache.arrange([*targets, *vacated], [*sources, *displaced], longest)
             places = dict(zip(displaced, vacated, strict=True))
             self._kept = {ids: places.get(row, row) for ids, row in self._kept.items()}
         for source in sources:
@@ -458,13 +458,13 @@ class BatchingEngine:
         for row, sequence in enumerate(different):
             token_ids_BT[row, : lengths[row]] = torch.tensor(sequence.token_ids)
         fed = self._fed_rows(group, token_ids_BT, torch.arange(max(lengths))[None])
-        logits_BV = self.model.prefill(token_ids_BT, torch.tensor(lengths), self._cache, first_row, fed)
+        logits_BV = self.model.prefill(token_ids_BT, torch.tensor(lengths), self.cache, first_row, fed)
         if fed is not None:
             self._take_fed(group, fed, index, [0] * len(group))
         if len(different) == len(group):
             return logits_BV
         rows = range(first_row, first_row + len(group))
-        self._cache.arrange(rows, [first_row + i for i in index], max(lengths))
+        self.cache.arrange(rows, [first_row + i for i in index], max(lengths))
         return logits_BV[index]
 
     def _fed_rows(self, sequences: list[Sequence], token_ids_BT: Tensor, positions_BT: Tensor) -> FedRows | None:
@@ -521,7 +521,7 @@ class BatchingEngine:
         if gaps:
             moving = sorted(set(range(num_left, len(self._rows))) - set(finished))
             longest = max(s.num_tokens for s in self._rows) - 1
-            self._cache.arrange([*gaps, *moving], [*moving, *gaps], longest)
+            self.cache.arrange([*gaps, *moving], [*moving, *gaps], longest)
             for gap, row in zip(gaps, moving, strict=True):
                 self._rows[gap], self._rows[row] = self._rows[row], self._rows[gap]
         ended, self._rows = self._rows[num_left:], self._rows[:num_left]

@@ -72,7 +72,7 @@ class Server:
         self.engine = engine
         self._guard = guard or Guard("localhost")
         self._text = text
-        self._updater = WeightUpdater(engine, timeout_s=update_timeout_s)
+        self.updater = WeightUpdater(engine, timeout_s=update_timeout_s)
         self._model_path = model_path
 
     def app(self) -> web.Application:
@@ -159,48 +159,48 @@ class Server:
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.InitGroupBody, await request.read())
-        await asyncio.to_thread(self._updater.init_group, body)
+        await asyncio.to_thread(self.updater.init_group, body)
         return _success("Succeeded to initialize custom process group.")
 
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.DestroyGroupBody, await request.read())
-        await asyncio.to_thread(self._updater.destroy_group, body.group_name)
+        await asyncio.to_thread(self.updater.destroy_group, body.group_name)
         return _success("Succeeded to destroy custom process group.")
 
     async def begin_weight_update(self, request: web.Request) -> web.Response:
         protocol.parse(protocol.EmptyBody, await request.read())
-        await asyncio.to_thread(self._updater.begin)
+        await asyncio.to_thread(self.updater.begin)
         return _success("Success")
 
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.UpdateWeightsBody, await request.read())
-        received = await asyncio.to_thread(self._updater.update, body)
+        received = await asyncio.to_thread(self.updater.update, body)
         suffix = "" if body.weight_version is None else f" Weight version updated to {body.weight_version}."
         return _success(f"Succeeded to update parameter online.{suffix}", digests=received)
 
     async def end_weight_update(self, request: web.Request) -> web.Response:
         protocol.parse(protocol.EmptyBody, await request.read())
-        await asyncio.to_thread(self._updater.end)
+        await asyncio.to_thread(self.updater.end)
         return _success("Success")
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.UpdateFromDiskBody, await request.read())
-        await asyncio.to_thread(self._updater.update_from_disk, body)
+        await asyncio.to_thread(self.updater.update_from_disk, body)
         return _success("Succeeded to update model weights.")
 
     async def weights_checker(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.WeightsCheckerBody, await request.read())
-        answer = self._updater.checksum if body.action == "checksum" else self._updater.manifest
+        answer = self.updater.checksum if body.action == "checksum" else self.updater.manifest
         return web.json_response({"success": True, "message": "Success"} | await asyncio.to_thread(answer))
 
     async def release_memory_occupation(self, request: web.Request) -> web.Response:
         protocol.parse(protocol.MemoryBody, await request.read())
-        await asyncio.to_thread(self._updater.release)
+        await asyncio.to_thread(self.updater.release)
         return _success("Success")
 
     async def resume_memory_occupation(self, request: web.Request) -> web.Response:
         protocol.parse(protocol.MemoryBody, await request.read())
-        await asyncio.to_thread(self._updater.restore)
+        await asyncio.to_thread(self.updater.restore)
         return _success("Success")
 
     async def start_profile(self, request: web.Request) -> web.Response:

@@ -34,7 +34,7 @@ class WeightUpdater:
         """`timeout_s` bounds joining a group, and each broadcast."""
         self._engine = engine
         self._timeout_s = timeout_s
-        self._groups: dict[str, UpdateGroup] = {}
+        self.groups: dict[str, UpdateGroup] = {}
         self._lock = threading.Lock()  # one command at a time
         self._in_session = False
         self._has_failed = False  # a bucket of this session was refused or lost
@@ -43,13 +43,13 @@ class WeightUpdater:
     def init_group(self, body: InitGroupBody) -> None:
         """Join the trainer's group. Raises BadRequestError if the name is taken or the others do not come."""
         with self._lock:
-            if body.group_name in self._groups:
+            if body.group_name in self.groups:
                 raise BadRequestError(f"group_name: {body.group_name!r} has already been created")
             if body.rank_offset >= body.world_size:
                 raise BadRequestError(f"rank_offset: {body.rank_offset} is not below world_size={body.world_size}")
             try:
                 store = reach_store(body.master_address, body.master_port, body.world_size, self._timeout_s)
-                self._groups[body.group_name] = UpdateGroup(
+                self.groups[body.group_name] = UpdateGroup(
                     body.group_name,
                     store=store,
                     rank=body.rank_offset,
@@ -63,9 +63,9 @@ class WeightUpdater:
     def destroy_group(self, name: str) -> None:
         """Leave a group. Raises BadRequestError if there is none of this name."""
         with self._lock:
-            if name not in self._groups:
+            if name not in self.groups:
                 raise BadRequestError(f"group_name: {name!r} does not exist")
-            self._groups.pop(name).close()
+            self.groups.pop(name).close()
 
     def begin(self) -> None:
         """Open an update session. Raises BadRequestError if one is open."""
@@ -100,7 +100,7 @@ class WeightUpdater:
                 sender's broadcast fails at once instead of at its deadline.
         """
         with self._lock:
-            group = self._groups.get(body.group_name)
+            group = self.groups.get(body.group_name)
             try:
                 specs = self._checked(body)
                 if group is None:
@@ -117,7 +117,7 @@ class WeightUpdater:
             except Exception:
                 self._has_failed = True
                 if group is not None:
-                    del self._groups[body.group_name]
+                    del self.groups[body.group_name]
                     group.close()
                 raise
             return {spec.name: self._digests[spec.name] for spec in specs}
