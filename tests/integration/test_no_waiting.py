@@ -95,19 +95,24 @@ def check(rank: int, world_size: int, root: Path) -> None:
     for train in ({}, {"schedule": "forwards_first"}, {"recompute": True}):
         config = make_config(train=train, monitor={"token_profile": True})
         reads = Reads()
-        describe, run = attention.PackedSequences.of, schedule.get_forward_backward_func()
+        describe, choose = attention.PackedSequences.of, schedule.get_forward_backward_func
 
         def described(*args: Any, reads: Reads = reads, describe: Any = describe) -> attention.PackedSequences:
             with reads.paused():
                 return describe(*args)
 
-        def watched(*args: Any, reads: Reads = reads, run: Any = run, **kwargs: Any) -> Any:
-            with reads:
-                return run(*args, **kwargs)
+        def choose_watched(reads: Reads = reads, choose: Any = choose) -> Any:
+            run = choose()
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                with reads:
+                    return run(*args, **kwargs)
+
+            return watched
 
         with pytest.MonkeyPatch.context() as patch:  # the learner takes both when it is made
             patch.setattr(attention.PackedSequences, "of", described)
-            patch.setattr(schedule, "get_forward_backward_func", lambda watched=watched: watched)
+            patch.setattr(schedule, "get_forward_backward_func", choose_watched)
             learner = MegatronLearner(config, root / "qwen3")
         minibatch = pack(learner)
         learner.score(minibatch)
