@@ -71,7 +71,7 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
     rank = int(os.environ.get("RANK", "0"))
     terminal = redirect_output(run_dir.log_path("trainer", rank))
     try:
-        return _train(run_dir, urls, rank, terminal if rank == 0 else None, stop_file)
+        return train_on_rank(run_dir, urls, rank, terminal if rank == 0 else None, stop_file)
     except UserError as error:
         logging.exception("stopped")
         run_dir.mark("failed", rank)
@@ -83,7 +83,7 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
         return 2
 
 
-def _train(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None, stop_file: Path | None) -> int:
+def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None, stop_file: Path | None) -> int:
     """Import the heavy modules, whose output belongs in the log, and train."""
     from bapo_megatron.config.load import load_config
     from bapo_megatron.monitor.console import Console

@@ -91,7 +91,7 @@ def load_from_whole_tensors(learner: MegatronLearner, folder: Path) -> None:
 
 def save_with_torch(learner: MegatronLearner, folder: Path) -> None:
     """Save this rank's tensors, for this layout only; data replicas save copies, unless the optimizer is split."""
-    state = [{part: learner.adam._of(p)._part(p, part) for part in PARTS} for p in learner.model.parameters()]
+    state = [{part: learner.adam.part(p, part) for part in PARTS} for p in learner.model.parameters()]
     with (folder / f"{learner.layout.rank}.pt").open("wb") as file:
         torch.save(state, file)
         file.flush()
@@ -105,7 +105,7 @@ def load_with_torch(learner: MegatronLearner, folder: Path) -> None:
     for parameter, parts in zip(learner.model.parameters(), state, strict=True):
         for part, values in parts.items():
             if values is not None:
-                learner.adam._of(parameter)._part(parameter, part).copy_(values)  # type: ignore[union-attr]
+                learner.adam.part(parameter, part).copy_(values)  # type: ignore[union-attr]
     dist.barrier()
 
 

@@ -160,11 +160,11 @@ class Soak:
                     self.faults[-1].recovered_after_s = round(self._elapsed_s() - self.faults[-1].elapsed_s, 1)
                     self._write_outcome()
             elif self._strikes and step >= self._strikes[0].step and not self._to_continue:
-                self._strike(root, step)
+                self.strike(root, step)
             time.sleep(POLL_S)
         return code
 
-    def _strike(self, root: psutil.Process, step: int) -> None:
+    def strike(self, root: psutil.Process, step: int) -> None:
         """Do the next fault to a process of its kind, once there is one that works."""
         kind = self._strikes[0].kind
         victims = [

@@ -261,11 +261,11 @@ def in_order(learner: MegatronLearner, batch: Batch, order: str) -> Update:
     """Make the update of one order; both orders share the learner and differ in nothing else."""
     train = learner.config.train.model_copy(update={"schedule": order})
     config = learner.config.model_copy(update={"train": train})
-    schedule = Schedule(learner._wrapped, learner.settings, learner.layout, config)
+    schedule = Schedule(learner.wrapped, learner.settings, learner.layout, config)
     finder = BoundsFinder(config, learner)
 
     def update() -> float:
-        learner._schedule = schedule
+        learner.schedule = schedule
         minibatch = pack(batch, config, learner.share)
         return learner.step(minibatch, finder.find(minibatch)).metrics["loss/policy"]
 

@@ -117,7 +117,7 @@ class BoundSearch:
     def __init__(self, config: ClipBoundConfig, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         self.config = config
         self.bounds = search_bounds(empty_table(config), config)  # in force
-        self._sum_over_ranks = sum_over_ranks
+        self.sum_over_ranks = sum_over_ranks
         self._open = empty_table(config)  # of this rank, in the update under way
         self._past: Tensor | None = None  # of all ranks, in earlier updates
 
@@ -134,7 +134,7 @@ class BoundSearch:
 
     def search(self, table: Tensor) -> ClipBounds:
         """Search the table of this rank's own tokens, after one all-reduce: scopes exact and microbatch."""
-        self.bounds = search_bounds(self._sum_over_ranks(table), self.config)
+        self.bounds = search_bounds(self.sum_over_ranks(table), self.config)
         return self.bounds
 
     def search_past(self) -> ClipBounds | None:
@@ -153,7 +153,7 @@ class BoundSearch:
 
         See `remembered`.
         """
-        table, self._open = self._sum_over_ranks(self._open), empty_table(self.config)
+        table, self._open = self.sum_over_ranks(self._open), empty_table(self.config)
         self._past = remembered(table, self._past, self.config)
 
     def metrics(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096  # columns that one program holds at a time
-_NUM_WARPS = 8
+NUM_WARPS = 8
 
 
 def row_statistics(
@@ -24,7 +24,7 @@ def row_statistics(
     """See `logprobs.row_statistics`; logits are float32 and stay as they are."""
     num_rows, num_columns = _checked(logits_CV).shape
     out_4C = logits_CV.new_empty(4, num_rows)
-    _row_statistics[(num_rows,)](
+    statistics_kernel[(num_rows,)](
         logits_CV,
         columns_C,
         out_4C,
@@ -33,7 +33,7 @@ def row_statistics(
         1.0 / temperature,
         with_entropy,
         BLOCK,
-        num_warps=_NUM_WARPS,
+        num_warps=NUM_WARPS,
     )
     max_C, sum_C, weighted_C, target_C = out_4C.unbind()
     return max_C, sum_C, weighted_C, target_C
@@ -55,7 +55,7 @@ def logit_gradients(
     rows = [x.contiguous() for x in (columns_C, log_z_C, pull_C, entropy_C, entropy_pull_C) if x is not None]
     if not has_entropy:
         rows.append(pull_C)  # a pointer that is not read
-    _logit_gradients[grid](logits_CV, *rows, num_columns, 1.0 / temperature, has_entropy, BLOCK, num_warps=_NUM_WARPS)
+    gradients_kernel[grid](logits_CV, *rows, num_columns, 1.0 / temperature, has_entropy, BLOCK, num_warps=NUM_WARPS)
     return logits_CV
 
 
@@ -66,7 +66,7 @@ def _checked(logits_CV: Tensor) -> Tensor:
 
 
 @triton.jit
-def _row_statistics(
+def statistics_kernel(
     logits,
     columns,
     out,
@@ -99,7 +99,7 @@ def _row_statistics(
 
 
 @triton.jit
-def _logit_gradients(
+def gradients_kernel(
     logits,
     columns,
     log_zs,

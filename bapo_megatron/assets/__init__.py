@@ -8,8 +8,7 @@ from bapo_megatron.errors import CheckpointError
 # value of model.path -> folder here
 SHIPPED_MODELS = {"demo": "demo-model", "study": "study-model", "study-domains": "study-domains-model"}
 
-
-_CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[2]
 
 
 def demo_model_path() -> Path:
@@ -44,7 +43,7 @@ def resolve_model_path(
         return folder
     if folder.name.lower() == "smollm2-135m-instruct":
         script = "scripts/prepare_smollm2.py"  # not in a wheel
-        has_script = (_CHECKOUT / script).exists()
+        has_script = (CHECKOUT / script).exists()
         how = f"python {script}" if has_script else "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir"
         advice = f"make it with `{how} {path}`"
     elif path in SHIPPED_MODELS:

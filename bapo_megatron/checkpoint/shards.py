@@ -54,7 +54,7 @@ class Snapshot:
         self, pieces: Iterable[Piece], facts: Mapping[str, Any], *, rank: int = 0, hf_path: Path | None = None
     ) -> None:
         self.facts = facts
-        self._pieces = pieces
+        self.pieces = pieces
         self._rank = rank
         self._hf_path = hf_path
         self._buffer: HostBuffer | None = None
@@ -68,9 +68,9 @@ class Snapshot:
             buffer: destination, reserved for this snapshot until `write` returns; None: a new one.
         """
         self._buffer = buffer or HostBuffer()
-        pieces = list(self._pieces)
+        pieces = list(self.pieces)
         copies = self._buffer.copy([piece.values for piece in pieces])
-        self._pieces = [replace(piece, values=copy) for piece, copy in zip(pieces, copies, strict=True)]
+        self.pieces = [replace(piece, values=copy) for piece, copy in zip(pieces, copies, strict=True)]
 
     def write(self, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> Manifest:
         """Write this rank's files, once. Not collective; may run in any thread after `detach`.
@@ -83,7 +83,7 @@ class Snapshot:
         if self._buffer is not None:
             self._buffer.wait()
         manifest: Manifest = {"files": {}, "tensors": {}}
-        for number, pieces in enumerate(_in_files(self._pieces, max_file_bytes)):
+        for number, pieces in enumerate(_in_files(self.pieces, max_file_bytes)):
             name = f"rank-{self._rank:05d}-{number:03d}.safetensors"
             tensors = {p.key: p.values.detach().cpu().reshape(p.size).contiguous() for p in pieces}
             assert len(tensors) == len(pieces), "a tensor has two pieces in one file"
@@ -94,7 +94,7 @@ class Snapshot:
             for p in pieces:
                 saved = {"dtype": p.dtype, "shape": list(p.shape), "boxes": [[name, list(p.start), list(p.size)]]}
                 manifest["tensors"].setdefault(p.part, {})[p.name] = saved
-        self._pieces = ()
+        self.pieces = ()
         return manifest
 
     def complete(self, folder: Path, manifests: Iterable[Manifest]) -> None:

@@ -39,7 +39,7 @@ class AdamState:
 
     def gather(self, parameter: Parameter, name: str) -> Tensor:
         """Return the tensor `name` (WEIGHT or one of MOMENTS), float32; collective over data ranks if split."""
-        return self._whole(parameter, self._part(parameter, name))
+        return self._whole(parameter, self.part(parameter, name))
 
     def writers(self, parameters: Sequence[Parameter]) -> list[tuple[bool, bool]]:
         """Return for each parameter whether this rank writes it, and whether it must be gathered first.
@@ -66,10 +66,17 @@ class AdamState:
 
     def local(self, parameter: Parameter, name: str) -> Tensor:
         """Return the tensor of `gather` for a parameter that this rank owns as a whole. Not collective, no copy."""
-        part = self._part(parameter, name)
+        part = self.part(parameter, name)
         assert part is not None
         assert part.numel() == parameter.numel()
         return part.view(parameter.shape)
+
+    def part(self, parameter: Parameter, name: str) -> Tensor | None:
+        """Return this rank's part of the tensor of `gather`, flat if split; None if it has none."""
+        if not self._owns(parameter):
+            return None
+        weight = self._weight(parameter)
+        return weight.detach() if name == WEIGHT else self._state(weight)[name]
 
     def gather_gradient(self, parameter: Parameter) -> Tensor:
         """Return the last update's gradient, float32; collective over data ranks if split."""
@@ -82,7 +89,7 @@ class AdamState:
         """Overwrite this rank's part of a tensor that `gather` reads; for WEIGHT also the whole parameter."""
         if name == WEIGHT:
             parameter.copy_(tensor.to(parameter.dtype))  # FP8 ones, too, are made of bfloat16 after an update
-        part = self._part(parameter, name)
+        part = self.part(parameter, name)
         if part is not None:
             part.copy_(tensor.reshape(-1)[self._range(parameter)] if self._is_split else tensor)
 
@@ -101,13 +108,6 @@ class AdamState:
         """Return this rank's range of the flattened parameter."""
         owned = self._optimizer._get_model_param_range_map(parameter)["param"]
         return slice(owned.start, owned.end)
-
-    def _part(self, parameter: Parameter, name: str) -> Tensor | None:
-        """Return this rank's part, flat if split; None if it has none."""
-        if not self._owns(parameter):
-            return None
-        weight = self._weight(parameter)
-        return weight.detach() if name == WEIGHT else self._state(weight)[name]
 
     def _weight(self, parameter: Parameter) -> Tensor:
         if not self._is_split:
@@ -162,6 +162,10 @@ class ChainedAdam:
     def local(self, parameter: Parameter, name: str) -> Tensor:
         """See `AdamState.local`."""
         return self._of(parameter).local(parameter, name)
+
+    def part(self, parameter: Parameter, name: str) -> Tensor | None:
+        """See `AdamState.part`."""
+        return self._of(parameter).part(parameter, name)
 
     def gather_gradient(self, parameter: Parameter) -> Tensor:
         """See `AdamState.gather_gradient`."""

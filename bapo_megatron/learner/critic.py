@@ -98,7 +98,7 @@ class Critic(TrainedModel):
 
     def values(self, minibatch: MiniBatch) -> list[Tensor]:
         """Compute V of each response token's state: float32 [R] per micro-batch; empty off the last stage."""
-        return self._schedule.without_gradient(minibatch, lambda values_R: values_R)
+        return self.schedule.without_gradient(minibatch, lambda values_R: values_R)
 
     def fit(self, minibatch: MiniBatch, old_values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
         """Make one Adam update towards the returns, and return its metrics, the same on every rank. A gradient that is
@@ -120,7 +120,7 @@ class Critic(TrainedModel):
             )
 
         rate = self.config.critic.lr
-        outputs, grad_norm = self.update(partial(self._schedule.forward_backward, minibatch, loss_of), rate)
+        outputs, grad_norm = self.update(partial(self.schedule.forward_backward, minibatch, loss_of), rate)
         self._skips.observe(grad_norm)
         sums = torch.stack(outputs).sum(0) if outputs else torch.zeros(3, dtype=torch.float64)
         loss, num_clipped, num_tokens = self.layout.reduce_over_data(sums).tolist()

@@ -79,7 +79,7 @@ class MegatronLearner(TrainedModel):
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """Compute log-probs at the current weights and the rollout's temperature: see `Learner.log_probs`."""
-        return self._schedule.log_probs(minibatch)
+        return self.schedule.log_probs(minibatch)
 
     def score(self, minibatch: MiniBatch) -> list[Tensor]:
         """Compute log-probs before the mini-batch's `step`; free if they are known already, or if the step's forward
@@ -87,9 +87,9 @@ class MegatronLearner(TrainedModel):
         if minibatch.proximal_version == self.version:
             known = [batch.proximal_logprobs_R for batch in minibatch.micro_batches if self.layout.is_last_stage]
             return [log_probs_R for log_probs_R in known if log_probs_R is not None]
-        if not self._schedule.runs_forwards_first(minibatch):
+        if not self.schedule.runs_forwards_first(minibatch):
             return self.log_probs(minibatch)
-        self._scored = self._schedule.forward(minibatch)
+        self._scored = self.schedule.forward(minibatch)
         return self._scored.log_probs
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ class MegatronLearner(TrainedModel):
 
         scored, self._scored = self._scored, None
         if scored is not None and scored.minibatch is minibatch:
-            run = partial(self._schedule.backward, scored, loss_of)
+            run = partial(self.schedule.backward, scored, loss_of)
         else:
-            run = partial(self._schedule.forward_backward, minibatch, loss_of)
+            run = partial(self.schedule.forward_backward, minibatch, loss_of)
         rate = learning_rate(self.version, self.config.optimizer, planned_updates(self.config))
         outputs, grad_norm = self.update(run, rate)
         counts = (minibatch.counts.tokens, minibatch.counts.squares, minibatch.counts.responses)

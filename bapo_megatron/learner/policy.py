@@ -190,7 +190,7 @@ def _mark_split_parameters(model: torch.nn.Module) -> None:
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
-def _fuse_weight_gradients(layers: torch.nn.Module) -> None:
+def fuse_weight_gradients(layers: torch.nn.Module) -> None:
     """Let the linears add weight gradients to `main_grad` in the kernel of the product.
 
     Set here and not by TransformerConfig, because the constructor of Megatron's output layer would ask for Apex, whose
@@ -242,7 +242,7 @@ class PolicyModel(GPTModel):
         _mark_split_parameters(self)
         self.config = config
         if config.gradient_accumulation_fusion:
-            _fuse_weight_gradients(self.decoder)
+            fuse_weight_gradients(self.decoder)
         # called as modules, so that hooks which wait for their weights run
         if self.pre_process:
             words = self.embedding.word_embeddings

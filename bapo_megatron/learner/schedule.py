@@ -62,7 +62,7 @@ class Schedule:
         self._layout = layout
         self._config = config
         self._run_megatron = get_forward_backward_func()
-        self._memory_bytes = _smallest_memory(layout)
+        self.memory_bytes = _smallest_memory(layout)  # of any rank
         self.forward_time = LocalTime()  # of forward passes whose backward passes follow each
 
     def runs_forwards_first(self, minibatch: MiniBatch) -> bool:
@@ -71,7 +71,7 @@ class Schedule:
             len(minibatch.micro_batches),
             num_stages=self._config.parallel.pipeline,
             layer_input_bytes=self._layer_input_bytes(minibatch),
-            memory_bytes=self._memory_bytes,
+            memory_bytes=self.memory_bytes,
         )
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:

@@ -97,17 +97,18 @@ class TrainedModel(SplitModel):
         self.num_skipped_updates = 0
         load = partial(load_weights, self.model, stored or shape, self.layout, hf_path)
         load()
-        self._wrapped = [self._wrap(chunk, number) for number, chunk in enumerate(self.model)]
+        # the chunks, in Megatron's buffers for gradients
+        self.wrapped = [self._wrap(chunk, number) for number, chunk in enumerate(self.model)]
         if config.parallel.overlap_communication:
-            overlap_communication(self.settings, self._wrapped)
+            overlap_communication(self.settings, self.wrapped)
         self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), self._wrapped, use_gloo_process_groups=torch.cuda.is_available()
+            self._optimizer_config(), self.wrapped, use_gloo_process_groups=torch.cuda.is_available()
         )
         self.adam = ChainedAdam(self.optimizer, self.layout)
         if any(map(is_float8tensor, self.model.parameters())):
             # Megatron made float32 weights of what the parameters held before they were read
             load(fill=partial(self.adam.fill, WEIGHT))
-        self._schedule = Schedule(self._wrapped, self.settings, self.layout, config)
+        self.schedule = Schedule(self.wrapped, self.settings, self.layout, config)
         self._optimizer_time = LocalTime()
 
     def update(self, run: Callable[[], list[Any]], learning_rate: float) -> tuple[list[Any], float]:
@@ -117,7 +118,7 @@ class TrainedModel(SplitModel):
 
         Returns the outcomes of `run`, and the norm before clipping, the same on every rank.
         """
-        for chunk in self._wrapped:
+        for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         outcomes = run()
@@ -130,7 +131,7 @@ class TrainedModel(SplitModel):
     def take_times(self) -> dict[str, float]:
         """Return seconds of parts of the updates since the last call: see `Learner.take_times`."""
         return {
-            "time/forward_s": self._schedule.forward_time.take(),
+            "time/forward_s": self.schedule.forward_time.take(),
             "time/optimizer_s": self._optimizer_time.take(),
         }
 
@@ -152,7 +153,7 @@ class TrainedModel(SplitModel):
 
     def _finish_gathering(self) -> None:
         """Wait until this rank has all of the last update's weights, which the next forward pass may still gather."""
-        for chunk in self._wrapped:
+        for chunk in self.wrapped:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 

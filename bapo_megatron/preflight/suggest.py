@@ -101,7 +101,9 @@ def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int |
         response_tokens: average response length; None takes the maximum.
     """
     shape = model_shape(hf_config, own=own_family(config.model.family))
-    found = [split for ranks in _trainer_sizes(config) for split in _splits(config, shape, ranks, response_tokens)]
+    found = [
+        split for ranks in trainer_sizes(config) for split in fitting_splits(config, shape, ranks, response_tokens)
+    ]
     fastest_s = min((s.balance.step_s for s in found), default=0.0)
     found.sort(key=lambda s: _order(s.balance.step_s, fastest_s, _plainness(s.config, s.plan)))
     return next((s for s in found if accepts_layout(s.config, hf_config, on_gpus=True)), None)
@@ -115,7 +117,7 @@ def smallest_cluster(config: Config, hf_config: dict[str, Any]) -> int | None:
     shape = model_shape(hf_config, own=own_family(config.model.family))
     for nodes in range(config.cluster.nodes + 1, _MOST_NODES + 1):
         larger = _with(config, {"cluster": {"nodes": nodes}})
-        splits = _splits(larger, shape, (nodes - 1) * config.cluster.gpus_per_node)
+        splits = fitting_splits(larger, shape, (nodes - 1) * config.cluster.gpus_per_node)
         if any(accepts_layout(s.config, hf_config, on_gpus=True) for s in splits):
             return nodes
     return None
@@ -154,8 +156,8 @@ def alternatives(split: GPUSplit, hf_config: dict[str, Any]) -> Iterator[Alterna
     recompute = config.train.recompute
     changed = _with(config, {"train": {"recompute": not recompute}})
     yield from _alternative("train.recompute", recompute, not recompute, changed, shape, hf_config, response)
-    for size in sorted({ranks // 2, 2 * ranks} & {*_trainer_sizes(config)}):
-        if others := list(_splits(config, shape, size, response)):
+    for size in sorted({ranks // 2, 2 * ranks} & {*trainer_sizes(config)}):
+        if others := list(fitting_splits(config, shape, size, response)):
             fastest = min(others, key=lambda s: s.balance.step_s)
             yield Alternative("parallel.num_ranks", ranks, size, fastest.plan, fastest.balance.step_s)
     best = r.server_tensor_parallel
@@ -176,14 +178,16 @@ def _alternative(
             yield Alternative(setting, best, other, plan, of_step.step_s)
 
 
-def _trainer_sizes(config: Config) -> Iterator[int]:
+def trainer_sizes(config: Config) -> Iterator[int]:
     """Yield numbers of trainer ranks that leave GPUs to servers: of several machines, whole ones."""
     c = config.cluster
     unit = c.gpus_per_node if c.nodes > 1 else 1
     yield from range(unit, c.nodes * c.gpus_per_node, unit)
 
 
-def _splits(config: Config, shape: ModelShape, ranks: int, response_tokens: int | None = None) -> Iterator[GPUSplit]:
+def fitting_splits(
+    config: Config, shape: ModelShape, ranks: int, response_tokens: int | None = None
+) -> Iterator[GPUSplit]:
     """Yield the splits with so many trainer ranks that fit: each of the fastest layouts, each size of servers."""
     sizes = list(_servers(config, ranks))
     if not sizes:

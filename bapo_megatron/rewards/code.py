@@ -47,8 +47,8 @@ _BOUNDS = {
     "max_threads": MAX_THREADS,
 }
 _WATCH_S = 0.05
-_MORE_CPU_S = 1  # than the deadline: ends a program whose judge does not
-_SANDBOX = str(Path(__file__).with_name("sandbox.py"))
+MORE_CPU_S = 1  # than the deadline: ends a program whose judge does not
+SANDBOX = str(Path(__file__).with_name("sandbox.py"))  # runs one program
 _BLOCK = re.compile(r"^([ \t]*)```(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _SHAPES = '{"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "stdout": "3"}, ...]}'
 
@@ -95,7 +95,7 @@ class CodeJudge:
         """Judge within `timeout_s` per response."""
         self.timeout_s = timeout_s
         self._calls = calls_of(platform.machine(), allowed_calls)
-        self._has_warned = False
+        self.lacking: tuple[str, ...] = ()  # protection that the system lacks, as the first program shows
         self._verdicts: dict[bytes, ProgramReward] = {}  # by digest of program and answer
 
     def judge(self, answer: Any, response: str) -> ProgramReward:
@@ -115,13 +115,14 @@ class CodeJudge:
                 self._verdicts.clear()
             refused: dict[str, None] = {}
             try:
-                passes = self._passes(program, tests, cases, refused)
+                passes = self.passes(program, tests, cases, refused)
             except TimeoutError as error:
                 raise ProgramTimeoutError(str(error), refused) from None
             self._verdicts[digest] = ProgramReward.of(float(passes), refused)
         return self._verdicts[digest]
 
-    def _passes(self, program: str, tests: str | None, cases: list[dict[str, str]], refused: dict[str, None]) -> bool:
+    def passes(self, program: str, tests: str | None, cases: list[dict[str, str]], refused: dict[str, None]) -> bool:
+        """Return whether a program passes within `timeout_s`; add the names of refused system calls to `refused`."""
         deadline_s = time.monotonic() + self.timeout_s
         if tests is not None and not self._passes_tests(program, tests, refused, deadline_s):
             return False
@@ -146,7 +147,7 @@ class CodeJudge:
         """
         surroundings = {
             "memory_bytes": MEMORY_BYTES,
-            "cpu_s": int(self.timeout_s) + _MORE_CPU_S,
+            "cpu_s": int(self.timeout_s) + MORE_CPU_S,
             "file_bytes": MAX_WRITTEN_BYTES,
             "machine": platform.machine(),
             "calls": self._calls,
@@ -167,7 +168,7 @@ class CodeJudge:
             fds = (result.fileno(), token_fd, theirs.fileno())
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-B", _SANDBOX, *map(str, fds)],
+                    [sys.executable, "-I", "-B", SANDBOX, *map(str, fds)],
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
@@ -221,10 +222,10 @@ class CodeJudge:
     def _report_protection(self, refusals: Refusals) -> None:
         """Log what the sandbox says that the system lacks."""
         refusals.read_report()
-        if refusals.lacking and not self._has_warned:
+        if refusals.lacking and not self.lacking:
             missing = ", ".join(refusals.lacking)
             log.warning("reward.kind = 'code': this system protects from programs only in part: %s", missing)
-            self._has_warned = True
+            self.lacking = refusals.lacking
 
 
 @contextlib.contextmanager

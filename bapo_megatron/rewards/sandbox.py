@@ -32,15 +32,16 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as seccomp call
 
 MAX_LANDLOCK_ABI = 6  # the newest one that this program uses
 MAX_OPEN_FILES = 64
-_REPORT_FD = MAX_OPEN_FILES  # sendmsg is allowed on this descriptor alone, which the program can never open
+SENDMSG_FD = MAX_OPEN_FILES  # sendmsg is allowed on this descriptor alone, which the program can never open
 _MAX_SIGNALS_PENDING = 64  # the system counts them per user
 MAX_SHARED_BYTES = 16 << 20  # of a shared mapping
 
 _ALL = 0xFFFFFFFF
 _STREAM = (1, 1 | 0x800, 1 | 0x80000, 1 | 0x80800)  # SOCK_STREAM, with SOCK_NONBLOCK and SOCK_CLOEXEC
 _ACCESS, _ACCESSES = 0x203, (0, 1, 2, 0x201, 0x202)  # O_TRUNC is for writing: Landlock misses it before Linux 6.2
-# Arguments that are allowed: (argument, its bits that count, their values). mmap and calls on process ids: `_filter`.
-_CHECKS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
+# Arguments that are allowed: (argument, its bits that count, their values). Those of mmap and of calls on
+# process ids: `filter_code`.
+CHECKS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
     "open": [(1, _ACCESS, _ACCESSES)],
     "openat": [(2, _ACCESS, _ACCESSES)],
     # the flags of a thread, in glibc and musl: threads share their descriptors
@@ -60,7 +61,7 @@ _CHECKS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
     # no address
     "sendto": [(5, _ALL, (0,))],
     # it could hide open files in a socket
-    "sendmsg": [(0, _ALL, (_REPORT_FD,))],
+    "sendmsg": [(0, _ALL, (SENDMSG_FD,))],
 }
 
 
@@ -70,7 +71,7 @@ def main() -> None:
     _replace_stdin(job["stdin"])
     confine(job, report_fd)
     if "tests" in job:
-        _run_tests(job["program"], job["tests"], token_fd, result_fd)
+        run_tests(job["program"], job["tests"], token_fd, result_fd)
     else:
         os.closerange(min(result_fd, token_fd), max(result_fd, token_fd) + 1)
         _execute(job["program"], "__main__")
@@ -104,16 +105,16 @@ def confine(job: dict[str, Any], report_fd: int) -> None:
 
 
 def _moved_down(fd: int) -> int:
-    """Move a descriptor to the lowest free number: a judge with many open files may pass on _REPORT_FD itself."""
+    """Move a descriptor to the lowest free number: a judge with many open files may pass on SENDMSG_FD itself."""
     lowest = os.dup(fd)
     os.close(fd)
     return lowest
 
 
 def _moved_up(report_fd: int) -> int:
-    """Move a descriptor to _REPORT_FD if the limit of open files allows it."""
+    """Move a descriptor to SENDMSG_FD if the limit of open files allows it."""
     try:
-        fd = os.dup2(report_fd, _REPORT_FD, inheritable=False)
+        fd = os.dup2(report_fd, SENDMSG_FD, inheritable=False)
     except OSError:
         return report_fd
     os.close(report_fd)
@@ -149,7 +150,7 @@ def _replace_stdin(text: str) -> None:
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
-def _run_tests(program: str, tests: str, token_fd: int, result_fd: int) -> None:
+def run_tests(program: str, tests: str, token_fd: int, result_fd: int) -> None:
     """Run the program, then its tests in the same namespace, and report the token once they have passed.
 
     The tests are compiled first, and see the builtins as they were before the program, which may have replaced them;
@@ -223,18 +224,18 @@ def _confine_calls(machine: str, calls: dict[str, dict[str, int]]) -> tuple[bool
     if not calls or sys.byteorder != "little":
         return False, None
     told = 0x7FC00000  # the judge answers, with the same numbers as below
-    code = _filter(machine, calls, refused=told, unknown=told)
+    code = filter_code(machine, calls, refused=told, unknown=told)
     new_listener = 1 << 3
     program, _instructions = _loadable(code)
     listener = _LIBC.syscall(_SECCOMP[machine], 1, new_listener, program)
     if listener >= 0:
         return True, listener
-    code = _filter(machine, calls, refused=0x50000 | errno.EPERM, unknown=0x50000 | errno.ENOSYS)
+    code = filter_code(machine, calls, refused=0x50000 | errno.EPERM, unknown=0x50000 | errno.ENOSYS)
     program, _instructions = _loadable(code)
     return _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0) == 0, None
 
 
-def _filter(
+def filter_code(
     machine: str, calls: dict[str, dict[str, int]], refused: int, unknown: int
 ) -> list[tuple[int, int, int, int]]:
     """Return BPF that allows calls by number and arguments, and answers `refused` or `unknown` to the others.
@@ -258,7 +259,7 @@ def _filter(
 
     add_all("allow", allowed)
     own = os.getpid()
-    checks = _CHECKS | {name: [(0, _ALL, (own,))] for name in ("kill", "tgkill")}  # kill(0) reaches the whole group
+    checks = CHECKS | {name: [(0, _ALL, (own,))] for name in ("kill", "tgkill")}  # kill(0) reaches the whole group
     checks["prlimit64"] = [(0, _ALL, (own, 0))]
     for name, number in calls["check"].items():
         if name == "mmap":

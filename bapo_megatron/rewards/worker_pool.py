@@ -39,7 +39,7 @@ MAX_PROCESSES = 8
 ASYNC_CONCURRENCY = 64
 START_TIMEOUT_S = 600.0  # a judge may load a model
 GRACE_S = 5.0  # beyond the deadline, for judges that keep it themselves
-_END_TIMEOUT_S = 60.0  # for a process that was killed
+END_TIMEOUT_S = 60.0  # for a process that was killed
 _PREFIXES = ("bapo-rewards-", "bapo-program-")  # of temporary folders: a pool's, and those of programs
 _WATCH_S = 0.1
 _MAX_REPLY_BYTES = 1 << 20
@@ -142,7 +142,7 @@ class Worker:
         """Kill the process and wait for its end; nothing more can be done about one that stays in the kernel."""
         self.kill()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._exit(), _END_TIMEOUT_S)
+            await asyncio.wait_for(self._exit(), END_TIMEOUT_S)
 
     async def _hello(self, spec: Spec) -> dict[str, Any]:
         self._writer.write(json.dumps({spec.role: dataclasses.asdict(spec)}).encode() + b"\n")
@@ -194,7 +194,7 @@ class WorkerPool:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
         self._is_closed = False
-        self._gate = threading.Lock()  # between a call that arrives and a loop that ends
+        self.gate = threading.Lock()  # between a call that arrives and a loop that ends
         self._workers: set[Worker] = set()  # until their processes are gone: close() waits for them
         self._idle: list[Worker] = []
         self._shared: Worker | None = None
@@ -220,7 +220,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the processes; pending calls raise RuntimeError. Safe to call twice."""
-        with self._gate:
+        with self.gate:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -230,7 +230,7 @@ class WorkerPool:
         self._resources.close()
 
     def _submitted(self, coroutine: Any) -> concurrent.futures.Future[Any]:
-        with self._gate:
+        with self.gate:
             if self._is_closed:
                 coroutine.close()
                 raise RuntimeError("the judge processes were closed")

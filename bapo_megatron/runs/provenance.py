@@ -22,8 +22,8 @@ _PACKAGES = (
     "numpy",
     "pydantic",
 )
-_MAX_DIFF_BYTES = 1 << 20
-_GIT_TIMEOUT_S = 10.0
+MAX_DIFF_BYTES = 1 << 20
+GIT_TIMEOUT_S = 10.0
 
 
 def describe_environment() -> dict[str, Any]:
@@ -47,8 +47,8 @@ def git_state(folder: Path) -> tuple[str | None, str]:
         return None, ""
     diff = _git(folder, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
     encoded = diff.encode()
-    if len(encoded) > _MAX_DIFF_BYTES:
-        kept = encoded[:_MAX_DIFF_BYTES].decode(errors="ignore")
+    if len(encoded) > MAX_DIFF_BYTES:
+        kept = encoded[:MAX_DIFF_BYTES].decode(errors="ignore")
         diff = f"{kept}\n[cut: the whole diff has {len(encoded)} bytes]\n"
     return commit.strip(), diff
 
@@ -57,9 +57,7 @@ def _git(folder: Path, *args: str) -> str | None:
     if shutil.which("git") is None:
         return None
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *args], capture_output=True, timeout=_GIT_TIMEOUT_S, check=True
-        )
+        done = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, timeout=GIT_TIMEOUT_S, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="replace")

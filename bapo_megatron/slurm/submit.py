@@ -235,7 +235,7 @@ def _check_tasks(config: Config, here: bool | None) -> Iterator[Violation]:
             if task.run.name != name and "run.name" not in reading.unread:
                 found.append(Violation(("run.name",), f"the run of this task is {name}", "leave run.name out"))
             if not any(v.severity == "error" for v in (*of_job, *found)):  # else one of them may have no placement
-                found += _not_of_this_job(config, task)
+                found += unmet_needs(config, task)
         for violation in found:
             if violation not in of_job:
                 yield dataclasses.replace(violation, problem=f"slurm.sweep[{index}] = {line!r}: {violation.problem}")
@@ -266,7 +266,7 @@ def _check(config: Config, here: bool | None, read: Findings, unread: Collection
     return violations_of(config, elsewhere=True, here=here, read=read, unread=unread, job=of_job)
 
 
-def _not_of_this_job(job: Config, task: Config) -> Iterator[Violation]:
+def unmet_needs(job: Config, task: Config) -> Iterator[Violation]:
     """Find needs of a task that the job's script or container does not meet."""
     ours, theirs = _script_facts(job), _script_facts(task)
     differ = [

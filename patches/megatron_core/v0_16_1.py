@@ -14,7 +14,7 @@ tells types by names such as "torch.cuda.FloatTensor", which `Tensor.type()` ans
 
 When it can go: when megatron-core takes the device from the process group or the parameters.
 
-One correction is of torch 2.13: `_one_thread_per_group`, around `create_group` (parallel_state.py:214).
+One correction is of torch 2.13: `one_thread_per_group`, around `create_group` (parallel_state.py:214).
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def _types_are_of_cuda() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_thread_per_group() -> Iterator[None]:
+def one_thread_per_group() -> Iterator[None]:
     """Let gloo groups that are made while this context is open run their collectives in one thread each, not in two.
 
     Why: torch's two threads write the name of the collective that they have ended to one string without a lock
@@ -176,7 +176,7 @@ def apply() -> None:
 
     @functools.wraps(create)
     def create_with_one_thread(*args: Any, **kwargs: Any) -> Any:
-        with _one_thread_per_group():
+        with one_thread_per_group():
             return create(*args, **kwargs)
 
     parallel_state.create_group = create_with_one_thread

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithms.kl import KLCoefficient
-from bapo_megatron.algorithms.update_rules import no_tokens
+from bapo_megatron.algorithms.update_rules import no_tokens, update_rule
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.checkpoint.arrays import detached, write_arrays
@@ -108,6 +108,7 @@ class Run:
     """All that a run saves apart from its models."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
+        self.config = config
         self.prompts = PromptStream(config, tokenizer)
         self.book = RolloutBook(config.rollout, self.prompts, StalenessBound(None, 2, 1))
         self.builder = BatchBuilder(config)
@@ -128,8 +129,7 @@ class Run:
                 self.book.answer(replace(sample, need=Ended("stop", reward)))
             self.book.settle(self.book.group(samples[0].prompt.prompt_id), step)
         self.guard.observe(0.5 / step)
-        size, rule = num_bins(self.finder), self.finder._rule
-        self.finder._past = torch.arange(float(size), dtype=torch.float64).reshape(rule.shape) + step
+        self.finder.load_state_dict({"lagged": [float(bin + step) for bin in range(num_bins(self.config))]})
 
     def state(self) -> dict[str, Any]:
         return {
@@ -147,8 +147,8 @@ class Run:
         self.builder.load_state_dict(state["rollout"]["batches"])
 
 
-def num_bins(finder: BoundsFinder) -> int:
-    return no_tokens(finder._rule).numel()
+def num_bins(config: Config) -> int:
+    return no_tokens(update_rule(config.loss, config.bapo)).numel()
 
 
 class Checkpoints:

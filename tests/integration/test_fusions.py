@@ -142,6 +142,6 @@ def test_fused_linears_are_marked_but_not_the_output_layer() -> None:
     """Transformer Engine's and Megatron's linears read one flag each."""
     engine, megatron = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     engine.fuse_wgrad_accumulation = megatron.gradient_accumulation_fusion = False  # type: ignore[assignment]
-    policy._fuse_weight_gradients(torch.nn.ModuleList([engine, megatron, torch.nn.Linear(2, 2)]))
+    policy.fuse_weight_gradients(torch.nn.ModuleList([engine, megatron, torch.nn.Linear(2, 2)]))
     assert engine.fuse_wgrad_accumulation
     assert megatron.gradient_accumulation_fusion

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
-from bapo_megatron.learner import attention
+from bapo_megatron.learner import attention, schedule
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import MicroBatch
@@ -94,24 +94,27 @@ def check(rank: int, world_size: int, root: Path) -> None:
     """Passes and losses of an update; descriptions of packs are left out, as they are made of CPU tensors (below)."""
     for train in ({}, {"schedule": "forwards_first"}, {"recompute": True}):
         config = make_config(train=train, monitor={"token_profile": True})
-        learner = MegatronLearner(config, root / "qwen3")
-        minibatch = pack(learner)
         reads = Reads()
-        describe = attention.PackedSequences.of
+        describe, choose = attention.PackedSequences.of, schedule.get_forward_backward_func
 
         def described(*args: Any, reads: Reads = reads, describe: Any = describe) -> attention.PackedSequences:
             with reads.paused():
                 return describe(*args)
 
-        for part in learner.model:
-            part._describe_pack = described
-        run = learner._schedule._run_megatron
+        def choose_watched(reads: Reads = reads, choose: Any = choose) -> Any:
+            run = choose()
 
-        def watched(*args: Any, reads: Reads = reads, run: Any = run, **kwargs: Any) -> Any:
-            with reads:
-                return run(*args, **kwargs)
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                with reads:
+                    return run(*args, **kwargs)
 
-        learner._schedule._run_megatron = watched
+            return watched
+
+        with pytest.MonkeyPatch.context() as patch:  # the learner takes both when it is made
+            patch.setattr(attention.PackedSequences, "of", described)
+            patch.setattr(schedule, "get_forward_backward_func", choose_watched)
+            learner = MegatronLearner(config, root / "qwen3")
+        minibatch = pack(learner)
         learner.score(minibatch)
         learner.step(minibatch, BOUNDS)
         assert not reads.found, reads.found

@@ -28,7 +28,7 @@ def run(overlap: bool, root: Path, case: Case, read_between: bool = True) -> lis
     family, parallel, distributed, train = case
     parallel = {**parallel, "overlap_communication": overlap}
     learner = MegatronLearner(make_config(distributed=distributed, parallel=parallel, train=train), root / family)
-    (ddp, *_) = learner._wrapped
+    (ddp, *_) = learner.wrapped
     assert ddp.ddp_config.overlap_grad_reduce == overlap
     assert ddp.ddp_config.overlap_param_gather == (overlap and distributed)
     if overlap and learner.layout.pipeline_rank == 0:

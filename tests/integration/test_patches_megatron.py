@@ -101,7 +101,7 @@ def test_gloo_groups_of_megatron_have_one_thread() -> None:
 
 def make_group_with_more_options() -> tuple[int, str]:
     patches.apply_cpu_compat()
-    with v0_16_1._one_thread_per_group():
+    with v0_16_1.one_thread_per_group():
         more = {"group_name": "named"}  # torch 2.14 passes another one, enable_reconfigure
         group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=HANG_S), **more)
     return group.options._threads, group.options.group_name

@@ -167,14 +167,14 @@ def check_auto(root: Path) -> None:
         (LARGE, {"schedule": "interleaved"}, False),
     ):
         learner = MegatronLearner(make_config({}, max_tokens, **train), root / "qwen2")
-        schedule = learner._schedule
+        schedule = learner.schedule
         (minibatch,) = pack(learner)
         assert schedule.runs_forwards_first(minibatch) == expected, train
         if train == {"recompute": True}:
             num_tokens = int(random_batch().seq_lens_S.sum())
-            schedule._memory_bytes = 10 * 4 * 32 * num_tokens * 4  # ten times layers x hidden size x tokens x bytes
+            schedule.memory_bytes = 10 * 4 * 32 * num_tokens * 4  # ten times layers x hidden size x tokens x bytes
             assert schedule.runs_forwards_first(minibatch)
-            schedule._memory_bytes -= 1
+            schedule.memory_bytes -= 1
             assert not schedule.runs_forwards_first(minibatch)
         close(learner)
 

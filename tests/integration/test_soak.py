@@ -21,9 +21,9 @@ class SoakAtGates(Soak):
         super().__init__(*arguments, **options)
         self._gates = gates
 
-    def _strike(self, root: psutil.Process, step: int) -> None:
+    def strike(self, root: psutil.Process, step: int) -> None:
         num_before = len(self.faults)
-        super()._strike(root, step)
+        super().strike(root, step)
         if len(self.faults) > num_before:
             self._gates.open(self.faults[-1].step + 1)
 

@@ -123,14 +123,14 @@ def main() -> None:
     paths.before_train_step(args, 0, 0, None, None, None)
     search = paths.search
     assert search is not None
-    sum_over_ranks = search._sum_over_ranks
+    sum_over_ranks = search.sum_over_ranks
 
     def counted(table: Tensor) -> Tensor:
         global NUM_ALL_REDUCES
         NUM_ALL_REDUCES += 1
         return sum_over_ranks(table)
 
-    search._sum_over_ranks = counted
+    search.sum_over_ranks = counted
     want = (search.config.low.start, search.config.high.start)
     num_bounds = num_losses = num_metrics = 0
     recorded, seen = [], []

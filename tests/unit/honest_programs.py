@@ -310,7 +310,7 @@ TOLERATED = {
 def judged(program: str) -> tuple[bool, list[str]]:
     """Return whether a program passes, and the calls that it was refused."""
     refused: dict[str, None] = {}
-    passes = CodeJudge(HANG_S)._passes(textwrap.dedent(program), TESTS, [], refused)
+    passes = CodeJudge(HANG_S).passes(textwrap.dedent(program), TESTS, [], refused)
     return passes, sorted(refused)
 
 

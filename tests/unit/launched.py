@@ -72,14 +72,14 @@ def launch(folder: Path, kind: str, settings: list[str]) -> int:
 
     names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     local.subprocess = SimpleNamespace(Popen=start_rank, **names)  # type: ignore[assignment]
+    if kind == "loading":
+        local.read_config = lambda *_: wait_to_be_killed()  # type: ignore[assignment]
     if kind == "forsaken":
         forsaken = Forsaken(["http://127.0.0.1:9"])
         local.started_engines = lambda *_: contextlib.nullcontext(forsaken)  # type: ignore[assignment]
     config = load_config(["demo"], [f"run.dir={folder}", *SETTINGS, *settings])
     try:
-        return (
-            local._run(wait_to_be_killed, lambda _: config, 0.0) if kind == "loading" else local.train_locally(config)
-        )
+        return local.train_command([], 0.0) if kind == "loading" else local.train_locally(config)
     except UserError as error:  # as the command line does
         for line in str(error).split("\n"):
             print(f"bapo: {line}", file=sys.stderr)

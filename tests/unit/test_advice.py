@@ -81,7 +81,7 @@ def test_help_names_pages_by_their_place(
 
 
 def test_a_wheel_offers_no_script_for_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assets, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(assets, "CHECKOUT", tmp_path)
     with pytest.raises(
         CheckpointError, match="make it with `hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir"
     ):

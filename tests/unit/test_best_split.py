@@ -17,7 +17,7 @@ from bapo_megatron.preflight.checks.slurm import check_nodes, check_placement
 from bapo_megatron.preflight.explain import time_text
 from bapo_megatron.preflight.known import planned_config
 from bapo_megatron.preflight.plan import make_plan
-from bapo_megatron.preflight.suggest import _splits, _trainer_sizes, best_split, suggest
+from bapo_megatron.preflight.suggest import best_split, fitting_splits, suggest, trainer_sizes
 
 SMALL = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"]
 BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/1x8-h100"]
@@ -90,7 +90,7 @@ def test_the_best_split_is_round_unless_another_is_a_tenth_faster(size: str, nod
     best = best_split(config, hf_config, response)
     assert best is not None
     assert accepts_layout(best.config, hf_config, on_gpus=True)
-    every = [s for n in _trainer_sizes(config) for s in _splits(config, model_shape(hf_config), n, response)]
+    every = [s for n in trainer_sizes(config) for s in fitting_splits(config, model_shape(hf_config), n, response)]
     fastest_s = min(s.balance.step_s for s in every)
     assert best.balance.step_s <= fastest_s / 0.9
     ranks = best.config.parallel.size

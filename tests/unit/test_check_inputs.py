@@ -252,7 +252,10 @@ def test_a_judge_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_tasks_of_a_sweep_read_each_thing_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(inputs, "_prompts_and_judge", lambda config, *_: read.append(config.data.source) or [])
+    build = inputs.build_source
+    monkeypatch.setattr(
+        inputs, "build_source", lambda config, *table: read.append(config.data.source) or build(config, *table)
+    )
     memory: inputs.Memory = {}
     for settings in (["optimizer.lr=1"], ["optimizer.lr=2"], ["data.size=5"]):
         inputs.read_inputs(load_config(["demo"], settings), None, memory, here=True)

@@ -352,7 +352,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     original = Snapshot.write
 
     def write(snapshot: Snapshot, folder: Path) -> Manifest:
-        written.extend(piece.values.data_ptr() for piece in snapshot._pieces)
+        written.extend(piece.values.data_ptr() for piece in snapshot.pieces)
         return original(snapshot, folder)
 
     monkeypatch.setattr(Snapshot, "write", write)
@@ -377,7 +377,7 @@ def test_memory_that_a_late_writer_reads_is_left_to_it(tmp_path: Path, monkeypat
     def write(snapshot: Snapshot, folder: Path) -> Manifest:
         if not late.is_set():
             late.set()
-            (piece,) = snapshot._pieces
+            (piece,) = snapshot.pieces
             assert go_on.wait(HANG_S)
             read.append(float(piece.values.sum()) / piece.values.numel())
         return original(snapshot, folder)

@@ -149,8 +149,8 @@ def test_no_program_is_no_pass_and_both_kinds_of_tests_count(judge: CodeJudge) -
 
 def test_a_program_is_run_once_for_the_same_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     judge, runs = CodeJudge(HANG_S), []
-    run = judge._run
-    monkeypatch.setattr(judge, "_run", lambda job, *args: (runs.append(job), run(job, *args))[1])
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: (runs.append(args), start(*args, **options))[1])
     right, wrong = respond("def f(x): return x + 1"), respond("def f(x): return x")
     before = {"tests": "assert f(1) == 0"}
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_an_absent_column_is_no_case(judge: CodeJudge) -> None:
     ],
 )
 def test_a_program_that_does_not_end_is_ended(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_module, "_MORE_CPU_S", int(HANG_S))  # the judge ends it, however late it is
+    monkeypatch.setattr(code_module, "MORE_CPU_S", int(HANG_S))  # the judge ends it, however late it is
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(TimeoutError, match="did not end in 1 s"):
         CodeJudge(1.0).judge(NEXT, respond(program))
@@ -210,18 +210,17 @@ def test_a_program_that_does_not_end_is_ended(program: str, monkeypatch: pytest.
 
 def lacking() -> tuple[str, ...]:
     """What the operating system of this machine refuses to protect from."""
-    judge, found = CodeJudge(HANG_S), []
-    judge._report_protection = lambda refusals: (refusals.read_report(), found.extend(refusals.lacking))
+    judge = CodeJudge(HANG_S)
     judge.judge(NEXT, respond("def f(x): return x + 1"))
-    return tuple(found)
+    return judge.lacking
 
 
 @pytest.fixture
 def weaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Return a function that replaces a part of the sandbox for the test."""
     sandbox = tmp_path / "sandbox.py"
-    sandbox.write_text(Path(code_module._SANDBOX).read_text())
-    monkeypatch.setattr(code_module, "_SANDBOX", str(sandbox))
+    sandbox.write_text(Path(code_module.SANDBOX).read_text())
+    monkeypatch.setattr(code_module, "SANDBOX", str(sandbox))
 
     def replace(old: str, new: str) -> None:
         source = sandbox.read_text()
@@ -289,28 +288,22 @@ class TestRefusedCalls:
         program = f"import ctypes, mmap\n{MACHINE_CODE}\nint80(90, 0)"  # chmod has this number among 64-bit calls
         assert judge.judge(NEXT, respond(program)).refused_calls == ("32-bit number 90",)
 
-    def test_so_does_the_error_of_a_program_that_did_not_end(self) -> None:
+    def test_so_does_the_error_of_a_program_that_did_not_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = """
             import os
             try: os.chmod(".", 0o700)
             except PermissionError: open("made", "w").close()
             while True: pass
         """
-        judge = CodeJudge(HANG_S)
 
-        def wait(process: object, folder: str, refusals: Refusals, deadline_s: float) -> bool:
-            def is_over(folder: str, *_: object, **__: object) -> bool:
-                if Path(folder, "made").exists():
-                    raise TimeoutError("as at the deadline")
-                return False
+        def is_over(folder: str, *_: object, **__: object) -> bool:
+            if Path(folder, "made").exists():
+                raise TimeoutError("as at the deadline")
+            return False
 
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(code_module, "exceeds", is_over)
-                return CodeJudge._wait(judge, process, folder, refusals, deadline_s)
-
-        judge._wait = wait
+        monkeypatch.setattr(code_module, "exceeds", is_over)
         with pytest.raises(TimeoutError) as error:
-            judge.judge(NEXT, respond(program))
+            CodeJudge(HANG_S).judge(NEXT, respond(program))
         assert error.value.refused_calls == ("chmod",)
 
     def test_a_loop_of_them_neither_ends_the_judge_nor_keeps_it_from_its_watch(self, judge: CodeJudge) -> None:

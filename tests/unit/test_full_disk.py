@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bapo_megatron import trainer
 from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.config import load
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import CheckpointError, UserError
 from bapo_megatron.runs.folder import RunDir
@@ -137,7 +138,7 @@ def test_a_disk_that_fills_up_while_metrics_are_written_is_one_error(tmp_path: P
 def fail_to_train(folder: Path, told: int) -> None:
     os.environ["RANK"] = "0"
     os.dup2(told, 1)  # a pipe, which is no file that the limit is for
-    trainer._train = lambda *_: (_ for _ in ()).throw(UserError("no room"))  # type: ignore[assignment]
+    load.load_config = lambda *_: (_ for _ in ()).throw(UserError("no room"))  # type: ignore[assignment]
     with full_disk(0):
         raise SystemExit(trainer.run_rank(RunDir.attach(folder), []))
 

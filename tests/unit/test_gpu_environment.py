@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from bapo_megatron import trainer
+from bapo_megatron.checkpoint.folder import SQUARES
 from bapo_megatron.config.engines import startup_limit_s
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import sglang
@@ -94,7 +95,7 @@ def test_a_rank_sets_them_before_it_imports_torch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HEARTBEAT, "beat", beat)  # "importing torch and Megatron-Core"
     monkeypatch.setattr("bapo_megatron.config.load.load_config", lambda *_: Config())
     with pytest.raises(InterruptedError):
-        trainer._train(SimpleNamespace(config_path=tmp_path), [], 0, None, None)  # type: ignore[arg-type]
+        trainer.train_on_rank(SimpleNamespace(config_path=tmp_path), [], 0, None, None)  # type: ignore[arg-type]
     assert trainer_variables({}).items() <= seen.items()
 
 
@@ -126,9 +127,10 @@ def test_adam_is_fused_and_counts_where_its_weights_are() -> None:
     adam = AdamState(optimizer, None)  # type: ignore[arg-type]
     (group,) = optimizer.optimizer.param_groups
     assert group["fused"]
-    assert adam._state(weight)["step"].device.type == "meta"
+    adam.local(weight, SQUARES)  # makes the state
+    assert optimizer.optimizer.state[weight]["step"].device.type == "meta"
     adam.set_steps(7)
-    assert adam._state(weight)["step"].device.type == "meta"
+    assert optimizer.optimizer.state[weight]["step"].device.type == "meta"
 
 
 @pytest.mark.parametrize(

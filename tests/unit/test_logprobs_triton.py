@@ -154,11 +154,11 @@ statistics = {"logits": "*fp32", "columns": "*i64", "out": "*fp32", "num_rows": 
 rows = dict.fromkeys(("log_zs", "pulls", "entropies", "entropy_pulls"), "*fp32")
 gradients = {"logits": "*fp32", "columns": "*i64", **rows, "num_columns": "i32"}
 for kernel, types, flag in (
-    (kernels._row_statistics, statistics, "with_entropy"), (kernels._logit_gradients, gradients, "has_entropy")
+    (kernels.statistics_kernel, statistics, "with_entropy"), (kernels.gradients_kernel, gradients, "has_entropy")
 ):
     types |= {"scale": "fp32", flag: "constexpr", "block": "constexpr"}
     source = ASTSource(kernel, types, {flag: True, "block": kernels.BLOCK})
-    done = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels._NUM_WARPS})
+    done = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels.NUM_WARPS})
     assert done.asm["cubin"]
     assert "st.local" not in done.asm["ptx"], "registers are spilled"
 """

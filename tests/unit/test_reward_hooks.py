@@ -26,8 +26,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.rewards import RewardScorer, worker_pool
-from bapo_megatron.rewards.judges import as_verdict
-from bapo_megatron.rewards.worker_pool import Worker, WorkerLost
+from bapo_megatron.rewards.judges import JudgeSpec, as_verdict, fields_of
+from bapo_megatron.rewards.worker_pool import Worker, WorkerLost, WorkerPool
 from bapo_megatron.types import Prompt
 from tests.distributed import HANG_S
 from tests.unit.reward_hooks import NUM_BESIDE_A_CRASH, NUM_TOGETHER
@@ -42,7 +42,7 @@ def hooks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def deadlines_are_for_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("START_TIMEOUT_S", "GRACE_S", "_END_TIMEOUT_S"):
+    for name in ("START_TIMEOUT_S", "GRACE_S", "END_TIMEOUT_S"):
         monkeypatch.setattr(worker_pool, name, HANG_S)
 
 
@@ -304,20 +304,23 @@ class TestPlain:
             def __exit__(self, *_: object) -> None:
                 self._lock.release()
 
-        with scorer_of("plain") as scorer, ThreadPoolExecutor(2) as threads:
+        config = Config.model_validate({"reward": {"kind": "reward_hooks:plain", "timeout_s": HANG_S}})
+        pool = WorkerPool(JudgeSpec.of(config), concurrency=None)
+        with contextlib.closing(pool), ThreadPoolExecutor(2) as threads:
 
             def close_first(coroutine: Any, loop: Any) -> Future[Any]:
                 monkeypatch.setattr(worker_pool.asyncio, "run_coroutine_threadsafe", submit)
-                closing = threads.submit(scorer.close)
+                closing = threads.submit(pool.close)
                 closing.add_done_callback(lambda _: at_the_gate.set())
                 assert at_the_gate.wait(HANG_S)
                 return submit(coroutine, loop)
 
-            monkeypatch.setattr(scorer._pool, "_gate", Gate(), raising=False)
+            monkeypatch.setattr(pool, "gate", Gate())
             monkeypatch.setattr(worker_pool.asyncio, "run_coroutine_threadsafe", close_first)
-            waiting = threads.submit(scorer.score, items("hang"))
+            waiting = threads.submit(pool.judge, [fields_of(*item) for item in items("hang")])
             with pytest.raises(RuntimeError, match="closed"):
                 waiting.result(timeout=HANG_S)
+        assert not judges()
 
     def test_judges_end_with_a_trainer_that_is_killed(self, said: int) -> None:
         program = f"""

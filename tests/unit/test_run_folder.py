@@ -197,7 +197,7 @@ def test_a_run_directory_that_cannot_be_created_says_so(tmp_path: Path) -> None:
 
 
 def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(provenance, "GIT_TIMEOUT_S", HANG_S)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # of whoever runs the tests
 
     def git(*args: str) -> str:
@@ -214,7 +214,7 @@ def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch:
     commit, diff = provenance.git_state(tmp_path)
     assert commit == git("rev-parse", "HEAD").strip()
     assert "+x = 2" in diff
-    monkeypatch.setattr(provenance, "_MAX_DIFF_BYTES", 50)
+    monkeypatch.setattr(provenance, "MAX_DIFF_BYTES", 50)
     _, diff = provenance.git_state(tmp_path)
     assert len(diff) < 120
     assert "[cut: the whole diff has" in diff

@@ -585,7 +585,7 @@ ATTACKS = (
     ),
     fails("verdict", "replace os.write", "os.write = lambda *a: 32\nos._exit = sys.exit"),
     fails(
-        "verdict", "patch the sandbox", "main = sys.modules['__main__']\nmain._run_tests = main.exec = lambda *a: None"
+        "verdict", "patch the sandbox", "main = sys.modules['__main__']\nmain.run_tests = main.exec = lambda *a: None"
     ),
     # leftovers
     confined("leftovers", "many folders", "for i in range(500): os.mkdir(str(i))"),
@@ -742,11 +742,11 @@ def main(abi: int) -> None:
         tempfile.tempdir = folder
         precious, sandbox = Path(folder) / "precious", Path(folder) / "sandbox.py"
         precious.write_text("data")
-        source = Path(code_module._SANDBOX).read_text()
+        source = Path(code_module.SANDBOX).read_text()
         assert f"MAX_LANDLOCK_ABI = {NEWEST_ABI}" in source
         sandbox.write_text(source.replace(f"MAX_LANDLOCK_ABI = {NEWEST_ABI}", f"MAX_LANDLOCK_ABI = {abi}"))
-        code_module._SANDBOX = str(sandbox)
-        code_module._MORE_CPU_S = int(HANG_S)  # the judge ends what does not end, however late it is
+        code_module.SANDBOX = str(sandbox)
+        code_module.MORE_CPU_S = int(HANG_S)  # the judge ends what does not end, however late it is
         port, outcomes = server.getsockname()[1], {}
         for attack in ATTACKS:
             with started_victim() as victim:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bapo_megatron.checkpoint import shard_reader
 from bapo_megatron.checkpoint.folder import INDEX, WEIGHT, Facts, digest_of, read_index, seal, write_index
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.checkpoint.shard_reader import ShardReader
@@ -103,14 +105,25 @@ def test_a_slice_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     write_index(tmp_path, FACTS, manifests)
     taken: list[tuple[str, list[int]]] = []
-    original = ShardReader._read
 
-    def spy(self: ShardReader, name: str, dtype: str, box: Any, index: tuple[slice, ...]) -> Tensor:
-        values = original(self, name, dtype, box, index)
-        taken.append((box.file[:10], list(values.shape)))
-        return values
+    class Spy:
+        """An open file, or a tensor in it, that notes what is taken."""
 
-    monkeypatch.setattr(ShardReader, "_read", spy)
+        def __init__(self, file: Path, opened: Any) -> None:
+            self.file, self.opened = file, opened
+
+        def get_slice(self, key: str) -> "Spy":
+            return Spy(self.file, self.opened.get_slice(key))
+
+        def get_shape(self) -> list[int]:
+            return self.opened.get_shape()
+
+        def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+            values = self.opened[index]
+            taken.append((self.file.name[:10], list(values.shape)))
+            return values
+
+    monkeypatch.setattr(shard_reader, "safe_open", lambda file, framework: Spy(file, safe_open(file, framework)))
     with ShardReader(read_index(tmp_path), WEIGHT) as read:
         assert torch.equal(read("w", (slice(35, 53),)), tensor[35:53])
     assert taken == [("rank-00003", [5, 3]), ("rank-00004", [10, 3]), ("rank-00005", [3, 3])]

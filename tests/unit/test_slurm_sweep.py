@@ -181,7 +181,7 @@ def test_the_script_does_not_depend_on_what_a_task_may_change() -> None:
         for value in values:
             try:
                 task = load_tables(tables, [f"{name}={value}"])
-                differs = any(submit._not_of_this_job(job, task))
+                differs = any(submit.unmet_needs(job, task))
             except (ConfigError, ZeroDivisionError):  # invalid, or without a placement
                 continue
             assert task != job
@@ -214,6 +214,7 @@ def changes(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, list[str
 
 
 def commands(config: Config) -> list[str]:
-    folder = Path("/folder")
-    script = submit._render(config, folder, folder / "config.toml", tasks=[])
+    """Those of its script; its settings' file has a name of its own."""
+    job = make_job(config)
+    script = job.script.replace(job.config_path.name, "config.toml")
     return [line for line in script.splitlines() if not line.startswith("# ")]

@@ -36,7 +36,7 @@ class Filter:
         self.architecture = sandbox_module.ARCHITECTURES[machine]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "getpid", lambda: pid)
-            self._code = sandbox_module._filter(machine, calls_of(machine, ()), refused=1, unknown=2)
+            self._code = sandbox_module.filter_code(machine, calls_of(machine, ()), refused=1, unknown=2)
 
     def answer(self, number: int, *arguments: int, architecture: int | None = None) -> str:
         """Return what a call gets."""
@@ -102,7 +102,7 @@ class TestFilter:
 
     def test_arguments_decide_about_calls_that_are_checked(self, machine: str) -> None:
         judge, checked = Filter(machine, pid=77), calls_of(machine, ())["check"]
-        for name, checks in sandbox_module._CHECKS.items():
+        for name, checks in sandbox_module.CHECKS.items():
             if name not in checked:  # open is openat on aarch64
                 continue
             for index, (argument, bits, values) in enumerate(checks):
@@ -133,8 +133,8 @@ class TestFilter:
 
     def test_every_call_that_is_checked_has_its_arguments_listed(self, machine: str) -> None:
         checked = calls_of(machine, ())["check"].keys()
-        assert checked <= {*sandbox_module._CHECKS, "kill", "tgkill", "prlimit64", "mmap"}
-        assert sandbox_module._CHECKS.keys() - checked <= {"open"}
+        assert checked <= {*sandbox_module.CHECKS, "kill", "tgkill", "prlimit64", "mmap"}
+        assert sandbox_module.CHECKS.keys() - checked <= {"open"}
 
 
 @pytest.mark.parametrize("uses", HONEST)
@@ -178,7 +178,7 @@ def as_ordinary_user() -> dict[str, tuple[bool, list[str]]]:
 
 def calls_made(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
     """Run a program under strace, without seccomp and Landlock; yield each call and what the filter would answer."""
-    source = Path(code_module._SANDBOX).read_text()
+    source = Path(code_module.SANDBOX).read_text()
     for old, new in (
         ("if not calls or", "if True or"),  # no seccomp
         ("if abi < 1:", "if True:"),  # no Landlock
@@ -192,13 +192,13 @@ def calls_made(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     options = f"-ff -n -qq -e raw=all -e signal=none -o {trace}"
     python.write_text(f'#!/bin/sh\nexec strace {options} {sys.executable} "$@"\n')
     python.chmod(0o755)
-    monkeypatch.setattr(code_module, "_SANDBOX", str(folder / "sandbox.py"))
+    monkeypatch.setattr(code_module, "SANDBOX", str(folder / "sandbox.py"))
     monkeypatch.setattr(sys, "executable", str(python))
     assert judged(program)[0]
     threads = sorted(folder.glob("trace.*"), key=lambda path: int(path.suffix[1:]))
     pid = int(threads[0].suffix[1:])
     judge, lines = Filter(platform.machine(), pid), threads[0].read_text().splitlines()
-    report = next(i for i, line in enumerate(lines) if f"sendmsg({sandbox_module._REPORT_FD:#x}," in line)
+    report = next(i for i, line in enumerate(lines) if f"sendmsg({sandbox_module.SENDMSG_FD:#x}," in line)
     for line in (*lines[report + 1 :], *(line for path in threads[1:] for line in path.read_text().splitlines())):
         if found := re.match(r"\[ *(\d+)\] (\w+)\(([^)]*)", line):
             arguments = [int(argument, 0) for argument in found[3].split(", ") if argument]
