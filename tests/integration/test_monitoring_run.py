@@ -187,7 +187,7 @@ def _check_scrape(run: Run) -> None:
 def _check_stall(run: Run) -> None:
     waiting, hung = run.stall(0), run.stall(1)
     assert re.search(r"^step \d+, (score|train): at ", hung.splitlines()[1])
-    collective = "in all_to_all_single, called by runtime/ranks"
+    collective = "in all_to_all_single, called by kernels/cpu"
     assert re.search(rf"^step \d+, (score|train): {collective}", waiting.splitlines()[1])
     assert "trainer: forward step 1 of" in hung
     assert "of the rollout loop" in waiting
