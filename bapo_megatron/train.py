@@ -124,7 +124,7 @@ def train(
     if first_step == 0 and (baseline := evaluate(0)):
         for line in evaluation_lines(baseline, "before training"):
             recorder.note(line)
-    watch = Stopwatch()
+    watch = Stopwatch(HEARTBEAT)
     profiler = StepProfiler(config.monitor, run_dir.path / "profile", layout.rank, engines, recorder.warn)
     for step in stop.steps(range(first_step, config.train.num_steps)):
         watch.begin(step)
@@ -151,7 +151,7 @@ def train(
             sync = push()
         with watch.span("eval"):
             evaluation = evaluate(step + 1)
-        times = watch.lap() | learner.take_times() | compare_ranks()
+        times = watch.lap() | learner.take_times() | compare_ranks(learner.local_time)
         recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, times)
         with phases.saving(), watch.span("checkpoint"):
             store.poll()

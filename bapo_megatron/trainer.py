@@ -94,7 +94,9 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
         HEARTBEAT.beat(TRAINER, "importing torch and Megatron-Core")
         console = None
         if terminal is not None:
-            console = stack.enter_context(Console(config.monitor.progress, config.train.num_steps, stream=terminal))
+            console = stack.enter_context(
+                Console(config.monitor.progress, config.train.num_steps, stream=terminal, heartbeat=HEARTBEAT)
+            )
 
         with starting():
             from bapo_megatron.assets import resolve_model_path
@@ -108,8 +110,8 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
         recorder = Recorder(config, run_dir, console) if console else SilentRecorder()
         stop = StopFile(stop_file)
         model_path = resolve_model_path(config.model.path)
-        watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, recorder.warn if console else None)
-        with watchdog, explaining_out_of_memory(config, model_path, rank):
+        watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, HEARTBEAT, recorder.warn if console else None)
+        with watchdog, explaining_out_of_memory(config, model_path, rank, HEARTBEAT):
             try:
                 train(config, urls, run_dir, recorder, stop)
             except UserError as error:

@@ -261,7 +261,7 @@ def in_order(learner: MegatronLearner, batch: Batch, order: str) -> Update:
     """Make the update of one order; both orders share the learner and differ in nothing else."""
     train = learner.config.train.model_copy(update={"schedule": order})
     config = learner.config.model_copy(update={"train": train})
-    schedule = Schedule(learner.wrapped, learner.settings, learner.layout, config)
+    schedule = Schedule(learner.wrapped, learner.settings, learner.layout, config, learner.local_time)
     finder = BoundsFinder(config, learner)
 
     def update() -> float:

@@ -14,6 +14,7 @@ from bapo_megatron.algorithms.mismatch import Mismatch
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.learner.gradient_guard import GuardState
+from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.sync.base import WeightSource
 from bapo_megatron.types import ClipBounds, MiniBatch
 
@@ -44,6 +45,7 @@ class Learner(Protocol):
 
     version: int  # optimizer updates so far = weight version
     share: Share  # this rank's part of a mini-batch
+    local_time: LocalTime  # of this rank's own passes, those of models beside the policy included
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """Return log-probs without gradient: one float32 [R] per micro-batch; empty off the last stage."""

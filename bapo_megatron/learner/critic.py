@@ -31,6 +31,7 @@ from bapo_megatron.learner.gradient_guard import SkipLimit
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.split_model import TrainedModel
+from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 CriticOutcome = Tensor  # float64 [3] of a micro-batch: value loss, clipped tokens, trained tokens
@@ -78,13 +79,14 @@ class Critic(TrainedModel):
     Args:
         config: the run; `[critic]` says how it learns, `[optimizer]` the rest of Adam's settings.
         hf_path: start weights: a language model, whose head is left out, or a model with score.weight [1, hidden].
+        local_time: the policy's, which counts these passes too.
 
     Raises:
         ConfigError: the layout does not fit the model.
         CheckpointError: the start weights cannot be read, or are of an unsupported architecture.
     """
 
-    def __init__(self, config: Config, hf_path: Path) -> None:
+    def __init__(self, config: Config, hf_path: Path, local_time: LocalTime) -> None:
         hf_config, p = load_hf_config(hf_path), config.parallel
         own = own_family(config.model.family)
         if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline, own=own):
@@ -93,7 +95,7 @@ class Critic(TrainedModel):
         shape = language_model.with_value_head()
         with HFReader(hf_path) as read:
             stored = shape if "score.weight" in read else language_model
-        super().__init__(config, shape, CriticModel, hf_path, stored=stored)
+        super().__init__(config, shape, CriticModel, hf_path, local_time, stored=stored)
         self._skips = SkipLimit("critic")
 
     def values(self, minibatch: MiniBatch) -> list[Tensor]:

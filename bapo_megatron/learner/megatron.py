@@ -37,6 +37,7 @@ from bapo_megatron.learner.reference import ReferencePolicy
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
 from bapo_megatron.learner.token_metrics import TokenMetrics, TokenSums
+from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 PolicyOutcome = tuple[Tensor, Any, TokenSums]  # of a micro-batch: its log_probs_R, the decision, and its sums
@@ -67,9 +68,11 @@ class MegatronLearner(TrainedModel):
         apply_engine_compat()
         start_processes(p)
         model_parallel_cuda_manual_seed(config.run.seed)
-        super().__init__(config, shape, PolicyModel, Path(hf_path), fp8_params=config.precision.fp8_params)
+        self.local_time = LocalTime()
+        fp8 = config.precision.fp8_params
+        super().__init__(config, shape, PolicyModel, Path(hf_path), self.local_time, fp8_params=fp8)
         self._scored: ForwardPasses | None = None  # of the mini-batch whose step comes next
-        self.reference = ReferencePolicy(config, self.hf_path) if config.loss.kl_coef else None
+        self.reference = ReferencePolicy(config, self.hf_path, self.local_time) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
         self._rule = update_rule(config.loss, config.bapo)

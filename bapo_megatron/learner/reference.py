@@ -20,6 +20,7 @@ from bapo_megatron.learner.fit import check_reference
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.learner.split_model import SplitModel
+from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MiniBatch
 
 
@@ -28,13 +29,14 @@ class ReferencePolicy(SplitModel):
 
     Args:
         started_from: the policy's own Hugging Face folder, the reference if `loss.reference_path` is unset.
+        local_time: the learner's, which counts these passes too.
 
     Raises:
         ConfigError: the reference has another vocabulary, or does not fit the layout.
         CheckpointError: its folder cannot be read, or its family is not supported.
     """
 
-    def __init__(self, config: Config, started_from: Path) -> None:
+    def __init__(self, config: Config, started_from: Path, local_time: LocalTime) -> None:
         path = config.loss.reference_path
         folder = started_from if path is None else resolve_model_path(path, setting="loss.reference_path")
         hf_config = load_hf_config(folder)
@@ -44,7 +46,7 @@ class ReferencePolicy(SplitModel):
         load_weights(self.model, self.shape, self.layout, folder)
         model, settings = self.model.requires_grad_(False).eval(), self.settings
         chunks: list[Module] = [Float16Module(settings, c) if settings.bf16 else c for c in model]
-        self._schedule = Schedule(chunks, settings, self.layout, config)
+        self._schedule = Schedule(chunks, settings, self.layout, config, local_time)
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """See `Learner.log_probs`."""

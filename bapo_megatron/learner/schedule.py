@@ -26,7 +26,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import logprob_backend
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
-from bapo_megatron.runtime.straggler import LOCAL_TIME, LocalTime
+from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
@@ -52,15 +52,22 @@ class Schedule:
 
     Args:
         chunks: this rank's parts of the model, wrapped by Megatron.
+        local_time: of all of this rank's models: passes are measured there.
     """
 
     def __init__(
-        self, chunks: Sequence[Module], settings: TransformerConfig, layout: ParallelLayout, config: Config
+        self,
+        chunks: Sequence[Module],
+        settings: TransformerConfig,
+        layout: ParallelLayout,
+        config: Config,
+        local_time: LocalTime,
     ) -> None:
         self._chunks = list(chunks)
         self._settings = settings
         self._layout = layout
         self._config = config
+        self._local_time = local_time
         self._run_megatron = get_forward_backward_func()
         self.memory_bytes = _smallest_memory(layout)  # of any rank
         self.forward_time = LocalTime()  # of forward passes whose backward passes follow each
@@ -137,7 +144,7 @@ class Schedule:
             HEARTBEAT.beat(TRAINER, f"forward step {next(count)} of {len(data) * len(self._chunks)}")
             return forward_step(*arguments)
 
-        with LOCAL_TIME.running():  # it ends before the first collective over data ranks
+        with self._local_time.running():  # it ends before the first collective over data ranks
             outputs = self._run_megatron(
                 forward_step_func=beating_step,
                 data_iterator=[iter(data) for _ in self._chunks],

@@ -78,6 +78,7 @@ class TrainedModel(SplitModel):
 
     Args:
         hf_path: folder of the Hugging Face checkpoint to start from.
+        local_time: of all of this rank's models.
         stored: shape of the model in that folder; None: `shape`.
     """
 
@@ -87,6 +88,7 @@ class TrainedModel(SplitModel):
         shape: ModelShape,
         chunk_type: type[PolicyModel],
         hf_path: Path,
+        local_time: LocalTime,
         *,
         stored: ModelShape | None = None,
         fp8_params: bool = False,
@@ -108,7 +110,7 @@ class TrainedModel(SplitModel):
         if any(map(is_float8tensor, self.model.parameters())):
             # Megatron made float32 weights of what the parameters held before they were read
             load(fill=partial(self.adam.fill, WEIGHT))
-        self.schedule = Schedule(self.wrapped, self.settings, self.layout, config)
+        self.schedule = Schedule(self.wrapped, self.settings, self.layout, config, local_time)
         self._optimizer_time = LocalTime()
 
     def update(self, run: Callable[[], list[Any]], learning_rate: float) -> tuple[list[Any], float]:

@@ -40,7 +40,8 @@ class ValueAdvantages:
         self.critic: Critic | None = None
         if not config.advantage.compares_responses and not config.train.rollout_only:
             path = config.critic.path
-            self.critic = Critic(config, resolve_model_path(path, setting="critic.path") if path else policy.hf_path)
+            start = resolve_model_path(path, setting="critic.path") if path else policy.hf_path
+            self.critic = Critic(config, start, policy.local_time)
             num_critic, num_policy = self.critic.shape.vocab_size, policy.shape.vocab_size
             if num_critic < num_policy:
                 raise ConfigError(

@@ -29,7 +29,7 @@ from rich.text import Text
 from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.runs.numbers import count, duration, number, percent, short_duration
 from bapo_megatron.runs.summary import mean, reward_metric, summarize_run
-from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Heartbeat
+from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 from bapo_megatron.runtime.output import lasting
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class Console:
     Args:
         progress: see `Screen`.
         history: metrics of the steps before a resume, so that bar and summary cover the whole run.
-        heartbeat: the trainer's last actions, which are the stages of the start.
+        heartbeat: the trainer's last actions, which are the stages of the start; None: no stages.
     """
 
     def __init__(
@@ -247,13 +247,13 @@ class Console:
         *,
         history: Sequence[Mapping[str, float]] = (),
         stream: TextIO | None = None,
-        heartbeat: Heartbeat = HEARTBEAT,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._stream = stream or sys.stdout
         self._screen = Screen(self._stream, progress)
         self._num_steps = num_steps
         self._rows = [dict(row) for row in history]
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat or Heartbeat()
         self._columns: list[TableColumn] = []  # of the heading that is shown
         self._shown: set[str] = set()
         self._live: Live | None = None
@@ -283,21 +283,21 @@ class Console:
         if [c.label for c in columns] != [c.label for c in self._columns]:
             self._show_heading(columns)
         self._screen.lines([row])
-        self._stages.told(self._heartbeat.clock())
+        self._stages.told(self.heartbeat.clock())
         for line in evaluation_lines(metrics, f"after step {int(metrics['step'])}"):
             self.note(line)
 
     def note(self, text: str) -> None:
         """Show a text, above the live line if there is one."""
         self._screen.note(text)
-        self._stages.told(self._heartbeat.clock())
+        self._stages.told(self.heartbeat.clock())
 
     def warn(self, text: str) -> None:
         """Show a warning, once."""
         if text not in self._shown:
             self._shown.add(text)
             self._screen.note(f"warning: {text}", "yellow")
-            self._stages.told(self._heartbeat.clock())
+            self._stages.told(self.heartbeat.clock())
 
     def summary(self) -> None:
         """Show the summary of the run: pass rate, resumed tokens, staleness, bounds, time of the steps."""
@@ -342,7 +342,7 @@ class Console:
         return step_s * (self._num_steps - num_done)
 
     def _last_line(self) -> RenderableType:
-        step, span = self._heartbeat.step, self._heartbeat.span
+        step, span = self.heartbeat.step, self.heartbeat.span
         if step == 0:
             return _stage_line(self._action(), self._began_s)
         num_done = int(self._rows[-1]["step"]) if self._rows else 0
@@ -357,16 +357,16 @@ class Console:
         return line
 
     def _action(self) -> str:
-        beat = self._heartbeat.beats().get(TRAINER)
+        beat = self.heartbeat.beats().get(TRAINER)
         return beat.action if beat is not None else "starting"
 
     def _show_stages(self) -> None:
         """Show the stages of the start and of the first step as lines, and later a line after each minute without."""
         while not self._is_closed.wait(_STAGE_POLL_S):
-            step, span, is_start = self._heartbeat.step, self._heartbeat.span, not self._columns
+            step, span, is_start = self.heartbeat.step, self.heartbeat.span, not self._columns
             name = "first step" if is_start else f"step {step}"
             stage = self._action() if step == 0 else f"{name}, {span}" if span is not None else name
-            if (line := self._stages.line(stage, self._heartbeat.clock(), is_start=is_start)) is not None:
+            if (line := self._stages.line(stage, self.heartbeat.clock(), is_start=is_start)) is not None:
                 self._screen.note(line)
 
 

@@ -19,7 +19,7 @@ from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import TrainerMemory, trainer_memory
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import lighter, suggest
-from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
+from bapo_megatron.runtime.heartbeat import Heartbeat
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # c10/core/impl/alloc_cpu.cpp: "can't allocate memory", "not enough memory"
 _PARTS = {  # function in the traceback -> name; the outermost one counts
@@ -41,7 +41,7 @@ _SPANS = {
 
 
 @contextlib.contextmanager
-def explaining_out_of_memory(config: Config, model_path: Path, rank: int) -> Iterator[None]:
+def explaining_out_of_memory(config: Config, model_path: Path, rank: int, heartbeat: Heartbeat) -> Iterator[None]:
     """Turn running out of memory into an explained error.
 
     Raises:
@@ -53,7 +53,7 @@ def explaining_out_of_memory(config: Config, model_path: Path, rank: int) -> Ite
         error = raised.__cause__ if isinstance(raised, UserError) else raised  # see `failing_together`
         if error is None or not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(_explain(error, config, model_path, rank)) from error
+        raise OutOfMemoryError(_explain(error, config, model_path, rank, heartbeat)) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,9 +61,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
-def _explain(
-    error: BaseException, config: Config, model_path: Path, rank: int, heartbeat: Heartbeat = HEARTBEAT
-) -> str:
+def _explain(error: BaseException, config: Config, model_path: Path, rank: int, heartbeat: Heartbeat) -> str:
     """Compose the message: place, memory in use, this rank's plan, and changes that save memory, best first."""
     hf_config = load_hf_config(model_path)
     shape = model_shape(hf_config, own=own_family(config.model.family))

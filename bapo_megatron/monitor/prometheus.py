@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.metrics import declared
-from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
+from bapo_megatron.runtime.heartbeat import Heartbeat
 from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 from bapo_megatron.version import __version__
 
@@ -52,7 +52,7 @@ def prometheus_name(metric: str) -> str:
 class RunCollector(Collector):
     """The samples of a scrape, each labelled with the run's name (`run`)."""
 
-    def __init__(self, run: str, heartbeat: Heartbeat = HEARTBEAT) -> None:
+    def __init__(self, run: str, heartbeat: Heartbeat) -> None:
         self.engine_states: Callable[[], Sequence[EngineState]] = list
         self._run = run
         self._heartbeat = heartbeat
@@ -113,8 +113,8 @@ class PrometheusEndpoint:
         ConfigError: the endpoint cannot listen on the address.
     """
 
-    def __init__(self, run: str, port: int) -> None:
-        self.collector = RunCollector(run)
+    def __init__(self, run: str, port: int, heartbeat: Heartbeat) -> None:
+        self.collector = RunCollector(run, heartbeat)
         registry = CollectorRegistry()
         registry.register(self.collector)
         handler = type("_Handler", (GuardedHandler, MetricsHandler), {"registry": registry})

@@ -88,7 +88,7 @@ class Recorder:
         if config.monitor.prometheus_port is not None:
             from bapo_megatron.monitor.prometheus import PrometheusEndpoint  # needs prometheus_client
 
-            self._endpoint = PrometheusEndpoint(config.run.name, config.monitor.prometheus_port)
+            self._endpoint = PrometheusEndpoint(config.run.name, config.monitor.prometheus_port, console.heartbeat)
 
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         """Continue after `first_step` finished steps, and remove all records of later ones."""

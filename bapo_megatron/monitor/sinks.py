@@ -22,8 +22,8 @@ from bapo_megatron.runtime.files import write_atomically
 
 _WANDB_PROJECT = "bapo-megatron"
 _MAX_WAITING = 1000  # steps that a slow sink may lag behind
-_CLOSE_TIMEOUT_S = 60.0
-_WANDB_START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 60.0
+WANDB_START_TIMEOUT_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class WandbSink:
                 disable_git=True,
                 disable_code=True,
                 save_code=False,
-                init_timeout=_WANDB_START_TIMEOUT_S,
+                init_timeout=WANDB_START_TIMEOUT_S,
             ),
         )
 
@@ -133,7 +133,7 @@ class BackgroundSink:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until the queued steps are written, at most `timeout_s`; None: a minute."""
-        timeout_s = _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+        timeout_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         with contextlib.suppress(queue.Full):  # the thread is stuck: the join below reports it
             self._steps.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)

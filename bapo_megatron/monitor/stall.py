@@ -24,7 +24,7 @@ from types import FrameType
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER, Beat, Heartbeat
+from bapo_megatron.runtime.heartbeat import TRAINER, Beat, Heartbeat
 
 TIMEOUT_SHARE = 0.5  # of parallel.timeout_s: a stall is reported before a collective gives up
 _ASKS_ENGINES = ("rollout", "eval")  # spans in which ranks wait for rank 0, and rank 0 for engines
@@ -52,9 +52,9 @@ class StallWatchdog:
         *,
         timeout_s: float,
         engine_timeout_s: float,
+        heartbeat: Heartbeat,
         num_ranks: int = 1,
         tell: Callable[[str], None] | None = None,
-        heartbeat: Heartbeat = HEARTBEAT,
     ) -> None:
         self._rank = rank
         self._folder = folder
@@ -72,7 +72,9 @@ class StallWatchdog:
         self._thread = threading.Thread(target=self._watch, name="stall-watchdog", daemon=True)
 
     @classmethod
-    def of(cls, config: Config, rank: int, folder: Path, tell: Callable[[str], None] | None) -> StallWatchdog:
+    def of(
+        cls, config: Config, rank: int, folder: Path, heartbeat: Heartbeat, tell: Callable[[str], None] | None
+    ) -> StallWatchdog:
         """Create the watchdog from the settings; by default it reports before the deadline of collectives."""
         timeout_s = config.parallel.timeout_s * TIMEOUT_SHARE
         patience_s = timeout_s + config.rollout.request_timeout_s
@@ -81,6 +83,7 @@ class StallWatchdog:
             folder,
             timeout_s=timeout_s,
             engine_timeout_s=patience_s,
+            heartbeat=heartbeat,
             num_ranks=config.parallel.size,
             tell=tell,
         )

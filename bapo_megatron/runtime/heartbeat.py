@@ -1,7 +1,7 @@
 """The last actions of this process, kept for reports of a stalled run (monitor/stall.py).
 
-There is one `HEARTBEAT` per process, like the root logger: code that beats need not know its readers.
-A beat costs about a microsecond.
+There is one `HEARTBEAT` per process, like the root logger: what beats it (requests, the reading of files) is far below
+trainer.py and need not know its readers, which trainer.py hands it to. A beat costs about a microsecond.
 """
 
 import asyncio

@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from bapo_megatron.runtime.heartbeat import HEARTBEAT, Heartbeat
+from bapo_megatron.runtime.heartbeat import Heartbeat
 
 
 class Stopwatch:
     """Seconds per named span between one `lap` and the next; each span is also a beat of the heartbeat.
 
     Example:
-        watch = Stopwatch(("rollout", "train"))
+        watch = Stopwatch(HEARTBEAT, ("rollout", "train"))
         with watch.span("rollout"):
             ...
         watch.lap()  # {"time/step_s": 3.1, "time/rollout_s": 3.0, "time/train_s": 0.0, "time/other_s": 0.1}
@@ -19,9 +19,9 @@ class Stopwatch:
 
     def __init__(
         self,
+        heartbeat: Heartbeat,
         spans: Sequence[str] = ("rollout", "critic", "score", "train", "sync", "eval", "checkpoint"),
         clock: Callable[[], float] = time.monotonic,
-        heartbeat: Heartbeat = HEARTBEAT,
     ) -> None:
         self._clock = clock
         self._heartbeat = heartbeat

@@ -9,7 +9,7 @@ replica there is nothing to compare.
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,18 +21,27 @@ SLOW = 1.5  # times the median rank's own time: a slow rank's
 _WINDOW, _OFTEN = 5, 3  # steps to look back, and how many of them must be slow
 
 
+def _now() -> float | torch.cuda.Event:
+    if not torch.cuda.is_available():
+        return time.monotonic()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class LocalTime:
     """Seconds of this rank before the first collective over data ranks; on a GPU by events of the current stream."""
 
-    def __init__(self) -> None:
-        self._measured: list[tuple[Any, Any]] = []  # begin and end, as `_now` gives them
+    def __init__(self, clock: Callable[[], float | torch.cuda.Event] = _now) -> None:
+        self._clock = clock
+        self._measured: list[tuple[Any, Any]] = []  # begin and end, as the clock gives them
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Measure the body."""
-        begin = _now()
+        begin = self._clock()
         yield
-        self._measured.append((begin, _now()))
+        self._measured.append((begin, self._clock()))
 
     def take(self) -> float:
         """Return the seconds measured since the last call, waiting for the GPU."""
@@ -40,10 +49,7 @@ class LocalTime:
         return sum(_seconds(begin, end) for begin, end in measured)
 
 
-LOCAL_TIME = LocalTime()
-
-
-def compare_ranks(local_time: LocalTime = LOCAL_TIME) -> dict[str, float]:
+def compare_ranks(local_time: LocalTime) -> dict[str, float]:
     """Return metrics of the slowest rank since the last call, on every rank; empty for a single rank. Collective."""
     return straggler_metrics(gather_json(local_time.take()))
 
@@ -85,14 +91,6 @@ class StragglerAlarm:
             f"({median:.2f} s), and were slow in {self._slow.count(rank)} of the last {len(self._slow)} steps; with "
             "tensor, pipeline or context ranks it may be another rank of its replica"
         )
-
-
-def _now() -> float | torch.cuda.Event:
-    if not torch.cuda.is_available():
-        return time.monotonic()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _seconds(begin: Any, end: Any) -> float:

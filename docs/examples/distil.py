@@ -29,7 +29,8 @@ def teacher_of(config: Config, learner: Learner) -> Callable[[MiniBatch], list[T
     from bapo_megatron.learner.reference import ReferencePolicy  # imports Megatron, which a check does without
 
     options = config.loss.function_options
-    return ReferencePolicy(config, resolve_model_path(options.teacher, setting="loss.options.teacher")).log_probs
+    teacher = resolve_model_path(options.teacher, setting="loss.options.teacher")
+    return ReferencePolicy(config, teacher, learner.local_time).log_probs
 
 
 def distil(inputs: LossInputs, options: DistilOptions) -> TokenLoss:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,7 +25,7 @@ from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.steps import read_metrics
 from tests.distributed import HANG_S, forkserver
 from tests.integration.killable import Engine, small_run
-from tests.unit.test_monitoring import scrape
+from tests.unit.test_prometheus import scrape
 
 STALL_S = 8
 SLOWER = 4  # times what the other rank takes is what the slow one takes in each pass, by its clock
@@ -186,7 +187,7 @@ def _check_scrape(run: Run) -> None:
 def _check_stall(run: Run) -> None:
     waiting, hung = run.stall(0), run.stall(1)
     assert re.search(r"^step \d+, (score|train): at ", hung.splitlines()[1])
-    collective = "in all_to_all_single, called by runtime/ranks"
+    collective = "in all_to_all_single, called by kernels/cpu"
     assert re.search(rf"^step \d+, (score|train): {collective}", waiting.splitlines()[1])
     assert "trainer: forward step 1 of" in hung
     assert "of the rollout loop" in waiting
@@ -239,17 +240,19 @@ def _out_of_memory(folder: Path) -> None:
     from bapo_megatron.learner.parallel import stop_processes
     from bapo_megatron.learner.policy import PolicyModel
     from bapo_megatron.monitor.oom import explaining_out_of_memory
+    from bapo_megatron.runtime.heartbeat import Heartbeat
     from bapo_megatron.runtime.stopwatch import Stopwatch
     from bapo_megatron.types import ClipBounds
     from tests.integration.learner_reference import random_batch
 
     config = load_config(["demo"], ["parallel.tensor=1", f"parallel.timeout_s={HANG_S}"])
     found: dict[str, str] = {}
-    watch = Stopwatch()
+    heartbeat = Heartbeat()
+    watch = Stopwatch(heartbeat)
 
     def explained(name: str, body: Callable[[], object]) -> None:
         try:
-            with explaining_out_of_memory(config, demo_model_path(), 0):
+            with explaining_out_of_memory(config, demo_model_path(), 0, heartbeat):
                 body()
         except OutOfMemoryError as error:
             found[name] = str(error)
@@ -274,7 +277,7 @@ def _out_of_memory(folder: Path) -> None:
 
     def in_span(span: str, body: Callable[[], object]) -> None:
         watch.begin(2)
-        watch._heartbeat.span = None
+        heartbeat.span = None
         with watch.span(span):
             body()
 
@@ -293,11 +296,9 @@ def _out_of_memory(folder: Path) -> None:
     explained("backward", lambda: in_span("train", lambda: learner.step(minibatch, bounds)))
     PolicyModel.forward = forward  # type: ignore[method-assign]
     explained("sync", lambda: in_span("sync", fail))
-    pieces = MegatronLearner._pieces
-    MegatronLearner._pieces = fail  # type: ignore[method-assign,assignment]
-    watch._heartbeat.span = None
-    explained("snapshot", learner.snapshot)
-    MegatronLearner._pieces = pieces  # type: ignore[method-assign]
+    heartbeat.span = None
+    with mock.patch.object(learner.adam, "writers", fail):
+        explained("snapshot", learner.snapshot)
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))

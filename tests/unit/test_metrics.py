@@ -17,6 +17,7 @@ from bapo_megatron.runs.numbers import count, duration
 from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runs.summary import summarize_run
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
+from bapo_megatron.runtime.heartbeat import Heartbeat
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 
@@ -134,7 +135,7 @@ def test_parts_of_the_reward_are_metrics_and_stand_next_to_the_sample() -> None:
 
 def test_stopwatch_accounts_for_all_of_a_step() -> None:
     now = 100.0
-    watch = Stopwatch(("rollout", "train"), clock=lambda: now)
+    watch = Stopwatch(Heartbeat(), ("rollout", "train"), clock=lambda: now)
     for _ in range(2):
         with watch.span("rollout"):
             now += 2.0
@@ -148,7 +149,7 @@ def test_stopwatch_accounts_for_all_of_a_step() -> None:
 
 
 def test_stopwatch_refuses_to_count_time_twice() -> None:
-    watch = Stopwatch(("rollout", "train"))
+    watch = Stopwatch(Heartbeat(), ("rollout", "train"))
     with watch.span("rollout"), pytest.raises(AssertionError, match="inside"), watch.span("train"):
         pass
 

@@ -22,6 +22,7 @@ from bapo_megatron.engines.embedded.text import TextModel
 from bapo_megatron.monitor.prometheus import PrometheusEndpoint
 from bapo_megatron.report.serve import _Handler, _LivePage
 from bapo_megatron.runtime import web as our_web
+from bapo_megatron.runtime.heartbeat import Heartbeat
 from bapo_megatron.runtime.web import Guard, GuardedServer
 from tests.distributed import HANG_S
 from tests.unit.run_folders import make_run, plain
@@ -171,7 +172,7 @@ def reported(run: Path, before: Callable[[int], None] = lambda port: None) -> It
 @contextlib.contextmanager
 def measured() -> Iterator[int]:
     """Run the endpoint for Prometheus."""
-    with contextlib.closing(PrometheusEndpoint("demo", 0)) as endpoint:
+    with contextlib.closing(PrometheusEndpoint("demo", 0, Heartbeat())) as endpoint:
         yield int(endpoint.url.split(":")[2].split("/")[0])
 
 
