@@ -23,7 +23,7 @@ once: `bapo train a.toml b.toml optimizer.lr=3e-4`. A table below is a TOML tabl
 `bapo check` answers all violations at once. The run directory keeps the resolved configuration. `none` unsets a setting
 that may be unset. Relative paths are relative to the working directory.
 
-This page is written from `config/schema.py`; a test keeps it current.
+This page is written from `config/schema.py` by `scripts/write_configuration_page.py`; a test keeps it current.
 """
 _COLUMNS = "| setting | type | default | meaning |\n|---|---|---|---|\n"
 

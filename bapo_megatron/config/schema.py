@@ -1,6 +1,7 @@
 """Every setting, with its type, default and meaning. One TOML table per section.
 
-Checks of one field live here; checks across sections (layout, batch arithmetic, model shapes) in preflight/checks.
+Here a field is checked, and a section whose settings contradict each other (`ContradictionError`). Whether settings
+fit together, and fit the model and the machine, is the question of preflight/checks.
 """
 
 import difflib

@@ -171,10 +171,10 @@ class Recorder:
     def fail(self, error: UserError) -> None:
         """Keep the alarm that an error stands for, if any; the error itself is shown by others."""
         self._alarms.end(error)
-        self._run_dir.tell(alarms=self._alarms.raised)
+        self._run_dir.write_status(alarms=self._alarms.raised)
 
     def _tell_status(self, num_done: int) -> None:
-        self._run_dir.tell(step=num_done, alarms=self._alarms.raised)
+        self._run_dir.write_status(step=num_done, alarms=self._alarms.raised)
 
     def _warn_of_the_judge(self, step: int, failed_share: float) -> None:
         """Warn of a judge that fails often; keep the first reason of the attempt in judge.txt."""

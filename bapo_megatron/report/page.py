@@ -26,7 +26,7 @@ from bapo_megatron.report.samples import choose_samples, read_samples
 from bapo_megatron.report.style import Look, css_variables, look, to_svg
 from bapo_megatron.runs.history import History, entry_names, read_history
 from bapo_megatron.runs.numbers import count, duration, number, percent
-from bapo_megatron.runs.status import count_events, read_status
+from bapo_megatron.runs.standing import count_events, read_standing
 from bapo_megatron.runs.steps import StepRow
 from bapo_megatron.runs.summary import summarize_run
 from bapo_megatron.runtime.files import write_atomically
@@ -90,7 +90,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
     """Return a run's page, with links to its logs relative to a folder. A live page fetches itself again, and may be of
     a run without a finished step."""
-    status = read_status(run)
+    standing = read_standing(run)
     cards, missing = [], []
     for panel in with_named(PANELS, [run]):
         if (plot := panel.plot(run) if run.rows else None) is not None:
@@ -105,9 +105,9 @@ def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
         live=live,
         title=f"{run.name} · BAPO run",
         name=run.name,
-        status=status,
+        status=standing,
         progress=_progress(run),
-        logs=[(path.stem, os.path.relpath(path, links_from)) for path in status.logs],
+        logs=[(path.stem, os.path.relpath(path, links_from)) for path in standing.logs],
         alarms=AlarmLog(run.rows).raised,
         events=count_events(run),
         facts=_facts(run) if run.rows else [],

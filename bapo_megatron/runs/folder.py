@@ -207,8 +207,9 @@ class RunDir:
         return next((state for state in get_args(AttemptState) if state == text), None)
 
     def mark(self, state: AttemptState, rank: int = 0, **facts: Any) -> None:
-        """Record the state of this attempt, and further facts for `tell`, as far as the disk allows: it decides nothing
-        that is trained.
+        """Record the state of this attempt, and further facts for status.json, as far as the disk allows.
+
+        Nothing that is trained depends on it.
 
         Args:
             rank: the trainer rank that calls. status.json is left to the first one, and to the launcher once no rank
@@ -216,10 +217,13 @@ class RunDir:
         """
         self._note("state.txt", state)
         if rank == 0:
-            self.tell(state=state, **facts)
+            self.write_status(state=state, **facts)
 
-    def tell(self, **facts: Any) -> None:
-        """Replace facts in status.json as far as the disk allows: state, step, planned_steps, alarms."""
+    def write_status(self, **facts: Any) -> None:
+        """Replace facts in status.json as far as the disk allows: state, step, planned_steps, alarms.
+
+        Nothing else writes it: trainer rank 0 calls this as it records a step, it and the launcher through `mark`.
+        """
         empty: dict[str, Any] = {
             "state": None,
             "attempt": 0,

@@ -5,8 +5,9 @@
 While one bucket travels, its digests are computed and the next one is gathered. The next one is announced once every
 engine has confirmed the last: broadcasts have no names, and two announcements may arrive in either order. Every wait
 watches the engines' replies and the broadcast together, has a deadline and names the late engine. An engine that fails
-is fenced off; if that tears a broadcast, the others stay paused until the push is repeated. Nothing is sampled from
-unverified weights.
+is fenced off (`Members.fence`); if that tears a broadcast, the others stay paused until the push is repeated
+(`RankZeroChannel.push`). One that is healthy again takes part in a later push (engines/pool.py). Nothing is sampled
+from unverified weights.
 """
 
 import itertools
@@ -87,7 +88,7 @@ class BroadcastChannel:
         except _TornError as torn:
             self._abandon_group()
             self.session.is_torn = True
-            members.drop(torn.failures)
+            members.fence(torn.failures)
             stats.is_whole = False
             return stats
         except UserError:
@@ -268,13 +269,13 @@ def form_group(members: Members, num_ranks: Mapping[str, int], *, host: str, bac
         host: this process's address for the engines.
 
     Raises:
-        EngineError: see `Members.drop`; or the trainer itself could not join.
+        EngineError: see `Members.fence`; or the trainer itself could not join.
     """
     while True:
         formed = _try_to_form(members, {e.url: num_ranks[e.url] for e in members.engines}, host, backend)
         if isinstance(formed, UpdateGroup):
             return formed
-        members.drop(formed)
+        members.fence(formed)
 
 
 def _try_to_form(

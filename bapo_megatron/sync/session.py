@@ -88,7 +88,7 @@ class Session:
             check_weights(engine.url, version, digests, info, checksum)
             return checksum
 
-        members.drop(minority(members.all("confirm its weights", verify)))
+        members.fence(minority(members.all("confirm its weights", verify)))
         stats.lap("verify")
         members.all("continue", lambda engine: engine.resume())
         stats.lap("resume")
@@ -186,7 +186,7 @@ class Members:
         """Raise NoEngineLeftError if there are none."""
         self.engines = list(engines)
         self.session = session
-        self.drop({})
+        self.fence({})
 
     def start(self, what: str, call: Call[_T], only: Collection[str] | None = None) -> Replies[_T]:
         """Start the same call to every engine, or to those at the urls `only`."""
@@ -195,12 +195,12 @@ class Members:
         return Replies(what, futures, self.session.timeout_s)
 
     def all(self, what: str, call: Call[_T], only: Collection[str] | None = None) -> dict[str, _T]:
-        """Return results by url and fence the engines that fail. Raises as `drop` does."""
+        """Return results by url and fence the engines that fail. Raises as `fence` does."""
         results, failures = self.start(what, call, only).collect()
-        self.drop(failures)
+        self.fence(failures)
         return results
 
-    def drop(self, failures: Mapping[str, EngineError]) -> None:
+    def fence(self, failures: Mapping[str, EngineError]) -> None:
         """Fence the engines at these urls.
 
         Raises:

@@ -9,7 +9,7 @@ import pytest
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.history import read_history
 from bapo_megatron.runs.restarts import restart_of
-from bapo_megatron.runs.status import count_events
+from bapo_megatron.runs.standing import count_events
 from bapo_megatron.runtime.files import read_jsonl
 from tests.integration.gates import Gates
 from tests.integration.nursery import stop

@@ -377,7 +377,7 @@ def test_a_disk_without_room_for_the_status_ends_nothing(tmp_path: Path) -> None
     with RunDir.open(config) as run_dir:
         before = status_of(tmp_path)
         with full_disk(10):
-            run_dir.tell(step=3)
+            run_dir.write_status(step=3)
         assert status_of(tmp_path) == before, "the old one stays whole"
         (tmp_path / "run" / "status.json").write_text('{"state": "trai')
         run_dir.mark("training", step=4)

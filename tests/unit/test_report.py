@@ -18,7 +18,7 @@ from bapo_megatron.report.samples import read_samples
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.history import read_history
 from bapo_megatron.runs.restarts import Restart, write_restart
-from bapo_megatron.runs.status import Standing, count_events, read_status
+from bapo_megatron.runs.standing import Standing, count_events, read_standing
 from bapo_megatron.runtime.files import JsonlWriter
 from tests.unit.page import NUM_SCRIPTS, Page, check_self_contained
 from tests.unit.run_folders import CONFIG, make_run, plain, step, steps
@@ -233,14 +233,14 @@ def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, st
     folder = run / "logs" / "attempt-2"
     folder.mkdir(parents=True)
     (folder / "trainer-0.log").write_text("2026-11-22 00:00:00 INFO began\n" + log)
-    found = read_status(read_history(run))
+    found = read_standing(read_history(run))
     assert (found.state, found.error, found.attempt) == (state, error, 2)
     (folder / "error-0.txt").write_text("set data.path")
-    assert read_status(read_history(run)).error == "set data.path"
+    assert read_standing(read_history(run)).error == "set data.path"
     (folder / "judge.txt").write_text("ValueError in line 7")
-    assert read_status(read_history(run)).judge_failure == "ValueError in line 7"
+    assert read_standing(read_history(run)).judge_failure == "ValueError in line 7"
     (folder / "state.txt").write_text("interrupted\n")
-    assert read_status(read_history(run)).state == Standing.INTERRUPTED
+    assert read_standing(read_history(run)).state == Standing.INTERRUPTED
 
 
 def test_a_restarted_run_shows_the_time_to_recover_and_the_logs_of_engines_that_live_on(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_restarted_run_shows_the_time_to_recover_and_the_logs_of_engines_that_
     logs = run / "logs"
     history = read_history(run)
     shown = [logs / "attempt-3" / "trainer-0.log", logs / "attempt-2" / "engine-0.log"]
-    assert list(read_status(history).logs) == shown, "the second command began with attempt 2"
+    assert list(read_standing(history).logs) == shown, "the second command began with attempt 2"
     page = render_run(history, links_from=run)
     assert "21.0 s" in page
     assert "at most; restarted 1 time" in page

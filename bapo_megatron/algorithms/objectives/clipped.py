@@ -19,7 +19,7 @@ class BapoLoss(ClippedLoss):
     searches_bounds = True
 
     def tokens(self, inputs: LossInputs[ClipBounds]) -> ClippedTokenLoss:
-        """Compute `clipped_policy_loss`."""
+        """Compute `LossInputs.clipped` with this section's weights."""
         return inputs.clipped(inputs.ratios(self), dual_clip=self.dual_clip)
 
 
@@ -29,5 +29,5 @@ class GrpoLoss(ClippedLoss, BoundedLoss):
     name: Literal["grpo"] = "grpo"
 
     def tokens(self, inputs: LossInputs[ClipBounds]) -> ClippedTokenLoss:
-        """Compute `clipped_policy_loss`."""
+        """Compute `LossInputs.clipped` with this section's weights."""
         return inputs.clipped(inputs.ratios(self), dual_clip=self.dual_clip)

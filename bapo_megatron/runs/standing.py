@@ -29,7 +29,7 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RunStatus:
+class RunStanding:
     """The state of a run, and the logs of its latest attempt and of the engines that it uses."""
 
     state: Standing
@@ -70,7 +70,7 @@ _WATCHED = (
 )
 
 
-def read_status(run: History) -> RunStatus:
+def read_standing(run: History) -> RunStanding:
     """Read the state of a run: finished once all planned steps are done, even if a process still holds it."""
     latest = RunDir.attach(run.path)
     is_finished = bool(run.rows) and run.num_planned_steps is not None and run.rows[-1]["step"] >= run.num_planned_steps
@@ -83,7 +83,7 @@ def read_status(run: History) -> RunStatus:
         state = Standing.FAILED if error or latest.state == "failed" else Standing.INTERRUPTED
     judge = latest.log_dir / "judge.txt"
     judge_failure = judge.read_text(encoding="utf-8", errors="replace").strip() if judge.exists() else ""
-    return RunStatus(state, error, judge_failure, latest.attempt, tuple(_logs(latest)))
+    return RunStanding(state, error, judge_failure, latest.attempt, tuple(_logs(latest)))
 
 
 def _logs(latest: RunDir) -> list[Path]:
