@@ -46,7 +46,7 @@ _POLL_S = 0.1
 _END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
 
 
-class _Stop:
+class Stop:
     """Ctrl-C, SIGTERM and SIGHUP. A context manager around a run, with handlers only in the main thread.
 
     The first one during training touches the run's stop file, which the ranks look for at the end of each step. A
@@ -78,7 +78,7 @@ class _Stop:
             again = "Ctrl-C again" if self._number == signal.SIGINT else "a second one"
             screen.note(f"{start}{what}saving at the end of this step, then stopping; {again} ends at once", "bold")
 
-    def __enter__(self) -> _Stop:
+    def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # Python has handlers only there
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -138,7 +138,7 @@ def train_locally(config: Config) -> int:
 
 
 def _run(load: Callable[[], Config], check: Callable[[Config], Config], began_s: float) -> int:
-    with _Stop() as stop:
+    with Stop() as stop:
         try:
             config = load()
             return _train_and_report(check(config), stop, began_s) if _announce(config) else 0
@@ -171,7 +171,7 @@ def _announce(config: Config) -> bool:
     return False
 
 
-def _train_and_report(config: Config, stop: _Stop, began_s: float) -> int:
+def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
     config = with_pinned_models(config)
     model_path = resolve_model_path(config.model.path)
     screen = Screen(sys.stdout, config.monitor.progress)
@@ -281,7 +281,7 @@ def _train(
     run_dir: RunDir,
     engines: StartedEngines,
     key: str,
-    stop: _Stop,
+    stop: Stop,
     screen: Screen,
     standby: StandbyRanks,
 ) -> int | _Failure:

@@ -146,12 +146,12 @@ def redirect_output(log: Path) -> TextIO:
         os.dup2(descriptor, target)
     os.close(descriptor)
     handler = logging.StreamHandler()
-    handler.setFormatter(_EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     return terminal
 
 
-class _EscapingFormatter(logging.Formatter):
+class EscapingFormatter(logging.Formatter):
     """Lines that a terminal shows as they are: messages may hold what an engine or a judged program wrote."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from bapo_megatron.kernels.base import Kernels, slices
 
-_CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for a block and one temporary
-_NUM_DIRECT = 1 << 14  # numbers that ranks send each other directly; the ring is faster from 16 times as many on
+CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for a block and one temporary
+NUM_DIRECT = 1 << 14  # numbers that ranks send each other directly; the ring is faster from 16 times as many on
 _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -33,7 +33,7 @@ class CPUKernels(Kernels):
     def blocks(self, x_RV: Tensor) -> Iterator[slice]:
         """Split into blocks so small that the cache holds one from the first operation to the last."""
         num_rows, num_columns = x_RV.shape
-        return slices(num_rows, max(1, _CACHED_VALUES // num_columns))
+        return slices(num_rows, max(1, CACHED_VALUES // num_columns))
 
     def combine(
         self, table: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -44,7 +44,7 @@ class CPUKernels(Kernels):
         """
         group = group or dist.group.WORLD
         assert group is not None, "there is a process group"
-        if group.size() == 1 or table.numel() > _NUM_DIRECT:
+        if group.size() == 1 or table.numel() > NUM_DIRECT:
             return super().combine(table, group, op)
         tables = table.new_empty(group.size(), *table.shape)
         dist.all_to_all_single(tables.flatten(), table.flatten().repeat(group.size()), group=group)

@@ -32,14 +32,14 @@ def embed(layer: VocabParallelEmbedding, token_ids_1T: Tensor, *, hooks_need_gra
         rows_1T = token_ids_1T - layer.vocab_start_index
         elsewhere_1T = (rows_1T < 0) | (rows_1T >= layer.num_embeddings_per_partition)
         rows_1T = rows_1T.masked_fill(elsewhere_1T, 0)
-    hidden_1TH = _Lookup.apply(layer.weight, rows_1T, elsewhere_1T, hooks_need_grad)
+    hidden_1TH = Lookup.apply(layer.weight, rows_1T, elsewhere_1T, hooks_need_grad)
     if layer.reduce_scatter_embeddings:
         hidden_T1H = hidden_1TH.transpose(0, 1).contiguous()
         return reduce_scatter_to_sequence_parallel_region(hidden_T1H, group=layer.tp_group)
     return reduce_from_tensor_model_parallel_region(hidden_1TH, group=layer.tp_group)
 
 
-class _Lookup(torch.autograd.Function):
+class Lookup(torch.autograd.Function):
     """weight_VH[rows_1T], zero for the tokens of other ranks."""
 
     @staticmethod

@@ -258,7 +258,7 @@ class Console:
         self._shown: set[str] = set()
         self._live: Live | None = None
         self._began_s = time.monotonic()
-        self._stages = _Stages()
+        self._stages = Stages()
         self._is_closed = threading.Event()
 
     def start(self) -> Console:
@@ -370,7 +370,7 @@ class Console:
                 self._screen.note(line)
 
 
-class _Stages:
+class Stages:
     """Lines about what a run is doing, where no terminal shows it: each stage of the start, later signs of life."""
 
     def __init__(self) -> None:

@@ -23,9 +23,9 @@ def serve_report(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
 
     Raises UserError if the folder is not a run, or the port is taken.
     """
-    page = _LivePage(run_dir)
+    page = LivePage(run_dir)
     try:
-        server = GuardedServer(LOOPBACK, port, partial(_Handler, page))
+        server = GuardedServer(LOOPBACK, port, partial(PageHandler, page))
     except OSError as error:
         raise UserError(
             f"cannot listen on port {port} of {LOOPBACK}: {error.strerror}; choose another --port"
@@ -35,7 +35,7 @@ def serve_report(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
         server.serve_forever()
 
 
-class _LivePage:
+class LivePage:
     """The page of a run, made again when its files change."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -59,10 +59,10 @@ class _LivePage:
         return f'"{hashlib.sha256(repr((state, logs, is_in_use(self.run_dir))).encode()).hexdigest()[:16]}"'
 
 
-class _Handler(GuardedHandler):
+class PageHandler(GuardedHandler):
     """Answers requests for the page, and for the run's logs."""
 
-    def __init__(self, page: _LivePage, *arguments: object) -> None:
+    def __init__(self, page: LivePage, *arguments: object) -> None:
         self._page = page
         super().__init__(*arguments)  # type: ignore[arg-type]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bapo_megatron.learner.embedding import _Lookup
+from bapo_megatron.learner.embedding import Lookup
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS = 152_064, 512, 4096
 
@@ -18,7 +18,7 @@ def test_rows_are_added_in_a_fixed_order() -> None:
     found = []
     for _ in range(3):
         weight_VH.main_grad = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, device="cuda")
-        _Lookup.apply(weight_VH, rows_1T, None, False).backward(grad_1TH)
+        Lookup.apply(weight_VH, rows_1T, None, False).backward(grad_1TH)
         found.append(weight_VH.main_grad)
     wanted_VH = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.float64)
     wanted_VH.index_add_(0, rows_1T[0].cpu(), grad_1TH[0].double().cpu())

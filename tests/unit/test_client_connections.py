@@ -194,6 +194,6 @@ def test_escape_codes_of_a_server_become_text() -> None:
         raise EngineError("\x1b[31mred")
     except EngineError:
         record.exc_info = sys.exc_info()
-    first, *rest = trainer._EscapingFormatter("%(levelname)s %(message)s").format(record).split("\n")
+    first, *rest = trainer.EscapingFormatter("%(levelname)s %(message)s").format(record).split("\n")
     assert first == r"WARNING fenced: \x1b[31mred\nINFO all is well"
     assert rest[-1].endswith(r"EngineError: \x1b[31mred")

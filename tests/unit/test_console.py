@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from bapo_megatron.monitor.console import Console, Screen, _Stages, columns_of, evaluation_lines, fit, heading, row_of
+from bapo_megatron.monitor.console import Console, Screen, Stages, columns_of, evaluation_lines, fit, heading, row_of
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 from tests.distributed import HANG_S
 
@@ -153,7 +153,7 @@ def test_stages_of_the_start_are_lines_without_a_terminal() -> None:
 
 def test_without_a_terminal_a_minute_of_silence_ends_with_a_line() -> None:
     """In the first step each stage has one, too."""
-    stages = _Stages()
+    stages = Stages()
     seen = {
         0.0: "sending the first weights",
         1.0: "first step, rollout",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bapo_megatron.learner.embedding import _Lookup, embed
+from bapo_megatron.learner.embedding import Lookup, embed
 
 NUM_ROWS, WIDTH = 7, 3
 
@@ -41,7 +41,7 @@ def test_lookup_and_gradient(
     before_VH = torch.randn(NUM_ROWS, WIDTH, generator=generator)
     if has_main:
         weight_VH.main_grad = before_VH.clone()
-    hidden_1TH = _Lookup.apply(weight_VH, rows_1T, elsewhere_1T if with_elsewhere else None, hooks_need_grad)
+    hidden_1TH = Lookup.apply(weight_VH, rows_1T, elsewhere_1T if with_elsewhere else None, hooks_need_grad)
     hidden_1TH.backward(grad_1TH)
 
     wanted_1TH, wanted_VH = reference(weight_VH.detach(), rows_1T, elsewhere_1T, grad_1TH)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from bapo_megatron.kernels import kernels_of
 from bapo_megatron.kernels.base import Kernels
-from bapo_megatron.kernels.cpu import _CACHED_VALUES, _NUM_DIRECT, CPUKernels
+from bapo_megatron.kernels.cpu import CACHED_VALUES, NUM_DIRECT, CPUKernels
 from tests.distributed import run_distributed
 
 
@@ -28,13 +28,13 @@ def test_norm_is_torchs_in_value_and_gradients() -> None:
         torch.testing.assert_close(mine, torchs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_columns", [1, 1000, _CACHED_VALUES - 1, 2 * _CACHED_VALUES])
+@pytest.mark.parametrize("num_columns", [1, 1000, CACHED_VALUES - 1, 2 * CACHED_VALUES])
 def test_blocks_cover_the_rows_and_fit_the_cache(num_columns: int) -> None:
     x_RV = torch.empty(1, num_columns).expand(300, num_columns)
     for kernels in (Kernels(), CPUKernels()):
         blocks = list(kernels.blocks(x_RV))
         assert [i for rows in blocks for i in range(rows.start, rows.stop)] == list(range(300))
-    assert max(rows.stop - rows.start for rows in blocks) <= max(1, _CACHED_VALUES // num_columns), "on a CPU"
+    assert max(rows.stop - rows.start for rows in blocks) <= max(1, CACHED_VALUES // num_columns), "on a CPU"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -44,7 +44,7 @@ def test_tables_of_all_ranks_combine(num_ranks: int) -> None:
 
 def check_combine(rank: int, world_size: int) -> None:
     """Each rank has the same bits, those of a plain sum in rank order, whichever way the table took."""
-    for shape in ((57,), (2, 3), (), (0,), (_NUM_DIRECT,), (_NUM_DIRECT + 1,)):
+    for shape in ((57,), (2, 3), (), (0,), (NUM_DIRECT,), (NUM_DIRECT + 1,)):
         tables = [torch.randn(shape, dtype=torch.float64, generator=_generator(i)).exp() for i in range(world_size)]
         mine = tables[rank].clone()
         stacked = torch.stack(tables)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.local import _Stop
+from bapo_megatron.local import Stop
 from bapo_megatron.monitor.console import Console, Screen
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime.heartbeat import Heartbeat
@@ -143,7 +143,7 @@ def ends_at_once(number: signal.Signals) -> bool:
 def test_what_comes_together_is_one_wish_to_stop(
     tmp_path: Path, before_it_is_told: list[signal.Signals], afterwards: list[signal.Signals]
 ) -> None:
-    with RunDir.open(load_config(["demo"], [f"run.dir={tmp_path}"])) as run_dir, _Stop() as stop:
+    with RunDir.open(load_config(["demo"], [f"run.dir={tmp_path}"])) as run_dir, Stop() as stop:
         stop.run_dir = run_dir
         run_dir.mark("training")
         assert not any(map(ends_at_once, before_it_is_told))
@@ -155,7 +155,7 @@ def test_what_comes_together_is_one_wish_to_stop(
 
 
 def test_a_quit_ends_at_once_before_anything_is_told(tmp_path: Path) -> None:
-    with RunDir.open(load_config(["demo"], [f"run.dir={tmp_path}"])) as run_dir, _Stop() as stop:
+    with RunDir.open(load_config(["demo"], [f"run.dir={tmp_path}"])) as run_dir, Stop() as stop:
         stop.run_dir = run_dir
         run_dir.mark("training")
         assert not ends_at_once(signal.SIGTERM)

@@ -20,7 +20,7 @@ from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.server import Server, serve_engine
 from bapo_megatron.engines.embedded.text import TextModel
 from bapo_megatron.monitor.prometheus import PrometheusEndpoint
-from bapo_megatron.report.serve import _Handler, _LivePage
+from bapo_megatron.report.serve import LivePage, PageHandler
 from bapo_megatron.runtime import web as our_web
 from bapo_megatron.runtime.heartbeat import Heartbeat
 from bapo_megatron.runtime.web import Guard, GuardedServer
@@ -158,7 +158,7 @@ def served(server: Server, folder: Path) -> Iterator[int]:
 @contextlib.contextmanager
 def reported(run: Path, before: Callable[[int], None] = lambda port: None) -> Iterator[int]:
     """Run the server of `bapo report --serve`; call `before` with its port while who connects still has to wait."""
-    with GuardedServer("127.0.0.1", 0, partial(_Handler, _LivePage(run))) as server:
+    with GuardedServer("127.0.0.1", 0, partial(PageHandler, LivePage(run))) as server:
         before(server.server_port)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
