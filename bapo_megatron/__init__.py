@@ -17,7 +17,7 @@ __all__ = ["Run", "__version__", "evaluate", "load_config", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the interface when it is first used: `import bapo_megatron` stays light."""
+    """Import the interface on first use, so that `import bapo_megatron` stays light."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

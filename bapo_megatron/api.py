@@ -1,8 +1,7 @@
 """The public interface: load a configuration, train, evaluate. The command line does the same with the same arguments.
 
-Everything runs in processes of its own and is called from the main thread or any other, in a notebook too: no event
-loop of the caller is used. A mistake of the user raises `bapo_megatron.errors.UserError`, before anything starts where
-possible.
+Everything runs in its own processes and may be called from any thread, also in a notebook: it does not use the caller's
+event loop. A user's mistake raises `bapo_megatron.errors.UserError`, if possible before anything starts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has trained.
+    """A finished training run.
 
     Example: `run("demo", "train.num_steps=20").metrics()[-1]["reward/mean"]`
     """
@@ -32,7 +31,7 @@ class Run:
     """Its folder, with report.html, checkpoints and logs."""
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of every step so far, by the names of docs/metrics.md."""
+        """Return the metrics of every step so far, under the names in docs/metrics.md."""
         return read_jsonl(self.path / "metrics.jsonl")
 
 
@@ -44,7 +43,7 @@ def load_config(*arguments: str | Path) -> Config:
             "optimizer.lr=3e-4".
 
     Raises:
-        ConfigError: lists every problem, one a line.
+        ConfigError: lists every problem, one per line.
     """
     from bapo_megatron.preflight.check import load_checked
 
@@ -52,10 +51,10 @@ def load_config(*arguments: str | Path) -> Config:
 
 
 def run(*arguments: Config | str | Path) -> Run:
-    """Train on this machine, as `bapo train` does; the same run.name again resumes. Returns after the last step.
+    """Train on this machine, as `bapo train` does, and return after the last step. Repeating a run.name resumes it.
 
     Args:
-        arguments: those of `load_config`, or one loaded configuration.
+        arguments: the arguments of `load_config`, or one loaded configuration.
 
     Raises:
         UserError: a mistake in the configuration, the data, the judge or the model.
@@ -87,11 +86,11 @@ def evaluate(
 
     Args:
         checkpoint: a run, a training checkpoint, a Hugging Face folder, a hub name or "demo".
-        arguments: as for `load_config`; they come after the settings of the checkpoint's run.
-        data: JSONL or Parquet file of problems; None: those of [data].
+        arguments: as for `load_config`; they are merged over the settings of the checkpoint's run.
+        data: JSONL or Parquet file of problems; None means the problems of [data].
         samples: responses to each problem.
-        limit: number of problems; None: all of a file.
-        output: new folder for result.json and responses.jsonl; None: evals/<date>-<time>.
+        limit: number of problems; None means the whole file.
+        output: new folder for result.json and responses.jsonl; None means evals/<date>-<time>.
 
     Raises:
         UserError: checkpoint, problems, judge or engines do not fit together, or `output` is not empty.

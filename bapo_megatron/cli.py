@@ -1,4 +1,4 @@
-"""The command line: the table of verbs, and what becomes of their errors. verbs.py has what each one does."""
+"""The command line: the table of verbs, and how their errors are reported. verbs.py implements the verbs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bapo_megatron.version import __version__
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-EXIT_READER_GONE = 141  # what a shell reports of a program that SIGPIPE ends
+EXIT_READER_GONE = 141  # what a shell reports for a program killed by SIGPIPE
 _SETTINGS = "CONFIG | KEY=VALUE"
 
 
@@ -43,7 +43,7 @@ def _complete_settings(prefix: str, **_: object) -> list[str]:
 
 
 def _help(options: argparse.Namespace) -> int:
-    """Print what a verb takes, or the list of verbs."""
+    """Print a verb's arguments, or the list of verbs."""
     parser = _parser()
     if options.name:
         _check_verb([options.name], _verb_parsers(parser))
@@ -94,9 +94,9 @@ def argument(*names: str, completer: Callable[..., list[str]] | None = None, **o
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One verb: what the list of verbs says of it, the function that runs it, and what it takes.
+    """One verb: its summary in the list of verbs, the function that runs it, and its arguments.
 
-    A tuple among the arguments holds those of which a command may have one.
+    A tuple among the arguments holds mutually exclusive ones.
     """
 
     name: str
@@ -132,7 +132,7 @@ MODEL = (
 VERBS = (
     Verb(
         "train",
-        "train on this machine; the same run.name again resumes",
+        "train on this machine; repeating a run.name resumes it",
         verbs.train,
         (CONFIGURATION,),
         description="Starts the engines and trainer ranks of a run on this machine; `bapo launch` is the same verb. "
@@ -172,7 +172,7 @@ VERBS = (
                 nargs="*",
                 default=[],
                 metavar="SETTING",
-                help="to write too, before -o, such as data.fields.prompt=question",
+                help="also written to the file; before -o, such as data.fields.prompt=question",
             ),
             argument("-o", "--output", type=Path, metavar="FILE", help="new file (default: <model>.toml)"),
         ),
@@ -193,10 +193,10 @@ VERBS = (
             argument(
                 "--best",
                 action="store_true",
-                help="instead: the split of the GPUs over trainer and servers with the shortest step, whatever the "
-                "layout is",
+                help="instead: the split of the GPUs between trainer and servers with the shortest step, whatever the "
+                "current layout is",
             ),
-            argument("-o", "--output", type=Path, metavar="FILE", help="of --best: new file, to merge last"),
+            argument("-o", "--output", type=Path, metavar="FILE", help="with --best: new file, to be merged last"),
         ),
         description="Needs neither GPUs nor the weights of a model that a shipped recipe names. See docs/recipes.md.",
     ),
@@ -214,7 +214,7 @@ VERBS = (
             argument("--num-nodes", type=_whole, default=1, metavar="N", help="doctors that meet (default: 1)"),
             argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (default: 0)"),
         ),
-        description="One line per check. Exit code 0: fit, for CPU use on a machine without GPUs; 1: a check FAILs.",
+        description="One line per check. Exit code 0: fit (without GPUs: for CPU use); 1: a check FAILs.",
     ),
     Verb(
         "convert",
@@ -224,13 +224,13 @@ VERBS = (
             argument("source", type=Path, metavar="SRC", help="Hugging Face folder, run, or training checkpoint"),
             argument("target", type=Path, metavar="DST", nargs="?", help="new folder; without it SRC is only checked"),
             argument("--to", choices=("hf", "training"), default="hf", help="what DST becomes (default: hf)"),
-            argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as SRC has it"),
+            argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in SRC"),
             argument(
                 "--max-file-gb",
                 type=_positive,
                 default=2.0,
                 metavar="GB",
-                help="size of a file of weights (default: 2)",
+                help="largest size of a weight file (default: 2)",
             ),
             FAMILY,
         ),
@@ -246,7 +246,7 @@ VERBS = (
             argument(
                 "--data", type=Path, metavar="FILE", help="problems: JSON lines, CSV or Parquet (default: [data])"
             ),
-            argument("-n", "--samples", type=_whole, default=16, metavar="N", help="responses each (default: 16)"),
+            argument("-n", "--samples", type=_whole, default=16, metavar="N", help="responses per problem (default: 16)"),
             argument("--limit", type=_whole, metavar="N", help="only the first N problems"),
             argument("--output", type=Path, metavar="FOLDER", help="new folder (default: evals/<date>-<time>)"),
         ),
@@ -257,28 +257,28 @@ VERBS = (
         "the paper's figures as small studies over seeds, on this machine's CPU",
         verbs.reproduce,
         (
-            argument("names", nargs="*", metavar="NAME", help="studies, or TOML files, or all; none: list them"),
+            argument("names", nargs="*", metavar="NAME", help="studies, TOML files, or all; without any, list them"),
             argument("--quick", action="store_true", help="one seed, a few steps: a test that it runs"),
             argument("--output", type=Path, metavar="DIR", help="for the results (default: runs/reproduce/results)"),
             argument("--runs", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="for the runs"),
-            argument("--jobs", type=_whole, metavar="N", help="runs at a time (default: one a core)"),
-            argument("--timeout-s", type=_positive, default=3600.0, metavar="S", help="of one run (default: 3600)"),
+            argument("--jobs", type=_whole, metavar="N", help="runs at a time (default: one per core)"),
+            argument("--timeout-s", type=_positive, default=3600.0, metavar="S", help="for one run (default: 3600)"),
         ),
         description="Trains the missing runs, and writes a page, plots and figures for each study. See docs/bapo.md.",
     ),
     Verb(
         "report",
-        "write a run's report.html; of several runs, put them side by side",
+        "write a run's report.html, or compare several runs side by side",
         verbs.report,
         (
             argument("runs", type=Path, nargs="+", metavar="RUN", help="run directory, such as runs/demo"),
             argument(
-                "--output", type=Path, metavar="FILE", help="default: RUN/report.html, of several runs/comparison.html"
+                "--output", type=Path, metavar="FILE", help="default: RUN/report.html; for several, runs/comparison.html"
             ),
             argument(
                 "--serve", action="store_true", help="follow one run in the browser until Ctrl-C, on loopback only"
             ),
-            argument("--port", type=_port, default=0, metavar="N", help="of --serve; default: a free one"),
+            argument("--port", type=_port, default=0, metavar="N", help="with --serve (default: a free one)"),
         ),
         description="One HTML file that opens offline. See docs/report.md.",
     ),
@@ -291,7 +291,7 @@ VERBS = (
             argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)"),
             argument("--port", type=_port, default=30000, help="0: the system picks one (default: 30000)"),
             argument(
-                "--max-running", type=_whole, default=16, metavar="N", help="responses at once; more wait (default: 16)"
+                "--max-running", type=_whole, default=16, metavar="N", help="concurrent responses; others wait (default: 16)"
             ),
         ),
         description="Routes: /v1/models, /v1/completions, /v1/chat/completions, and SGLang's /generate. "
@@ -310,7 +310,7 @@ VERBS = (
     ),
     Verb(
         "completion",
-        "print what makes a shell complete verbs, options and settings",
+        "print the script that lets a shell complete verbs, options and settings",
         verbs.completion,
         (argument("shell", choices=("bash", "zsh", "fish")),),
         description='bash: add `eval "$(bapo completion bash)"` to ~/.bashrc; zsh: the same, to ~/.zshrc.',
@@ -324,8 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Returns:
-        0 on success, 2 for an error that the user can fix, 130 after Ctrl-C, 141 once nobody reads the output, else
-        the verb's own exit code.
+        0 on success, 2 for an error that the user can fix, 130 after Ctrl-C, 141 if the output has no reader any more;
+        otherwise the verb's own exit code.
     """
     if open_closed_streams():
         print("bapo: standard output is closed; redirect it to a file or to /dev/null", file=sys.stderr)
@@ -353,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    """Run one verb, and say in a line why it could not."""
+    """Run one verb; if it fails, print why on one line."""
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         import argcomplete
@@ -390,7 +390,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _first_commands() -> str:
-    """Return what to type first, and next."""
+    """Return the commands to type first."""
     bapo = shlex.join(program())
     commands = {
         "demo": "watch a small policy learn, on this machine's CPU",
@@ -404,7 +404,7 @@ def _first_commands() -> str:
 
 
 def _check_working_folder() -> None:
-    """Raise UserError if the folder that relative paths begin in was deleted."""
+    """Raise UserError if the working folder was deleted."""
     try:
         Path.cwd()
     except OSError as error:
@@ -421,7 +421,7 @@ def _modules_of_the_framework() -> set[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like those of the verbs, and whose help does not hide that it is not read."""
+    """A parser whose errors are one line, as the verbs' errors are, and whose help reports a closed output."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if message:
@@ -441,7 +441,7 @@ def _check_verb(arguments: Sequence[str], names: Collection[str]) -> None:
 
 
 def _explain_option(arguments: Sequence[str], unknown: str, parser: argparse.ArgumentParser) -> str:
-    """Say what to write for an argument that the verb does not have, such as `--lr 3` for optimizer.lr=3."""
+    """Suggest what to write for an argument that the verb does not have, such as optimizer.lr=3 for `--lr 3`."""
     option, _, value = unknown.partition("=")
     if not option.startswith("-"):
         return f"unexpected argument {unknown!r}; see `{parser.prog} --help`"
@@ -465,7 +465,7 @@ def _verb_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.Argumen
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of the table of verbs."""
+    """Build the parser from the table of verbs."""
     parser = _Parser(prog="bapo", description="RL of language models with BAPO on Megatron-Core.")
     parser.add_argument("-V", "--version", action="version", version=f"bapo-megatron {__version__}")
     by_name = parser.add_subparsers(title="verbs", required=True, metavar="VERB")

@@ -36,13 +36,13 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Facts about a checkpoint that was read and found whole."""
+    """Facts about a checkpoint that was read completely and is valid."""
 
     shape: ModelShape
     version: int | None  # optimizer updates of a training checkpoint; None for a Hugging Face folder
     num_tensors: int
     num_parameters: int
-    dtypes: tuple[str, ...]  # of the source, the most common first
+    dtypes: tuple[str, ...]  # the source's, the most common first
 
     def __str__(self) -> str:
         after = "" if self.version is None else f", after {self.version} updates"
@@ -68,7 +68,7 @@ def convert(
         target: new or empty folder.
         to: "hf", or "training" for a learner checkpoint at version 0, whose Adam moments are zero.
         dtype: a key of DTYPES; None leaves the weights as they are.
-        max_file_bytes: tensors in one file of weights, and the memory that conversion takes.
+        max_file_bytes: the most bytes of tensors in one weight file; conversion takes as much memory.
         own: see `model_shape`.
 
     Raises:
@@ -124,7 +124,7 @@ def hf_folder(
     Args:
         source: as `convert` takes it, the name of a shipped model, or a name on the Hugging Face hub. A run stands for
             its latest checkpoint, or for a Hugging Face folder inside it that is newer.
-        scratch: new folder for a converted copy, which is deleted afterwards; None: a temporary one.
+        scratch: new folder for a converted copy, which is deleted afterwards; None means a temporary one.
         own: see `model_shape`.
 
     Raises:

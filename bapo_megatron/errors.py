@@ -15,7 +15,7 @@ _MAX_FIELDS = 4  # in one message
 
 
 def escaped(text: str) -> str:
-    """Return one line that a terminal shows as it is: control characters as Python writes them, such as "\\n"."""
+    """Escape control characters as Python writes them, such as "\\n", so that a terminal shows one plain line."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
         for character in text
@@ -29,7 +29,7 @@ def plural(number: int, noun: str, spec: str = "") -> str:
 
 
 class UserError(ValueError):
-    """Bad input or a bad environment, described so that the user can mend it."""
+    """Bad input or a bad environment, described so that the user can fix it."""
 
 
 class ConfigError(UserError):
@@ -41,23 +41,23 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, torn, or of another model or layout."""
+    """A checkpoint that is missing, torn, or made for another model or layout."""
 
 
 class DivergedError(UserError):
-    """Training that cannot go on: its updates are skipped one after the other."""
+    """Training that cannot continue: one update after the other is skipped."""
 
 
 class NoGroupKeptError(UserError):
-    """Sampling that has dropped one group after the other: none is left to train on."""
+    """Sampling that dropped one group after the other, so that none is left to train on."""
 
 
 class OutOfMemoryError(UserError):
-    """A trainer rank that ran out of memory, of its GPU or of the machine: says in which part, and what to change."""
+    """A trainer rank that ran out of GPU or machine memory; the message says where, and what to change."""
 
 
 class TornCheckpointError(CheckpointError):
-    """A checkpoint of which a file is missing, cut short or changed: the one before it may be whole."""
+    """A checkpoint with a missing, truncated or changed file; the previous one may be intact."""
 
 
 class EngineError(UserError):
@@ -65,15 +65,15 @@ class EngineError(UserError):
 
 
 class RequestRefusedError(EngineError):
-    """An engine that is well refuses what it is asked (HTTP 4xx): asking again, or another engine, would not help."""
+    """A request that a healthy engine refuses (HTTP 4xx): retrying, also on another engine, would not help."""
 
 
 class KeyRefusedError(RequestRefusedError):
-    """An engine that asks for another key than the one it was sent, or for one at all (HTTP 401)."""
+    """A request with a missing or wrong key (HTTP 401)."""
 
 
 class NoEngineLeftError(EngineError):
-    """All rollout engines are fenced off: some may come back."""
+    """All rollout engines are fenced off; some may come back."""
 
 
 class UnreachableEngineError(EngineError):
@@ -81,7 +81,7 @@ class UnreachableEngineError(EngineError):
 
 
 class BroadcastLostError(EngineError):
-    """A rollout engine did not receive what it was about to: the sender or another receiver may be at fault."""
+    """A broadcast that did not reach a rollout engine; the sender or another receiver may be at fault."""
 
 
 def wrong_fields(error: ValidationError) -> str:

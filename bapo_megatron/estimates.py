@@ -1,4 +1,4 @@
-"""Estimates from n sampled responses to each problem, and confidence intervals of these and of shares. Arithmetic.
+"""Estimates from n sampled responses to each problem, and confidence intervals for them and for shares.
 
     pass@k   probability that at least one of k responses passes
     maj@k    probability that the most frequent answer of k responses passes
@@ -86,7 +86,7 @@ def _low(number: int, bits: int) -> int:
 
 
 def wilson_interval(share: float, num: float) -> tuple[float, float]:
-    """Compute Wilson's 95 % interval of a share of `num` independent trials, which is open at 0 and 1, too.
+    """Compute Wilson's 95 % interval for a share of `num` independent trials; it has a width even at 0 and 1.
 
     Example: wilson_interval(1.0, 8) == (0.676, 1.0), rounded
     """

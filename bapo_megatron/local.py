@@ -47,39 +47,40 @@ _END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
 
 
 class Stop:
-    """Ctrl-C, SIGTERM and SIGHUP. A context manager around a run, with handlers only in the main thread.
+    """Ctrl-C, SIGTERM and SIGHUP: a context manager around a run, with handlers only in the main thread.
 
-    The first one during training touches the run's stop file, which the ranks look for at the end of each step. A
-    second one, one at another time, and SIGQUIT raise KeyboardInterrupt; all later ones are ignored, because the
-    processes are being ended. A signal that was ignored at the start stays so: SIGHUP under nohup, SIGINT behind "&".
+    The first signal during training touches the run's stop file, which the ranks look for at the end of each step. A
+    second signal, a signal at any other time, and SIGQUIT raise KeyboardInterrupt; later ones are ignored, because the
+    processes are already being ended. A signal that was ignored at the start stays ignored: SIGHUP under nohup, SIGINT
+    after "&".
 
-    One wish to stop may send several signals: a terminal that closes SIGHUP from the shell and from the system,
-    `timeout` SIGTERM to the process and to its group. So a second one counts after the first has been told, and SIGHUP
-    never does.
+    One request to stop may send several signals: a closing terminal sends SIGHUP through both the shell and the system,
+    `timeout` sends SIGTERM to the process and to its group. So a second signal counts only once the first has been
+    reported, and a second SIGHUP never counts.
     """
 
     def __init__(self) -> None:
-        self.run_dir: RunDir | None = None  # once there is one
-        self._number = signal.SIGINT  # of the signal that came first
+        self.run_dir: RunDir | None = None  # set once the run has a folder
+        self._number = signal.SIGINT  # the first signal
         self._was_told = True
         self._before: dict[int, Any] = {}
 
     @property
     def code(self) -> int:
-        """Exit code of the run once a signal, or somebody's stop file, has stopped it."""
+        """Exit code of the run after a signal, or a stop file that somebody made, has stopped it."""
         return 128 + self._number
 
     def tell(self, screen: Screen) -> None:
-        """Tell about the first signal, once. Not for the handler: it may have interrupted another message."""
+        """Report the first signal, once. The handler must not call it: it may have interrupted another message."""
         if not self._was_told:
             self._was_told = True
-            start = "\n" if screen.is_terminal and self._number == signal.SIGINT else ""  # "^C" stands there
+            start = "\n" if screen.is_terminal and self._number == signal.SIGINT else ""  # the terminal has shown "^C"
             what = "" if self._number == signal.SIGINT else f"{signal.Signals(self._number).name}: "
             again = "Ctrl-C again" if self._number == signal.SIGINT else "a second one"
-            screen.note(f"{start}{what}saving at the end of this step, then stopping; {again} ends at once", "bold")
+            screen.note(f"{start}{what}saving at the end of this step, then stopping; {again} ends immediately", "bold")
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():  # Python has handlers only there
+        if threading.current_thread() is threading.main_thread():  # the only one that may set handlers
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._handle)
@@ -110,7 +111,7 @@ def train_command(arguments: Sequence[str], began_s: float) -> int:
     """Load a configuration, show what will run, check it, and train, as `train_locally` does.
 
     Args:
-        arguments: configurations and settings of the command line.
+        arguments: configurations and settings from the command line.
         began_s: start of the command on the monotonic clock.
     """
 
@@ -152,7 +153,7 @@ def _announce(config: Config) -> bool:
 
     Raises:
         ConfigError: see `RunDir.open`.
-        OSError: nothing can be shown, because of a full disk for instance. Later, that ends no run.
+        OSError: nothing can be shown, for instance because of a full disk. Once a run has begun, that does not end it.
     """
     coming = RunDir.preview(config)
     screen = Screen(sys.stdout, is_lasting=False)
@@ -165,7 +166,7 @@ def _announce(config: Config) -> bool:
         {
             "finished": f"{shown_path(coming.path)}: all {num_steps} steps are done",
             "report": shown_path(coming.path / "report.html"),
-            "go on": f"{_resume_command(coming)} train.num_steps={2 * num_steps}",
+            "continue": f"{_resume_command(coming)} train.num_steps={2 * num_steps}",
         }
     )
     return False
@@ -207,7 +208,7 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
                 if num_saved
                 else "nothing is saved yet; the next start begins at step 1"
             )
-            how = "at the end of the step" if is_complete else "at once"
+            how = "at the end of the step" if is_complete else "immediately"
             screen.facts({"stopped": f"{how}; {saved}", "resume": _resume_command(run_dir)})
             code = stop.code
         screen.facts({"total": f"{duration(time.monotonic() - began_s)} from start to end"})
@@ -220,10 +221,10 @@ def _resume_command(run_dir: RunDir) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An attempt that failed in a way that another start of the ranks may mend."""
+    """An attempt that failed in a way that restarting the ranks may fix."""
 
     lines: list[str]  # for the user
-    errors: list[str]  # that failed ranks have left
+    errors: list[str]  # left by failed ranks
     code: int
     at_s: float  # Unix time at which it was noticed
 
@@ -231,7 +232,7 @@ class _Failure:
 def _train_through_failures(
     config: Config, run_dir: RunDir, engines: StartedEngines, screen: Screen, attempt: Callable[[], int | _Failure]
 ) -> int:
-    """Start the ranks, and again after each failure that `next_restart` allows; return the last exit code.
+    """Start the ranks, restart them after each failure that `next_restart` allows, and return the last exit code.
 
     Engines keep running.
 
@@ -267,7 +268,7 @@ def _train_through_failures(
 
 
 def _give_up(run_dir: RunDir, failure: _Failure, reasons: list[str]) -> int:
-    """Tell why the run ends, and return its exit code. Raises UserError if a rank has left an error."""
+    """Print why the run ends, and return its exit code. Raises UserError if a rank has left an error."""
     lines = [*(failure.errors or failure.lines), *reasons, *how_often(run_dir)]
     if failure.errors:
         raise UserError("\n".join(lines))
@@ -285,15 +286,15 @@ def _train(
     screen: Screen,
     standby: StandbyRanks,
 ) -> int | _Failure:
-    """Run trainer.py on every rank until all have ended or one has failed, for which the others would wait forever.
+    """Run trainer.py on every rank until all have ended, or one has failed and the others would wait for it forever.
 
-    The ranks import their modules while the engines start. Raises EngineError if an engine does not, and UserError for
-    an error that a rank leaves.
+    The ranks import their modules while the engines start. Raises EngineError if an engine does not start, and
+    UserError for an error that a rank leaves.
     """
     codes: list[int | None] = []
     are_engines_healthy = is_standby_filled = False
     try:
-        urls = engines.urls_left() or engines.urls  # rank 0 says so if none answers
+        urls = engines.urls_left() or engines.urls  # if none answers, rank 0 reports it
         with _ranks(config, run_dir, urls, key, standby) as ranks:
             while True:
                 stop.tell(screen)
@@ -312,10 +313,10 @@ def _train(
             screen.restore()
     if not failed:
         return STOPPED if STOPPED in codes else 0
-    run_dir.mark("failed")  # from now on a signal ends the run at once
+    run_dir.mark("failed")  # from now on a signal ends the run immediately
     errors = [text for path in sorted(run_dir.log_dir.glob("error-*.txt")) if (text := path.read_text())]
     errors = list(dict.fromkeys(errors))  # the cause of the lost connections that follow
-    # A signal is a cause, an exit often its effect. SIGABRT may be either: torch aborts where a connection is lost.
+    # A signal is a cause, an exit often its effect. SIGABRT may be either: torch aborts if a connection is lost.
     rank, code = min(failed.items(), key=lambda item: (item[1] > 0, item[1] == -signal.SIGABRT))
     if (errors or 2 in failed.values()) and (code > 0 or code == -signal.SIGABRT):
         if errors:
@@ -326,7 +327,7 @@ def _train(
     if words := last_words(log):
         lines.append(f"it ends with: {escaped(words)}")
     if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
-        lines.append(f"it had waited for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt")
+        lines.append(f"it had been waiting for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt")
     return _Failure(lines, errors, 2 if 2 in failed.values() else max(code, 1), at_s)
 
 
@@ -334,9 +335,9 @@ def _train(
 def _ranks(
     config: Config, run_dir: RunDir, urls: list[str], key: str, standby: StandbyRanks
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the trainer ranks; stop those still running when the block ends, also after a signal to this process.
+    """Start the trainer ranks; stop any that still run when the block ends, also after a signal to this process.
 
-    The first one talks to the engines, with this key.
+    The first rank talks to the engines, with this key.
 
     Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
     """
@@ -368,7 +369,7 @@ def _ranks(
 
 
 def _threads_of_a_rank(config: Config) -> dict[str, str]:
-    """Return the variable that has to be there before a rank imports torch."""
+    """Return the environment variable that must be set before a rank imports torch."""
     num_engine_processes = num_started(config.rollout) * config.rollout.server_tensor_parallel
     threads, _ = config.divide_cores(num_cores(), config.parallel.size, num_engine_processes)
     return {"OMP_NUM_THREADS": str(threads)}
@@ -382,7 +383,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         for rank in running:
             if rank.poll() is None:  # not reaped yet, so the pid is still its own
                 os.killpg(rank.pid, number)
-                os.killpg(rank.pid, signal.SIGCONT)  # one that was stopped would not end before
+                os.killpg(rank.pid, signal.SIGCONT)  # a stopped process would not handle SIGTERM
         for rank in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.wait(None if number == signal.SIGKILL else max(0.0, deadline - time.monotonic()))

@@ -1,10 +1,10 @@
-"""Every metric of a run, declared once, in metrics.toml: its meaning, unit, reductions and panel.
+"""The metrics of a run, each declared once, in metrics.toml: its meaning, unit, reductions and panel.
 
     python -m bapo_megatron.metrics > docs/metrics.md
 
 A loss returns a record of per-token values. The learner reduces them over tokens, micro-batches and ranks (`tokens`);
-the recorder reduces the updates of a step to one number (`updates`); the report draws it (`panel`). A metric that is
-not declared is averaged over the updates, and kept in metrics.jsonl.
+the recorder reduces the updates of a step to one number (`updates`); the report draws it (`panel`). An undeclared
+metric is averaged over the updates and kept in metrics.jsonl.
 """
 
 import math
@@ -24,7 +24,7 @@ class Metric:
     meaning: str  # one sentence
     advice: str = ""  # how to read it
     remedy: str = ""  # what to do if it is not as advice says, after "Otherwise"
-    tokens: Literal["mean", "max"] | None = None  # reduction over an update's trained tokens; None: not made of tokens
+    tokens: Literal["mean", "max"] | None = None  # reduction over an update's trained tokens; None means no token metric
     of: str = ""  # field of the loss's record that is reduced; "": the sum comes from a table (`learner.token_metrics`)
     updates: Literal["mean", "max", "sum", "last"] = "mean"  # reduction over the updates of a step
     per: str = ""  # metric that divides this one, once both are reduced
@@ -44,7 +44,7 @@ class MetricSection:
     metrics: tuple[Metric, ...]  # in a key that holds a placeholder, one metric stands for several
     intro: str = ""
     placeholders: Mapping[str, Sequence[str]] | None = None
-    """{"NN": ["00", "10"]}: p00 and p10 instead of pNN; {"NAME": []}: any name that the run's settings give."""
+    """{"NN": ["00", "10"]} means p00 and p10 instead of pNN; {"NAME": []} means any name from the run's settings."""
 
 
 def declared(key: str) -> Metric | None:
@@ -58,7 +58,7 @@ def declared(key: str) -> Metric | None:
 
 
 def reduce_updates(collected: Mapping[str, Sequence[float]], own: Sequence[Metric] = ()) -> dict[str, float]:
-    """Reduce the values that a step's updates gave each metric; nan where none is finite.
+    """Reduce each metric's values from the updates of a step to one; nan if none is finite.
 
     Args:
         own: declarations of the loss's own metrics.
@@ -96,7 +96,7 @@ def page() -> str:
 
 
 def _sections(declared: Mapping[str, Any]) -> list[MetricSection]:
-    """Read the sections in their order: ["loss/"] holds loss/entropy, ["/"] the keys without a slash."""
+    """Read the sections in order: ["loss/"] holds loss/entropy, ["/"] holds the keys without a slash."""
     members: dict[str, list[Metric]] = {key: [] for key in declared if key.endswith("/")}
     for key, table in declared.items():
         if key not in members:
@@ -121,7 +121,7 @@ SECTIONS = _sections(_DECLARED)
 _UNDECLARED = Metric("", "", "")
 METRICS = {metric.key: metric for section in SECTIONS for metric in _expanded(section)}
 METRIC_FAMILIES = {metric.key: metric for section in SECTIONS for metric in section.metrics if "/NAME/" in metric.key}
-"""Metrics of things that the run's settings name, such as an evaluation set."""
+"""Metrics whose keys contain a name from the run's settings, such as an evaluation set's."""
 
 if __name__ == "__main__":
     print(page(), end="")

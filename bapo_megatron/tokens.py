@@ -1,10 +1,10 @@
-"""Values of single tokens: each is declared once, as a `TokenStream`, and travels by that declaration.
+"""Per-token values. Each kind is declared once, as a `TokenStream`, which every later stage reads.
 
     engine's reply -> Segment -> checkpoint, recording -> Batch -> every rank that needs it -> MicroBatch -> loss
 
-A declaration says what one row is and where rows lie; it checks, encodes, joins and fills them. Values that every run
-has are typed attributes of `Segment`, `Batch` and `MicroBatch`, named after their stream; those of a model or a plugin
-lie in `rows` and `extra`, under the stream itself.
+A declaration says what one row is and which tokens have rows; it checks, encodes, joins and fills them. Values that
+every run has are typed attributes of `Segment`, `Batch` and `MicroBatch`, named after their stream; the values of a
+model or a plugin are in `rows` and `extra`, with the stream as key.
 """
 
 import base64
@@ -23,28 +23,28 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """One kind of value that tokens have.
+    """One kind of per-token value.
 
-    Example: TokenStream("routes", "uint8", (24, 8), missing=255, on="fed", to="owner's stage"): the experts that 24
-    layers chose for a token that was an input.
+    Example: TokenStream("routes", "uint8", (24, 8), missing=255, on="fed", to="owner's stage") holds the experts that
+    24 layers chose for an input token.
     """
 
     name: str
-    dtype: str  # numpy's and torch's name of it
-    shape: tuple[int, ...] = ()  # of one row; may depend on the model. A stage's part is of the first axis: layers
-    missing: float | None = None  # the value of a row that no engine sent; None: every token has one, or it is an error
+    dtype: str  # a name that numpy and torch share
+    shape: tuple[int, ...] = ()  # one row's; may depend on the model. Stages split the first axis, the layers
+    missing: float | None = None  # value of a row that no engine sent; None means that a missing row is an error
     on: Literal["token", "sampled", "fed"] = "sampled"
     #   token    one row per token
     #   sampled  one row per sampled token; arrives with the reply that sampled it
     #   fed      one row per token that was an input. It lies with the next token, whose reply brings it: the row of
     #            position t - 1 belongs to token t, given or sampled. Token 0 has none.
-    kept: bool = True  # in checkpoints and recordings; False: computed within a step
-    to: Literal["every rank", "owner", "owner's stage"] = "owner"  # who needs it: ranks that hold the sequence, mostly
+    kept: bool = True  # in checkpoints and recordings; False means computed within a step
+    to: Literal["every rank", "owner", "owner's stage"] = "owner"  # who needs it: mostly the ranks that hold the sequence
     least: float | None = None  # the bounds of valid values
     most: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a declaration that contradicts itself."""
+        """Raise ValueError if the declaration contradicts itself."""
         if not (isinstance(getattr(torch, self.dtype, None), torch.dtype) and self.dtype in np.sctypeDict):
             raise ValueError(f"stream {self.name}: numpy and torch do not both have the type {self.dtype}")
         if self.to == "owner's stage" and not self.shape:
@@ -54,7 +54,7 @@ class TokenStream:
 
     @property
     def filler(self) -> float:
-        """The value on tokens without a row, padding among them."""
+        """The value for tokens without a row, including padding."""
         return 0 if self.missing is None else self.missing
 
     @property
@@ -85,7 +85,7 @@ class TokenStream:
         """Return the rows as a read-only array [num_rows, *shape].
 
         Args:
-            values: an array of this type; or, from JSON, what `encoded_rows` returns.
+            values: an array of this type, or the result of `encoded_rows` read from JSON.
 
         Raises:
             ValueError: names the stream and what is wrong.
@@ -106,11 +106,11 @@ class TokenStream:
         return read_only(np.concatenate([self.filled(0), *parts]))
 
     def filled(self, num_rows: int) -> Array:
-        """Return rows that hold no value."""
+        """Return rows that hold the filler."""
         return np.full((num_rows, *self.shape), self.filler, self.dtype)
 
     def new_tensor(self, num_rows: int) -> Tensor:
-        """Return a tensor of rows that hold no value."""
+        """Return a tensor of rows that hold the filler."""
         return torch.full((num_rows, *self.shape), self.filler, dtype=getattr(torch, self.dtype))
 
     def _decoded(self, values: Any) -> Array:
@@ -162,12 +162,12 @@ CORE_STREAMS = (
     PROXIMAL_LOGPROBS,
     REFERENCE_LOGPROBS,
 )
-"""Streams with a typed attribute of their name: `Batch.<name>_T`, and `MicroBatch.<name>_R` of those on sampled tokens
-and of the mask."""
+"""Streams with a typed attribute of their name: `Batch.<name>_T`, and `MicroBatch.<name>_R` for the mask and for streams
+on sampled tokens."""
 
 
 class JoinedRows:
-    """Rows of many segments, joined by the name of their stream for a file; taken out in the order they were put in."""
+    """Rows of many segments, joined by stream name for a file, and taken out in the order they were put in."""
 
     def __init__(self, arrays: Mapping[str, Array] | None = None) -> None:
         self._arrays = arrays or {}
@@ -203,12 +203,12 @@ class JoinedRows:
 
 
 def encoded_rows(rows: Array) -> list[Any] | str:
-    """Return rows for JSON, every bit of them: numbers if a row is one, else base64 of the bytes."""
+    """Encode rows losslessly for JSON: as numbers if each row is one number, otherwise as base64 of the bytes."""
     return rows.tolist() if rows.ndim == 1 else base64.b64encode(rows.tobytes()).decode()
 
 
 def read_only(array: Array) -> Array:
-    """Return the array, which must not be written from now on."""
+    """Make the array read-only, and return it."""
     array.flags.writeable = False
     return array
 

@@ -4,15 +4,15 @@
         |  each data rank gets the sequences that its passes need; a critic, if any, gives each token its own advantage
         v
     minibatches -> score -> BAPO bounds -> step       all ranks: one optimizer update per mini-batch; sample replay
-        |                                             makes later mini-batches older
+        |                                             trains on older samples in later mini-batches
         v
     push weights -> engines                           all ranks gather, rank 0 broadcasts: a new weight version
         |
         v
     metrics, checkpoint                               rank 0 records; all ranks save
 
-A step waits for its rollouts; the next step resumes the partial responses that it leaves behind, with new weights.
-With rollout.overlap, the engines go on sampling during everything below the first line.
+A step waits for its rollouts; the next step resumes, with new weights, the partial responses that it leaves behind.
+With rollout.overlap, the engines keep sampling during everything below the first line.
 """
 
 from functools import partial
@@ -57,7 +57,7 @@ def _kind_of_rollouts(state: Any) -> str:
 
 
 class RunState(TypedDict):
-    """Contents of a checkpoint's state.json."""
+    """The contents of a checkpoint's state.json."""
 
     step: Natural
     rollout: Annotated[
@@ -107,12 +107,12 @@ def train(
         channel.connect(learner.weights())
 
     def push() -> dict[str, float]:
-        """Send the weights to every engine, if any, as a new version."""
+        """Send the weights to every engine, if there are any, as a new version."""
         with phases.pushing():
             return channel.push(learner.weights()).metrics() if channel else {}
 
     def evaluate(num_done: int) -> dict[str, float]:
-        """Evaluate the weights that were just pushed, if that is due after so many steps."""
+        """Evaluate the weights that were just pushed, if an evaluation is due after `num_done` steps."""
         with phases.sampling():
             while (metrics := rollouts.evaluate(num_done, learner.version)) is NEEDS_WEIGHTS:
                 push()

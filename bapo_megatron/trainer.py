@@ -1,4 +1,4 @@
-"""One trainer rank: `python -m bapo_megatron.trainer` (started by local.py), or `run_rank` (slurm/node.py).
+"""One trainer rank: `python -m bapo_megatron.trainer` (started by local.py), or `run_rank` (called by slurm/node.py).
 
 With --standby, it first imports everything and waits for its `Orders` (runtime/standby.py).
 """
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stand_by(run_dir: RunDir) -> Orders | None:
-    """Import what a rank needs, and wait for its orders; return None if none will come."""
+    """Import what a rank needs, and wait for its orders; return None if no orders will come."""
     with silent():
         from bapo_megatron.config.load import load_config
 
@@ -64,9 +64,9 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
     goes to `error-<rank>.txt`, which the launcher shows.
 
     Returns:
-        0, 2 for such an error, or STOPPED if `stop_file` ended the run early.
+        0 on success, 2 for such an error, or STOPPED if `stop_file` ended the run early.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a collective; checkpoints are atomic
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end immediately, also inside a collective; checkpoints are atomic
     _exit_with_parent()
     rank = int(os.environ.get("RANK", "0"))
     terminal = redirect_output(run_dir.log_path("trainer", rank))
@@ -84,7 +84,7 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
 
 
 def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO | None, stop_file: Path | None) -> int:
-    """Import the heavy modules, whose output belongs in the log, and train."""
+    """Import the heavy modules (their output belongs in the log), and train."""
     from bapo_megatron.config.load import load_config
     from bapo_megatron.monitor.console import Console
 
@@ -152,7 +152,7 @@ def redirect_output(log: Path) -> TextIO:
 
 
 class EscapingFormatter(logging.Formatter):
-    """Lines that a terminal shows as they are: messages may hold what an engine or a judged program wrote."""
+    """A formatter that escapes control characters: messages may quote an engine or a judged program."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = escaped(record.message)

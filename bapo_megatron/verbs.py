@@ -1,4 +1,4 @@
-"""What each verb of the command line does. Heavy imports happen inside a verb, so that --help answers at once."""
+"""The verbs of the command line. Heavy imports happen inside a verb, so that --help answers immediately."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ bounds that BAPO searches and wide fixed ones learn equally much."""
 
 
 def demo(options: Namespace) -> int:
-    """Train a small policy, in a folder of its own."""
+    """Train a small policy in a new run folder."""
     name = f"run.name=demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in the same second
     code = _run(["demo", name, *options.arguments])
-    if code == 0 and not options.arguments:  # it may be untrue of another task, loss or length
+    if code == 0 and not options.arguments:  # it may not hold for another task, loss or length
         print(_DEMO_SHOWS)
     return code
 
@@ -86,7 +86,7 @@ def init(options: Namespace) -> int:
 
 
 def check(options: Namespace) -> int:
-    """Print what a configuration describes; its mistakes are errors."""
+    """Print an outline of a configuration; mistakes in it raise errors."""
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.explain import outline, plan_text
 
@@ -136,7 +136,7 @@ def _plan_best(options: Namespace) -> int:
 
 
 def doctor(options: Namespace) -> int:
-    """Print what this machine is fit for."""
+    """Check whether this machine is fit to train, and print the findings."""
     from bapo_megatron.preflight.packages import Stack, check_required, check_versions, table
 
     packages = check_required()
@@ -257,7 +257,7 @@ def _model(options: Namespace, max_running: int) -> TextModel:
     from bapo_megatron.engines.embedded.text import TextModel
     from bapo_megatron.runtime import num_cores
 
-    torch.set_num_threads(1)  # of this thread: the engine has one of its own
+    torch.set_num_threads(1)  # for this thread; the engine has its own
     own = own_family(options.family)
     with hf_folder(options.model, own=own) as (folder, _version):
         return TextModel.load(
@@ -272,7 +272,7 @@ def _model(options: Namespace, max_running: int) -> TextModel:
 
 
 def completion(options: Namespace) -> int:
-    """Print what a shell reads to complete commands."""
+    """Print the script that a shell reads to complete commands."""
     import argcomplete
 
     print(argcomplete.shellcode(["bapo"], shell=options.shell))

@@ -84,14 +84,14 @@ def test_ctrl_c_saves_and_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest
     first = OnTerminal([*BAPO, "train", "demo", *settings], {"TERM": "xterm-256color"} | gates.environment)
     first.read_until(lambda text: " 2/400" in text, "a step was shown")
     first.type("\x03")
-    first.read_until(lambda text: "Ctrl-C again ends at once" in text, "Ctrl-C was noticed")
+    first.read_until(lambda text: "Ctrl-C again ends immediately" in text, "Ctrl-C was noticed")
     gates.open(3)
     assert first.end() == 130
     assert max(map(len, first.lines)) <= 80, [line for line in first.lines if len(line) > 80]
     assert COLOUR.search(first.text)
     assert "torchelastic" not in first.text
     assert "Traceback" not in first.text
-    assert "Ctrl-C again ends at once" in first.text
+    assert "Ctrl-C again ends immediately" in first.text
     (num_saved,) = map(int, re.findall(r"stopped +at the end of the step; saved: step (\d+) of 400", first.text))
     assert (tmp_path / "runs/mine/checkpoints/latest").read_text() == f"step-{num_saved:06d}"
     assert RunDir.attach(tmp_path / "runs/mine").state == "interrupted"
@@ -123,12 +123,12 @@ def test_ctrl_c_saves_and_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest
 
     wait_for(f" {num_saved + 2}/400")
     again.send_signal(signal.SIGINT)
-    wait_for("Ctrl-C again ends at once")
+    wait_for("Ctrl-C again ends immediately")
     again.send_signal(signal.SIGINT)
     assert again.wait(HANG_S) == 130
     text = (tmp_path / "output").read_text()
     assert f"resuming runs/mine after step {num_saved} of 400" in text
-    assert re.search(rf"stopped +at once; saved: step {num_saved} of 400", text)
+    assert re.search(rf"stopped +immediately; saved: step {num_saved} of 400", text)
     assert text.count("resume     bapo train runs/mine/config.toml") == 1
     assert "\x1b" not in text
     rows = [line for line in text.splitlines() if "/400" in line and "  " in line]
@@ -146,7 +146,7 @@ def test_no_color_is_heeded_and_an_interrupted_start_has_nothing_to_save(tmp_pat
     started.type("\x03")
     assert started.end() == 130
     assert not COLOUR.search(started.text)
-    assert "stopped    at once; nothing is saved yet; the next start begins at step 1" in ESCAPE.sub("", started.text)
+    assert "stopped    immediately; nothing is saved yet; the next start begins at step 1" in ESCAPE.sub("", started.text)
     assert "Traceback" not in started.text
     for label in ("run ", "model ", "trainer ", "engines ", "logs ", "report ", "dashboard "):
         assert any(line.startswith(label) for line in started.lines), label
@@ -218,7 +218,7 @@ def test_a_run_outlives_its_reader_and_saves_when_it_is_told_to_end(tmp_path: Pa
     first = subprocess.Popen([*command, "train.num_steps=400"], stdout=subprocess.PIPE, text=True, env=environment)
     read_until(first, " 2/400")
     first.send_signal(signal.SIGTERM)
-    read_until(first, "SIGTERM: saving at the end of this step, then stopping; a second one ends at once")
+    read_until(first, "SIGTERM: saving at the end of this step, then stopping; a second one ends immediately")
     gates.open(3)
     output, _ = first.communicate(timeout=HANG_S)
     assert first.returncode == 143

@@ -116,7 +116,7 @@ def test_a_second_signal_ends_at_once_and_so_does_one_before_training(
             run.read_until("saving at the end of this step")
         run.process.send_signal(signal.SIGINT)
         assert run.end() == code
-        assert "stopped    at once; nothing is saved yet; the next start begins at step 1\n" in run.text
+        assert "stopped    immediately; nothing is saved yet; the next start begins at step 1\n" in run.text
         assert run.run_dir.state == "interrupted"
         assert run.stderr == ""
 
