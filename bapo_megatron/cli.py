@@ -246,7 +246,7 @@ VERBS = (
             argument(
                 "--data", type=Path, metavar="FILE", help="problems: JSON lines, CSV or Parquet (default: [data])"
             ),
-            argument("-n", "--samples", type=_whole, default=16, metavar="N", help="responses per problem (default: 16)"),
+            argument("-n", "--samples", type=_whole, default=16, metavar="N", help="responses each (default: 16)"),
             argument("--limit", type=_whole, metavar="N", help="only the first N problems"),
             argument("--output", type=Path, metavar="FOLDER", help="new folder (default: evals/<date>-<time>)"),
         ),
@@ -273,7 +273,10 @@ VERBS = (
         (
             argument("runs", type=Path, nargs="+", metavar="RUN", help="run directory, such as runs/demo"),
             argument(
-                "--output", type=Path, metavar="FILE", help="default: RUN/report.html; for several, runs/comparison.html"
+                "--output",
+                type=Path,
+                metavar="FILE",
+                help="default: RUN/report.html; or runs/comparison.html for several",
             ),
             argument(
                 "--serve", action="store_true", help="follow one run in the browser until Ctrl-C, on loopback only"
@@ -290,9 +293,7 @@ VERBS = (
             *MODEL,
             argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)"),
             argument("--port", type=_port, default=30000, help="0: the system picks one (default: 30000)"),
-            argument(
-                "--max-running", type=_whole, default=16, metavar="N", help="concurrent responses; others wait (default: 16)"
-            ),
+            argument("--max-running", type=_whole, default=16, metavar="N", help="concurrent responses (default: 16)"),
         ),
         description="Routes: /v1/models, /v1/completions, /v1/chat/completions, and SGLang's /generate. "
         "See docs/serving.md.",

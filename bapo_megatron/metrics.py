@@ -24,7 +24,7 @@ class Metric:
     meaning: str  # one sentence
     advice: str = ""  # how to read it
     remedy: str = ""  # what to do if it is not as advice says, after "Otherwise"
-    tokens: Literal["mean", "max"] | None = None  # reduction over an update's trained tokens; None means no token metric
+    tokens: Literal["mean", "max"] | None = None  # reduction over an update's trained tokens; None if there is none
     of: str = ""  # field of the loss's record that is reduced; "": the sum comes from a table (`learner.token_metrics`)
     updates: Literal["mean", "max", "sum", "last"] = "mean"  # reduction over the updates of a step
     per: str = ""  # metric that divides this one, once both are reduced

@@ -39,7 +39,7 @@ class TokenStream:
     #   fed      one row per token that was an input. It lies with the next token, whose reply brings it: the row of
     #            position t - 1 belongs to token t, given or sampled. Token 0 has none.
     kept: bool = True  # in checkpoints and recordings; False means computed within a step
-    to: Literal["every rank", "owner", "owner's stage"] = "owner"  # who needs it: mostly the ranks that hold the sequence
+    to: Literal["every rank", "owner", "owner's stage"] = "owner"  # who needs it: ranks that hold the sequence, mostly
     least: float | None = None  # the bounds of valid values
     most: float | None = None
 
@@ -162,8 +162,8 @@ CORE_STREAMS = (
     PROXIMAL_LOGPROBS,
     REFERENCE_LOGPROBS,
 )
-"""Streams with a typed attribute of their name: `Batch.<name>_T`, and `MicroBatch.<name>_R` for the mask and for streams
-on sampled tokens."""
+"""Streams with a typed attribute of their name: `Batch.<name>_T`, and, on sampled tokens and for the mask,
+`MicroBatch.<name>_R`."""
 
 
 class JoinedRows:

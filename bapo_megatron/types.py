@@ -1,4 +1,4 @@
-"""The nouns: each hand-over between two rooms of the package is one of these types.
+"""The nouns: whatever one part of the package hands to another is one of these types.
 
     Prompt -> Sample (of Trajectories, of Segments) -> Group -> Batch -> MiniBatch (of MicroBatches) -> ClipBounds
 
@@ -10,8 +10,8 @@ Shape legend (suffix of a tensor's name):
 A *weight version* counts the optimizer updates that the weights have seen; version 0 is the checkpoint the run started
 from. The *age* of a token in training is the learner's version minus the version that sampled it. A token is *sampled*
 by the policy or *given* to it, as the prompt is; only sampled tokens have an age, a behaviour log-prob and an
-advantage. What tokens.py declares of a token keeps its name from the engine's reply to the loss: `behaviour_logprobs`
-are log-probs under the tempered distribution that sampled it, in nats.
+advantage. A value declared in tokens.py keeps its name from the engine's reply to the loss: `behaviour_logprobs` are
+log-probs under the tempered distribution that sampled the token, in nats.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from bapo_megatron.tokens import (
 )
 
 TurnEnd = Literal["stop", "length"]
-"""How a turn of the policy ends: at a stop token, or because the sample has all the tokens that it may have."""
+"""How a turn of the policy ends: at a stop token, or at the sample's length limit."""
 FinishReason = Literal["stop", "length", "turns", "failed"]
-"""How a sample ends: as its last turn, at its limit of turns, or because its environment failed."""
+"""How a sample ends: as its last turn ended, at its limit of turns, or because its environment failed."""
 Giver = Literal["prompt", "template", "environment", "trajectory"]
-"""Who gave a token to the policy; "trajectory": another one of the same sample, which trains it."""
+"""Who gave a token to the policy; "trajectory" means another trajectory of the same sample, which trains it."""
 Reward = float | Mapping[str, float]
-"""A number, or named parts, whose sum counts."""
+"""A number, or named parts that are summed."""
 Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """A count, version or id in JSON."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -83,7 +83,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The origin of tokens that the policy has read, not sampled."""
+    """The origin of tokens that the policy read but did not sample."""
 
     by: Giver
 
@@ -102,7 +102,7 @@ class Segment:
 
     token_ids: Array  # int64
     origin: Sampled | Given
-    rows: Rows = field(default_factory=dict)  # of streams of models and plugins; none are partly there
+    rows: Rows = field(default_factory=dict)  # streams of models and plugins; each has all rows or none
 
     def __post_init__(self) -> None:
         for stream, rows in self.values.items():
@@ -147,7 +147,7 @@ class Segment:
         return mine.keys() == others.keys() and all(np.array_equal(mine[s], others[s]) for s in mine)
 
     def followed_by(self, other: Segment) -> Segment | None:
-        """Return one segment of the tokens of both; None if they have different origins or streams."""
+        """Return one segment with the tokens of both, or None if their origins or streams differ."""
         mine, others = self.values, other.values
         if self.origin.facts != other.origin.facts or mine.keys() != others.keys():
             return None
@@ -155,14 +155,14 @@ class Segment:
         return self.of_values(joined, self.origin)
 
     def as_context(self, num_tokens: int) -> Segment:
-        """Return the first tokens as given ones, with the rows that tokens have which were an input."""
+        """Return the first tokens as given ones, with the rows of input tokens ("fed" streams)."""
         by: Giver = "trajectory" if isinstance(self.origin, Sampled) else self.origin.by
         rows = {stream: values[:num_tokens] for stream, values in self.rows.items() if stream.on == "fed"}
         return Segment(self.token_ids[:num_tokens], Given(by), rows)
 
     @classmethod
     def of_values(cls, values: Rows, origin: Sampled | Given) -> Segment:
-        """Return the segment with these `values`, and the facts of `origin`."""
+        """Return a segment with these `values` and the facts of `origin`."""
         rows = dict(values)
         token_ids = rows.pop(TOKEN_IDS)
         if isinstance(origin, Sampled):
@@ -176,14 +176,14 @@ def _array(stream: TokenStream, values: Sequence[float] | Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One linear sequence of tokens: what an engine continues, and one sequence of a batch.
+    """One linear sequence of tokens, which an engine continues, and which becomes one sequence of a batch.
 
-    The tokens that another trajectory of its sample trains are given ones, so each sampled token is trained once.
+    Tokens that another trajectory of the sample trains are given ones here, so each sampled token is trained once.
 
     Example: a response begun at version 4 and resumed at version 6 has a given segment and two sampled ones.
     """
 
-    segments: tuple[Segment, ...]  # the first is given by the prompt
+    segments: tuple[Segment, ...]  # the first one is the prompt
 
     @property
     def num_tokens(self) -> int:
@@ -204,13 +204,13 @@ class Trajectory:
 
     @property
     def num_shared_tokens(self) -> int:
-        """Number of leading tokens that another trajectory has; 0 without one."""
+        """Number of leading tokens shared with another trajectory; 0 if none are."""
         ends = [i + 1 for i, s in enumerate(self.segments) if s.origin == Given("trajectory")]
         return sum(s.num_tokens for s in self.segments[: max(ends, default=0)])
 
     @property
     def turns(self) -> list[Array]:
-        """The tokens of each turn, int64: sampled ones with no given token between them."""
+        """The tokens of each turn, int64: sampled tokens with no given token between them."""
         turns: list[list[Array]] = []
         before: Segment | None = None
         for segment in self.segments:
@@ -222,7 +222,7 @@ class Trajectory:
         return [TOKEN_IDS.joined(parts) for parts in turns]
 
     def num_fed(self, streams: Iterable[TokenStream]) -> int:
-        """Return how many leading tokens have their rows of all fed `streams`; the first token needs none."""
+        """Return how many leading tokens have rows of all fed `streams`; the first token needs none."""
         fed, num = [stream for stream in streams if stream.on == "fed"], 0
         for segment in self.segments:
             if not all(stream in segment.rows for stream in fed):
@@ -231,7 +231,7 @@ class Trajectory:
         return max(num, 1)
 
     def check_complete(self, streams: Iterable[TokenStream]) -> None:
-        """Raise ValueError if rows of engines' `streams` are missing up to the last sampled token, and are needed."""
+        """Raise ValueError if needed rows of engines' `streams` are missing up to the last sampled token."""
         needed = [stream for stream in streams if stream.missing is None]
         last = max((i for i, s in enumerate(self.segments) if isinstance(s.origin, Sampled)), default=-1)
         for segment in self.segments[: last + 1]:
@@ -241,21 +241,21 @@ class Trajectory:
                     raise ValueError(f"stream {stream.name}: is missing")
 
     def extended(self, segments: Iterable[Segment], late: Rows | None = None) -> Trajectory:
-        """Return the sequence with more tokens, merging segments of one origin.
+        """Return the sequence with more tokens, merging segments of the same origin.
 
         Args:
-            late: rows of the last tokens that are here already, which an engine has now read: see `num_fed`.
+            late: rows of the last tokens already here, which an engine has read only now: see `num_fed`.
         """
         merged = [*self._completed(late or {})]
         for new in segments:
             if not new.num_tokens:
                 continue
-            joined = merged[-1].followed_by(new) if len(merged) > 1 else None  # the prompt's is shared by its group
+            joined = merged[-1].followed_by(new) if len(merged) > 1 else None  # a group shares the prompt's segment
             merged[-1:] = [joined] if joined is not None else [merged[-1], new]
         return Trajectory(tuple(merged))
 
     def branch(self, num_tokens: int) -> Trajectory:
-        """Return a sequence that begins with the first `num_tokens` of this one, as context."""
+        """Return a new sequence whose context is the first `num_tokens` of this one."""
         begun, num_left = Trajectory(self.segments[:1]), num_tokens - self.segments[0].num_tokens
         assert num_left >= 0, "a branch has the whole prompt"
         for segment in self.segments[1:]:
@@ -284,26 +284,26 @@ class Trajectory:
 class NeedsTokens:
     """The state of a sample whose next token is the policy's."""
 
-    trajectory: int = 0  # the place of the one that grows
+    trajectory: int = 0  # index of the trajectory that grows
 
 
 @dataclass(frozen=True, slots=True)
 class NeedsEnvironment:
-    """The state of a sample whose turn has ended: its environment answers it, or its judge."""
+    """The state of a sample whose turn has ended: its environment or its judge answers next."""
 
     turn_end: TurnEnd
-    trajectory: int = 0  # the place of the one with the turn
+    trajectory: int = 0  # index of the trajectory with the turn
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a sample. One that failed has no reward: it leaves its group's baseline and is not trained."""
+    """The end of a sample. A failed sample has no reward: it leaves its group's baseline and is not trained."""
 
     reason: FinishReason
     reward: float | None
-    problem: Literal["timeout", "error"] | None = None  # of its judge or environment
-    message: str = ""  # what the problem was; without one, the judge's reason
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward by name, before their weights
+    problem: Literal["timeout", "error"] | None = None  # what its judge or environment ran into
+    message: str = ""  # describes the problem, if there is one; otherwise the judge's reason
+    parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name, unweighted
 
 
 Need = NeedsTokens | NeedsEnvironment | Ended
@@ -313,25 +313,25 @@ Need = NeedsTokens | NeedsEnvironment | Ended
 class Sample:
     """One slot of a group: one entry of the ledger, one reward, and the tokens that lead to it.
 
-    Example: Sample.of("12.0", prompt) waits for its first token; need=Ended("stop", 1.0) is that of a right answer.
+    Example: Sample.of("12.0", prompt) waits for its first token; a right answer has need=Ended("stop", 1.0).
     """
 
     sample_id: str  # "<prompt_id>.<index in the group>", unique within a run
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     need: Need = NeedsTokens()
-    state: Any = None  # its environment's: a JSON value, None before the first answer
-    turn_rewards: tuple[Reward | None, ...] = ()  # of the turns that its environment has answered
+    state: Any = None  # the environment's, a JSON value; None before the first answer
+    turn_rewards: tuple[Reward | None, ...] = ()  # for the turns that its environment has answered
 
     @classmethod
     def of(cls, sample_id: str, prompt: Prompt, segments: Iterable[Segment] = (), need: Need = NeedsTokens()) -> Sample:
-        """Return a sample of one trajectory: its prompt, and the segments that follow."""
+        """Return a sample with one trajectory: the prompt, and the segments that follow."""
         first = Segment.given("prompt", prompt.token_ids)
         return cls(sample_id, prompt, (Trajectory((first, *segments)),), need)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How it ended, or how its last turn did; None while it needs tokens."""
+        """How the sample, or its last turn, ended; None while it needs tokens."""
         match self.need:
             case Ended(reason=reason) | NeedsEnvironment(turn_end=reason):
                 return reason
@@ -339,7 +339,7 @@ class Sample:
 
     @property
     def reward(self) -> float | None:
-        """The reward; None before the end, and of an invalid sample."""
+        """The reward; None before the end, and for an invalid sample."""
         return self.need.reward if isinstance(self.need, Ended) else None
 
     @property
@@ -362,7 +362,7 @@ class Sample:
 
     @property
     def num_given_tokens(self) -> int:
-        """Number of tokens that were given after the prompt."""
+        """Number of tokens given after the prompt."""
         return sum(t.num_tokens - t.segments[0].num_tokens for t in self.trajectories) - self.num_sampled_tokens
 
     @property
@@ -402,13 +402,13 @@ class Sample:
         return replace(grown, need=NeedsTokens(place), state=state, turn_rewards=rewards)
 
     def with_trajectory(self, place: int, trajectory: Trajectory) -> Sample:
-        """Return the sample with this trajectory there; the next free place adds one."""
+        """Return the sample with `trajectory` at this index; the next free index appends it."""
         trajectories = (*self.trajectories[:place], trajectory, *self.trajectories[place + 1 :])
         return replace(self, trajectories=trajectories)
 
 
 def total(reward: Reward) -> float:
-    """Return the sum of a reward's parts, or the number that it is."""
+    """Return the sum of a reward's parts, or the reward itself if it is a number."""
     return math.fsum(reward.values()) if isinstance(reward, Mapping) else reward
 
 
@@ -420,7 +420,7 @@ def _in_vocabulary(token_ids: list[int], info: ValidationInfo) -> list[int]:
 
 
 TokenIds = Annotated[list[Natural], AfterValidator(_in_vocabulary)]
-"""Tokens in JSON. With "vocab_size" in the context, it has a row for each."""
+"""Tokens in JSON. With "vocab_size" in the context, each must be below it."""
 
 
 def _not_newer(version: int, info: ValidationInfo) -> int:
@@ -442,7 +442,7 @@ class SegmentJson(TypedDict):
 
     version: NotRequired[Annotated[Natural, AfterValidator(_not_newer)]]
     step: NotRequired[Natural]
-    by: NotRequired[Giver]  # of tokens that were given
+    by: NotRequired[Giver]  # for given tokens
     values: dict[str, Any]
 
 
@@ -528,7 +528,7 @@ class GroupJson(TypedDict):
 
 
 def _segment(s: SegmentJson, streams: Mapping[str, TokenStream], vocab_size: int | None) -> Segment:
-    """Return the segment behind its JSON. Raises ValueError naming the stream that does not fit."""
+    """Return the segment that the JSON describes. Raises ValueError naming a stream that does not fit."""
     origin = Sampled(s["version"], s["step"], BEHAVIOUR_LOGPROBS.filled(0)) if "version" in s else Given(s["by"])
     found = s["values"]
     needed = {TOKEN_IDS, BEHAVIOUR_LOGPROBS} if isinstance(origin, Sampled) else {TOKEN_IDS}
@@ -553,14 +553,14 @@ def _named(rows: Rows) -> dict[str, Array]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one prompt: the unit in which advantages are computed."""
+    """All samples of one prompt: the unit for which advantages are computed."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
 
     @property
     def valid(self) -> list[Sample]:
-        """The samples with a reward, once all have ended."""
+        """The samples with a reward. All samples must have ended."""
         assert self.is_complete, f"group {self.prompt.prompt_id} has unscored samples"
         return [s for s in self.samples if s.reward is not None]
 
@@ -581,7 +581,7 @@ class Group:
         return cls(prompt, tuple(Sample(f"{prompt.prompt_id}.{i}", prompt, (first,)) for i in range(num_samples)))
 
     def grown(self, sample: Sample) -> Group:
-        """Return the group with a sample that has grown; all keep the first prompt segment that has its rows."""
+        """Return the group with a sample that has grown; all samples share the first prompt segment with rows."""
         first = max(self._first, sample.trajectories[0].segments[0], key=lambda segment: len(segment.rows))
 
         def sharing(trajectory: Trajectory) -> Trajectory:
@@ -598,16 +598,16 @@ class Group:
 
     @property
     def _first(self) -> Segment:
-        """The segment of the prompt: the first trajectory of every sample begins with it, and most others do."""
+        """The prompt's segment: every sample's first trajectory begins with it, and so do most other trajectories."""
         return self.samples[0].trajectories[0].segments[0]
 
     def _is_prompt(self, segment: Segment) -> bool:
-        """Whether a trajectory begins with the group's prompt, and not with one of its own."""
+        """Whether this first segment of a trajectory is the group's prompt, not the trajectory's own."""
         token_ids = self._first.token_ids
         return segment.token_ids is token_ids or np.array_equal(segment.token_ids, token_ids)
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON whose `values` are arrays, for the writer to encode; the prompt and its rows are in it once."""
+        """Return JSON whose `values` are arrays, for the writer to encode. It has the prompt and its rows once."""
 
         def of_segment(segment: Segment) -> dict[str, Any]:
             return {**segment.origin.facts, "values": _named(segment.values)}
@@ -631,10 +631,10 @@ class Group:
 
     @classmethod
     def from_json(cls, value: Any, streams: Iterable[TokenStream] = (), vocab_size: int | None = None) -> Group:
-        """Return the group behind `to_json`, with its values as arrays or encoded.
+        """Return the group that `to_json` described; the values may be arrays or encoded.
 
         Args:
-            streams: of models and plugins, that its tokens have.
+            streams: the streams of models and plugins that its tokens have.
 
         Raises:
             ValueError: a field is missing or wrong; names prompt, sample and stream.
@@ -668,7 +668,7 @@ _GROUP = TypeAdapter(GroupJson)
 
 
 def with_values(group: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a `GroupJson` with all its values changed, in their order: those of the prompt, then of each segment."""
+    """Apply `change` to all values of a `GroupJson` in order, the prompt's, then each segment's; return the result."""
 
     def of_sample(sample: Any) -> dict[str, Any]:
         trajectories = [
@@ -689,23 +689,23 @@ class Batch:
         token_ids_T = [a b c d e f]; seq_lens_S = [3, 3]; sampled_T = [0 0 1 0 1 1]
         behaviour_logprobs_T = [0 0 lp(c) 0 lp(e) lp(f)]; versions_T = [-1 -1 v(c) -1 v(e) v(f)]
 
-    A rank that was dealt some sequences has the rows of these alone, but those of streams that are for every rank.
+    A rank that was dealt some of the sequences has only their rows, except in streams that every rank needs.
     """
 
     token_ids_T: Tensor  # int64
     seq_lens_S: Tensor  # int64
     sampled_T: Tensor  # bool: the policy's own tokens; the others were given to it
-    advantages_T: Tensor  # float32, 0 on given tokens, as all values but versions
+    advantages_T: Tensor  # float32; given tokens have 0 here and in all other values except versions
     behaviour_logprobs_T: Tensor  # float32
     versions_T: Tensor  # int64, -1 on given tokens
     mask_T: Tensor  # bool: the sampled tokens that are trained
-    rewards_S: Tensor | None = None  # float32, shaped: the source of advantages; a critic needs them
+    rewards_S: Tensor | None = None  # float32, after shaping: the source of advantages; a critic needs them
     proximal_logprobs_T: Tensor | None = None  # float32; the learner's at the start of the step, if used
     proximal_version: int | None = None  # weight version that computed them
     reference_logprobs_T: Tensor | None = None  # float32; the KL term's policy, if used
     extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)  # streams of models and plugins: [T, *shape]
-    here_S: Tensor | None = None  # bool: sequences that this rank has the rows of, ascending; None: all
-    metrics: dict[str, float] = field(default_factory=dict)  # of the rollout behind it
+    here_S: Tensor | None = None  # bool: sequences whose rows this rank has, ascending; None means all
+    metrics: dict[str, float] = field(default_factory=dict)  # from the rollout that made it
 
     @property
     def num_sequences(self) -> int:
@@ -721,13 +721,13 @@ class Batch:
         return self.count_S(self.sampled_T)
 
     def holding(self, sequences: Tensor) -> Batch:
-        """Return the batch as that of a rank which has these sequences; its values stay as they are."""
+        """Return the batch marked as holding the rows of these sequences only; its values stay as they are."""
         here_S = torch.zeros(self.num_sequences, dtype=torch.bool)
         here_S[sequences] = True
         return replace(self, here_S=here_S)
 
     def here(self, values_T: Tensor) -> Tensor:
-        """Return the rows that this rank has, of values of all tokens."""
+        """Select this rank's rows from values of all tokens."""
         return values_T if self.here_S is None else values_T[self.here_S.repeat_interleave(self.seq_lens_S)]
 
     @property
@@ -736,7 +736,7 @@ class Batch:
 
     @property
     def first_here_S(self) -> Tensor:
-        """The place of each sequence's first row among those that this rank has, int64."""
+        """The index of each sequence's first row among this rank's rows, int64."""
         return self._lens_here_S.cumsum(0) - self._lens_here_S
 
     @property
@@ -750,7 +750,7 @@ class Batch:
         return ends_T1[ends_S] - ends_T1[ends_S - self.seq_lens_S]
 
     def having(self, stream: TokenStream, rows_T: Tensor) -> Batch:
-        """Return the batch with one more stream, in place of an earlier one of its name."""
+        """Return the batch with this stream added, or replaced if it has one of that name."""
         if stream in CORE_STREAMS:
             return replace(self, **{f"{stream.name}_T": rows_T})  # type: ignore[arg-type]
         return replace(self, extra={**self.extra, stream: rows_T})
@@ -766,9 +766,9 @@ class Batch:
 class MicroBatch:
     """The input of one forward pass on one rank: packed sequences, and the hidden rows that predict sampled tokens.
 
-    rows_R[i] is the place, among this rank's tokens, of the hidden state that predicts sampled token targets_R[i].
+    rows_R[i] is the index, among this rank's tokens, of the hidden state that predicts sampled token targets_R[i].
     Padding for the layout ends a sequence or is an extra sequence at the end; it has no sampled rows. With context
-    parallelism the T tokens are this rank's part of the pack (`buffer.packing.context_tokens`), the R rows are of its
+    parallelism the T tokens are this rank's part of the pack (`buffer.packing.context_tokens`), the R rows refer to its
     hidden states, and cu_seqlens_S1 describes the whole pack.
     """
 
@@ -777,7 +777,7 @@ class MicroBatch:
     cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T x context ranks; always on the CPU
     rows_R: Tensor  # int64, ascending
     sequence_R: Tensor  # int64, ascending: the pack's sequence that each sampled token belongs to
-    batch_rows_R: Tensor  # int64: place of each sampled token in the Batch
+    batch_rows_R: Tensor  # int64: index of each sampled token in the Batch
     targets_R: Tensor  # int64
     advantages_R: Tensor  # float32
     behaviour_logprobs_R: Tensor  # float32
@@ -786,8 +786,8 @@ class MicroBatch:
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)
-    """Streams of models and plugins: [R, *shape] of sampled tokens, [T, *shape] of fed ones, by input. Of a staged
-    stream, a row has the layers of this rank's stage alone."""
+    """Streams of models and plugins: [R, *shape] for sampled tokens, [T, *shape] for fed ones, one row per input token.
+    In a staged stream, a row holds only the layers of this rank's stage."""
 
     @property
     def num_tokens(self) -> int:
@@ -798,9 +798,9 @@ class MicroBatch:
         return {stream.name: rows for stream, rows in self.extra.items()}[name]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch with all tensors but the description of the pack on `device`."""
+        """Return the micro-batch with all tensors on `device`, except the description of the pack."""
         values = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        del values["cu_seqlens_S1"]  # to read a length from a GPU would wait for all work before
+        del values["cu_seqlens_S1"]  # reading a length from a GPU would wait for all earlier work
         moved = {name: tensor.to(device) for name, tensor in values.items()}
         return replace(self, **moved, extra={stream: rows.to(device) for stream, rows in self.extra.items()})
 
@@ -813,13 +813,13 @@ class TokenCounts:
     """
 
     tokens: int = 0
-    squares: int = 0  # squared lengths: a token attends to those before it
+    squares: int = 0  # sum of squared lengths: a token attends to all tokens before it
     responses: int = 0  # tokens whose logits are computed
 
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """The input of one optimizer step: this rank's micro-batches, and the token count of all ranks together.
+    """The input of one optimizer step: this rank's micro-batches, and the token count over all ranks.
 
     Every data-parallel rank holds the same number of micro-batches. With pipeline stages, all micro-batches of a
     data-parallel rank have the same number of tokens.
@@ -842,4 +842,4 @@ class ClipBounds:
     high: float
     positive_share: float  # rho at these bounds; nan if no token contributes
     saturated: bool  # the search ran out of room before it reached its target
-    num_moves: int  # grid steps taken, of both bounds together
+    num_moves: int  # grid steps taken by both bounds together

@@ -20,7 +20,7 @@ _HEAD = """# Configuration
 
 A run is described by one or more TOML files, merged in order, and `key.path=value` overrides, merged last and validated
 once: `bapo train a.toml b.toml optimizer.lr=3e-4`. A table below is a TOML table. Unknown keys are errors, and
-`bapo check` answers all violations at once. The run directory keeps the resolved configuration. `none` unsets a setting
+`bapo check` lists all violations together. The run directory keeps the resolved configuration. `none` unsets a setting
 that may be unset. Relative paths are relative to the working directory.
 
 This page is written from `config/schema.py` by `scripts/write_configuration_page.py`; a test keeps it current.

@@ -1,1 +1,1 @@
-"""Settings: what each of them is, and how a configuration is read. Whether they fit together, preflight/ checks."""
+"""Settings: what each one means, and how a configuration is read. preflight/ checks whether they fit together."""

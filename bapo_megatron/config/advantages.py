@@ -1,4 +1,4 @@
-"""The advantages that `advantage.kind` may name, and the functions of the user's own."""
+"""The advantages that `advantage.kind` may name: built-in ones, and the user's own functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from bapo_megatron.config.dotted import Seam, imported
 
 ADVANTAGES = imported("bapo_megatron.algorithms.advantages:ADVANTAGES")
 WITH_CRITIC = ("gae", "n_step")
-"""Advantages of each token, from a critic's values (`algorithms/gae.py`)."""
+"""Per-token advantages from a critic's values (`algorithms/gae.py`)."""
 
 ADVANTAGE = Seam(
     "advantage.kind",
@@ -39,7 +39,7 @@ def advantage_function(kind: str) -> Callable[[Any], list[list[float]]]:
 
 
 def _of_turns(value: Any, num_turns: int) -> list[float]:
-    """Return one value for each turn. Raises TypeError or ValueError if there are neither one nor as many values."""
+    """Return one value for each turn. Raises TypeError or ValueError unless there is one value, or one per turn."""
     if not isinstance(value, Sequence):
         return [float(value)] * num_turns
     if len(value) != num_turns:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-# Upper limits are far above any use. They keep checks and plans, which compute with these values, short and finite.
+# The upper limits are far above any real use. They keep the arithmetic of checks and plans short and finite.
 LARGEST = 10**9
 Count = Annotated[int, Field(gt=0, le=LARGEST)]
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -55,11 +55,11 @@ class Violation:
     """
 
     settings: tuple[str, ...]
-    """All settings whose values make the problem, or tables of them; first the one that the remedy changes."""
+    """All settings (or tables) whose values cause the problem; the remedy changes the first one."""
     problem: str
-    """The problem, with the values."""
+    """What is wrong, with the values."""
     remedy: str = ""
-    """The way out of it."""
+    """What to do about it."""
     severity: Severity = "error"
 
     @property
@@ -68,7 +68,7 @@ class Violation:
         return f"{self.problem}; {self.remedy}" if self.remedy else self.problem
 
     def depends_on(self, names: Iterable[str]) -> bool:
-        """Return whether the value of one of these settings or tables makes the problem."""
+        """Return whether the value of one of these settings or tables causes the problem."""
         return overlap(self.settings, names)
 
 
@@ -78,16 +78,16 @@ def warning(settings: tuple[str, ...], problem: str, remedy: str = "") -> Violat
 
 
 def overlap(some: Iterable[str], others: Iterable[str]) -> bool:
-    """Return whether two lists of settings have one in common; a table stands for all that is in it."""
+    """Return whether two lists have a setting in common; a table stands for all its settings."""
     paths = [name.split(".") for name in others]
     return any(one[: len(two)] == two[: len(one)] for one in (name.split(".") for name in some) for two in paths)
 
 
 class ContradictionError(ValueError):
-    """Settings of one section that do not go together, for a pydantic validator.
+    """Settings of one section that contradict each other, for a pydantic validator.
 
     Args:
-        violations: they name settings of the section; the text of a problem follows the name of the first one.
+        violations: name settings of the section; a problem's text continues the name of its first setting.
 
     Example: ContradictionError(Violation(("rho0", "contribution"), "must be below 1, as it is a share, got 1.4"))
     """

@@ -1,4 +1,4 @@
-"""Names that other frameworks have for our settings: coming_from.toml, for suggestions and docs/coming-from.md."""
+"""Other frameworks' names for our settings (coming_from.toml), for suggestions and docs/coming-from.md."""
 
 import tomllib
 from functools import cache
@@ -13,7 +13,7 @@ def frameworks() -> dict[str, dict[str, dict[str, str]]]:
 
 @cache
 def their_settings() -> dict[tuple[str, ...], str]:
-    """Return our setting by the parts of their name; of two frameworks that share a name, the first has it."""
+    """Return our setting by the parts of their name; if two frameworks share a name, the first one's is used."""
     settings: dict[tuple[str, ...], str] = {}
     for topics in frameworks().values():
         for names in topics.values():
@@ -27,7 +27,7 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def meant_by(name: str, *, whole: bool = False) -> str | None:
-    """Return the setting that another framework's name means; unless `whole`, the last parts of it suffice.
+    """Return the setting that another framework's name means; unless `whole`, the last parts of the name suffice.
 
     Example: meant_by("actor.lr") == meant_by("--lr") == "optimizer.lr"
     """

@@ -1,6 +1,6 @@
-"""Dotted paths, "package.module:name", by which settings name functions and objects of the user's own.
+"""Dotted paths, "package.module:name", by which settings name the user's own functions and objects.
 
-Judge processes read this file too, so it imports neither torch nor the configuration.
+Judge processes import this file too, so it imports neither torch nor the configuration.
 """
 
 import importlib
@@ -23,7 +23,7 @@ def is_dotted(value: str) -> bool:
 
 
 def imported(path: str) -> Any:
-    """Return the object of the package at "package.module:name"."""
+    """Import the package's own object at "package.module:name"."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -35,11 +35,11 @@ class Seam:
     setting: str
     names: tuple[str, ...]
     expected: str  # as an error message shows it
-    parameters: tuple[str, ...] | None = None  # passed by position; None: the object is checked elsewhere
-    num_needed: int | None = None  # how many of the first parameters a function must take; all if None
+    parameters: tuple[str, ...] | None = None  # passed by position; None means the object is checked elsewhere
+    num_needed: int | None = None  # how many of the first parameters a function must take; None means all
 
     def known(self, value: str) -> str:
-        """Return `value`, a built-in name or a dotted path. Raises ValueError, for a pydantic validator."""
+        """Return `value` if it is a built-in name or a dotted path. Raises ValueError, for a pydantic validator."""
         if value in self.names or is_dotted(value):
             return value
         names = ", ".join(f'"{name}"' for name in self.names)
@@ -56,7 +56,7 @@ class Seam:
             sys.path.append(folder)  # a console script does not look there
         try:
             loaded = importlib.import_module(module)
-        except (Exception, SystemExit) as error:  # a module of the user may fail in any way
+        except (Exception, SystemExit) as error:  # a user's module may fail in any way
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             advice = "it must be installed, in the working directory, or on PYTHONPATH"
             raise self.error(path, f"importing {module} failed: {reason}; {advice}") from error

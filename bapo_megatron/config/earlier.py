@@ -1,4 +1,4 @@
-"""Settings that are gone, or have another name: what to write instead."""
+"""Settings that were removed or renamed, and what to write instead."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ MOVED: dict[Path, Callable[[Any], str]] = {
     ("loss", "clip_higher"): lambda value: f'loss.name="grpo" with loss.clip_high={value}',
     ("rollout", "zero_variance"): lambda value: f'rollout.keep_group="{_KEEP_GROUP.get(value, "informative")}"',
 }
-"""Replacements of the moved settings, given their values."""
+"""What replaces the moved settings, given their values."""
 
 _LEAVE_OUT = "leave it out"
 _OPTION = "write it into slurm.options, such as slurm.options=%s"
@@ -52,4 +52,4 @@ RETIRED: dict[str, tuple[Any, str]] = {
     "monitor.wandb_entity": ("none", "set WANDB_ENTITY in the environment"),
     "monitor.wandb_mode": ("online", "set WANDB_MODE in the environment"),
 }
-"""Settings without a successor: the default, which an old file may still contain, and the advice for other values."""
+"""Settings without a successor: the old default, which a file may still contain, and advice for other values."""

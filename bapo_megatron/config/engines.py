@@ -1,6 +1,6 @@
 """Rollout engines by name, and the capabilities on which checks, placement, start and evaluation depend.
 
-The table is data that the configuration can read; the code of an engine is in engines/, or in a package of its own:
+The table is data that the configuration can read; an engine's code is in engines/, or in a separate package:
 
     # my_vllm/__init__.py, for rollout.engine = "my_vllm:KIND"
     KIND = EngineKind("vLLM server", specs="my_vllm.start:engine_specs", on_gpus=True, tensor_parallel=True)
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 class EngineKind:
     """The capabilities of an engine. Its functions are dotted paths, so that reading them imports no engine."""
 
-    title: str  # one server, as messages call it
-    specs: str | None = None  # function that describes the servers to start on one machine; None: nothing is started
-    check: str | None = None  # function that raises UserError where the engine is not installed
+    title: str  # what messages call one server
+    specs: str | None = None  # function that describes the servers to start on one machine; None starts nothing
+    check: str | None = None  # function that raises UserError if the engine is not installed
     client: str = "bapo_megatron.engines.connected:http_client"  # function that returns the client of one server
-    samples: bool = True  # False: batches come from disk
-    on_gpus: bool = False  # each server takes rollout.server_tensor_parallel GPUs of its own, if there are any
+    samples: bool = True  # False means that batches come from disk
+    on_gpus: bool = False  # if there are GPUs, each server takes its own rollout.server_tensor_parallel of them
     tensor_parallel: bool = False  # a server may split the model over several ranks
     answers_when_busy: bool = True  # also within a forward pass or a weight update
-    cuts: bool = False  # samples with top_p and top_k, and returns log-probs of the distribution that they leave
-    max_cut_tokens: int | None = None  # top_k must be set, and to this at most, for such log-probs; None: no such limit
-    needs: Literal["urls", "recordings"] | None = None  # where it finds its servers, or batches: a setting of [rollout]
-    section: Literal["sglang"] | None = None  # the table whose settings its servers are started with
-    startup_timeout_s: float = 180.0  # where rollout.startup_timeout_s is unset
+    cuts: bool = False  # samples with top_p and top_k, and returns log-probs of the distribution that remains
+    max_cut_tokens: int | None = None  # largest top_k (which must be set) for such log-probs; None means no limit
+    needs: Literal["urls", "recordings"] | None = None  # what a setting of [rollout] must give: servers or batches
+    section: Literal["sglang"] | None = None  # the table with the settings of the servers that it starts
+    startup_timeout_s: float = 180.0  # if rollout.startup_timeout_s is unset
 
 
 ENGINES = {

@@ -1,4 +1,4 @@
-"""The model family that `model.family` names, and the streams that it brings into a run."""
+"""The model family that `model.family` names, and the token streams that it adds to a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILY = Seam(
 
 
 def own_family(name: str) -> Family | None:
-    """Return the user's own family at a dotted path; None for "auto": the package knows the model's.
+    """Return the user's own family at a dotted path, or None for "auto" (a family of the package).
 
     Raises:
         UserError: there is none at that path.
@@ -39,7 +39,7 @@ def token_streams(name: str, folder: Path) -> tuple[TokenStream, ...]:
 
     Args:
         name: `model.family`.
-        folder: of the model's checkpoint.
+        folder: the model's checkpoint.
 
     Raises:
         UserError: see `own_family`; or the model is not supported.

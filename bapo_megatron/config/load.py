@@ -1,12 +1,12 @@
 """From TOML files and `key.path=value` overrides to one checked `Config`, and back to TOML.
 
-All sources are merged first, later ones win; the result is validated strictly, and every violation appears in one error
-that names the file or the override it came from. An invalid setting then has its default, so that later checks can tell
-the rest of what is wrong.
+All sources are merged first, and later ones win. The result is validated strictly; one error lists every violation with
+the file or override that it came from. An invalid setting then gets its default, so that later checks can report the
+rest of what is wrong.
 
 - A path that does not exist but is the name of a shipped configuration ("demo") means that one.
 - Relative paths inside a configuration (model.path, data.path, run.dir) are relative to the working directory.
-- `data.options` belong to a prompt source: where a later `data.source` names another one, earlier options are dropped.
+- `data.options` belong to a prompt source: if a later `data.source` names another one, earlier options are dropped.
 - TOML has no null: the string "none" unsets a setting that can be unset.
 """
 
@@ -38,7 +38,7 @@ Origins = dict[paths.Path, str]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into configurations and overrides: an override has a "=" and names no file.
+    """Split a command line into configurations and overrides: an override contains "=" and does not name a file.
 
     Raises:
         ConfigError: a setting is written without a "=", such as `optimizer.lr 3e-4`.
@@ -48,7 +48,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if bare:
         values = {i: next((text for text in arguments[i + 1 : i + 2] if "=" not in text), "VALUE") for i in bare}
         raise ConfigError("\n".join(f"{arguments[i]} needs a =: write {arguments[i]}={values[i]}" for i in bare))
-    overrides = [a for a in arguments if "=" in a and not os.path.isfile(a)]  # Path.is_file raises where it is long
+    overrides = [
+        a for a in arguments if "=" in a and not os.path.isfile(a)
+    ]  # Path.is_file raises if the name is too long
     return [a for a in arguments if a not in overrides], overrides
 
 
@@ -58,12 +60,12 @@ class Reading:
 
     config: Config
     violations: tuple[Violation, ...]
-    unread: frozenset[str]  # settings without the value that the user meant, as it could not be read
-    given: frozenset[str]  # settings and tables from overrides and files of the user's own
-    files: Mapping[str, str]  # by setting: the file that it is from, where there are several
+    unread: frozenset[str]  # settings whose intended value could not be read
+    given: frozenset[str]  # settings and tables from overrides and from the user's own files
+    files: Mapping[str, str]  # the file of each setting, if there are several files
 
     def valid(self) -> Config:
-        """Return the configuration. Raises ConfigError with all violations, one a line."""
+        """Return the configuration. Raises ConfigError with all violations, one per line."""
         if self.violations:
             raise ConfigError("\n".join(v.message for v in self.violations))
         return self.config
@@ -77,7 +79,7 @@ def load_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
         overrides: such as "optimizer.lr=3e-4"; the value is TOML, a bare word is a string.
 
     Raises:
-        ConfigError: a missing or malformed file, a malformed override, or all violations of the schema, one a line.
+        ConfigError: a missing or malformed file, a malformed override, or all violations of the schema, one per line.
     """
     return read_config(files, overrides).valid()
 
@@ -86,7 +88,7 @@ def read_config(files: Sequence[Path | str], overrides: Sequence[str] = ()) -> R
     """Read what `load_config` reads, and leave invalid settings out.
 
     Raises:
-        ConfigError: a missing or malformed file, without which the rest means something else; names all problems.
+        ConfigError: a file is missing or malformed, so that the rest may mean something else; names all problems.
     """
     tables: list[tuple[str, dict[str, Any]]] = []
     unreadable: list[str] = []
@@ -140,7 +142,7 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
 
 
 def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[Violation]:
-    """Drop settings that are gone; yield what to write instead, unless a retired setting has its default."""
+    """Drop removed settings; yield what to write instead, unless a removed setting has its old default."""
     loss = merged.get("loss")
     if isinstance(loss, dict) and loss.get("name") == "clip_higher":
         advice = earlier.MOVED["loss", "clip_higher"](loss.pop("clip_higher", 1.28))
@@ -158,14 +160,14 @@ def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[Violatio
 def _validated(
     merged: dict[str, Any], origins: Origins, found: list[Violation], unread: set[str], several: set[str]
 ) -> Reading:
-    """Validate, drop what is invalid, and validate again: pydantic compares settings once each of them is valid.
+    """Validate, drop what is invalid, and validate again: pydantic compares settings only once each one is valid.
 
     Args:
         found, unread: as in the Reading, so far.
-        several: the files that were merged; none where there is one.
+        several: the merged files; empty if there is only one.
     """
     dropped: set[str] = set()
-    named: set[str] = set()  # the same, with entries of lists by their names
+    named: set[str] = set()  # the same, with the names of list entries
     while True:
         try:
             config = Config.model_validate_json(json.dumps(_without_unset(merged), default=str), strict=True)
@@ -190,7 +192,7 @@ def _validated(
 
 
 def _with_derived(unread: set[str], merged: dict[str, Any]) -> set[str]:
-    """Add parallel.data where the other settings of the layout choose it, and one of them could not be read."""
+    """Add parallel.data if other settings of the layout determine it and one of them could not be read."""
     is_derived = "data" not in merged.get("parallel", {})
     return unread | {"parallel.data"} if is_derived and overlap(unread, _CHOOSE_DATA) else unread
 
@@ -198,7 +200,7 @@ def _with_derived(unread: set[str], merged: dict[str, Any]) -> set[str]:
 _CHOOSE_DATA = ("parallel.num_ranks", "parallel.tensor", "parallel.pipeline", "parallel.context")
 
 Mistake = tuple[tuple[paths.Path, ...], Sequence[Violation]]
-"""Settings to drop, and what is wrong with them; nothing where it only follows from another mistake."""
+"""Settings to drop, and what is wrong with them; empty if that only follows from another mistake."""
 
 
 def _mistakes(errors: Sequence[dict[str, Any]], origins: Origins) -> list[Mistake]:
@@ -212,14 +214,14 @@ def _mistakes(errors: Sequence[dict[str, Any]], origins: Origins) -> list[Mistak
         if isinstance(contradiction, ContradictionError):
             found += _contradictions(path, contradiction, origins)
         elif not has_loss and error["type"] == "extra_forbidden" and path in paths.schema():
-            found.append(((path,), ()))  # a setting of the loss that was meant
+            found.append(((path,), ()))  # a setting of the intended loss
         else:
             found.append(((path,), _explain(error, path, loss, origins)))
     return found if has_loss else [*found, ((("loss",),), ())]
 
 
 def _contradictions(section: paths.Path, error: ContradictionError, origins: Origins) -> Iterator[Mistake]:
-    """Blame the first of the settings that was set, and name where."""
+    """Blame the first setting that was set explicitly, and name its source."""
     for violation in error.violations:
         at = tuple((*section, *setting.split(".")) for setting in violation.settings)
         names = tuple(".".join(path) for path in at)
@@ -229,7 +231,7 @@ def _contradictions(section: paths.Path, error: ContradictionError, origins: Ori
 
 
 def _remove(table: dict[str, Any], at: Sequence[paths.Path]) -> list[paths.Path]:
-    """Remove the settings that are there, or else the nearest table around them; return what is gone."""
+    """Remove the settings if they are there, otherwise the nearest table around them; return the removed paths."""
     for depth in range(max(map(len, at)), 0, -1):
         if gone := [path[:depth] for path in at if len(path) >= depth and _pop(table, path[:depth])]:
             return gone
@@ -243,14 +245,14 @@ def _pop(value: Any, path: paths.Path) -> bool:
 
 
 def _below(value: Any, key: str) -> Any:
-    """Return what a table or list has there, or None."""
+    """Return a table's or list's value for the key, or None."""
     if isinstance(value, list):
         return value[int(key)] if key.isdigit() and int(key) < len(value) else None
     return value.get(key) if isinstance(value, dict) else None
 
 
 def _by_name(path: paths.Path, value: Any) -> Iterator[str]:
-    """Yield the parts of a path with the name of a list's entry in place of its number, as later checks call it."""
+    """Yield the parts of a path, with list entries by name instead of number, as later checks name them."""
     for key in path:
         is_entry, value = isinstance(value, list), _below(value, key)
         yield str(value["name"]) if is_entry and isinstance(value, dict) and "name" in value else key
@@ -288,7 +290,7 @@ def find_config(file: Path | str) -> Path:
 
 
 def _beside(file: Path | str) -> list[str]:
-    """List the TOML files in the folder in which a missing one was looked for."""
+    """List the TOML files in the folder where a missing one was expected."""
     folder = os.path.dirname(file)
     try:
         return [os.path.join(folder, name) for name in os.listdir(folder or ".") if name.endswith(".toml")]
@@ -298,13 +300,13 @@ def _beside(file: Path | str) -> list[str]:
 
 @cache
 def shipped_configs() -> dict[str, Path]:
-    """Name ("demo", "recipes/qwen3-32b-64k") -> file of the configurations that come with the package."""
+    """Return the configurations that ship with the package: name ("demo", "recipes/qwen3-32b-64k") -> file."""
     with resources.as_file(resources.files("bapo_megatron_configs")) as folder:
         return {file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.rglob("*.toml")}
 
 
 def merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """Put `top` over `base`, table by table, in place; anything that is not a table replaces what was there."""
+    """Merge `top` into `base` in place, table by table; a value that is not a table replaces what was there."""
     for key, value in top.items():
         if isinstance(value, dict):
             below = base.get(key)
@@ -321,7 +323,7 @@ def _put_over(merged: dict[str, Any], table: dict[str, Any]) -> None:
 
 
 def _forget_options(merged: dict[str, Any], sources: Sequence[Any]) -> None:
-    """Drop `data.options`, which belong to one prompt source, if a later source is another one."""
+    """Drop `data.options`, which belong to one prompt source, if one of the later `sources` is another."""
     data = merged.get("data")
     if isinstance(data, dict) and any(source != data.get("source") for source in sources):
         data.pop("options", None)
@@ -331,7 +333,7 @@ def parse_override(text: str) -> tuple[paths.Path, Any]:
     """Split "section.key=value". The value is TOML; a bare word, or anything for a text setting, is a string.
 
     Raises:
-        ConfigError: no "=", an empty key, or a value that starts like TOML but is none.
+        ConfigError: no "=", an empty key, or a value that starts like TOML but is not valid TOML.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"override {text!r} is not UTF-8")
@@ -355,7 +357,7 @@ def _set(table: dict[str, Any], path: paths.Path, value: Any) -> None:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             if depth == 1:
-                return  # a section is a table: validation refuses what it is set to
+                return  # a section is a table: validation refuses this value
             whole = ".".join(path[:depth])
             raise ConfigError(f"cannot set {'.'.join(path)}: {whole} was set as a whole; override {whole} instead")
     merge(table, {path[-1]: value})
@@ -377,7 +379,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _put_origins(origins: Origins, value: Any, source: str, path: paths.Path = ()) -> None:
-    """Note the source of every table and value, so that an error at any depth finds it. A value replaces a table."""
+    """Record the source of every table and value, for errors at any depth. A value replaces a table."""
     if isinstance(value, dict):
         for key, below in value.items():
             _put_origins(origins, below, source, (*path, key))
@@ -418,7 +420,7 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
     """Describe one pydantic error: what, where, what to do.
 
     Args:
-        path: of the setting.
+        path: the setting.
         loss: tag of the section that reads [loss], for a setting there.
     """
     name, source = escaped(".".join(path)), _source(path, origins)
@@ -442,7 +444,7 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
 
 
 def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
-    """Return the path itself if it is a misspelt section, or a value; else the settings below it, such as actor.lr."""
+    """Return the path itself if it is a misspelt section or a value, otherwise the settings below it (actor.lr)."""
     if not isinstance(value, dict) or not value:
         return [path]
     section = paths.meant_setting(path)
@@ -467,7 +469,7 @@ def _loss_name(tag: str) -> str:
 
 
 def _source(path: paths.Path, origins: Origins) -> str:
-    """Return the source of the nearest table or value around this path, else of one below it."""
+    """Return the source of the nearest table or value around this path, or else of one below it."""
     around = (path[:n] for n in range(len(path), 0, -1))
     below = (other for other in origins if other[: len(path)] == path)
     return next((origins[p] for p in (*around, *below) if p in origins), "default")

@@ -1,4 +1,4 @@
-"""The losses that `loss.name` may name: the built-in ones, each a section of its own, and those of the user's own.
+"""The losses that `loss.name` may name: the built-in ones, each with its own section, and the user's own.
 
 # my_loss.py, for loss.name = "my_loss:my_loss", or "my_loss:MY_LOSS"
 def my_loss(inputs: LossInputs, options: MyOptions) -> MyTokenLoss: ...
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bapo_megatron.tokens import TokenStream
 
 DEFAULT = "bapo"
-CUSTOM = "custom"  # tag of a loss of the user's own
+CUSTOM = "custom"  # tag of a user's own loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +37,27 @@ class StepStream:
     """A stream that the learner computes once in each step, before its first update, such as a teacher's log-probs."""
 
     stream: "TokenStream"
-    """On sampled tokens, with kept=False. The loss finds its rows in `inputs.batch.extra[stream]`, [R, *shape]."""
+    """A stream on sampled tokens, with kept=False. The loss reads `inputs.batch.extra[stream]`, [R, *shape]."""
     make: Callable[[Any, Any], Callable[[Any], Sequence[Any]]]
-    """From `Config` and `Learner` to a function that computes rows. All ranks call both together. The function takes a
-    `MiniBatch`, and returns one tensor [R, *shape] for each micro-batch, or none off the last pipeline stage."""
+    """Takes `Config` and `Learner`, and returns a function that computes rows; all ranks call both together. That
+    function takes a `MiniBatch`, and returns one tensor [R, *shape] for each micro-batch on the last pipeline stage,
+    and none on the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss of the user's own, with more than its function."""
+    """A user's own loss: a function, and what else belongs to it."""
 
     function: Callable[..., Any]
-    """From `LossInputs` of a micro-batch, and options if it has any, to a `TokenLoss`."""
+    """Takes the `LossInputs` of a micro-batch, and options if it has any, and returns a `TokenLoss`."""
     metrics: tuple[Metric, ...] = ()
-    """Means or maxima over tokens of fields of the record that the function returns."""
+    """Means or maxima over tokens of fields in the record that the function returns."""
     rule: Callable[[Any, ClipBoundConfig], Any] | None = None
-    """An `UpdateRule`, which is called with the options and [bapo]; its decision is `LossInputs.found`."""
+    """An `UpdateRule`, called with the options and [bapo]; its decision becomes `LossInputs.found`."""
     reads: RuleReads = "update"
     """The tokens that `rule` reads."""
     streams: tuple[StepStream, ...] = ()
-    """What the learner computes for each token in a step."""
+    """Values that the learner computes for each token in a step."""
 
     def __call__(self, inputs: Any, options: Any) -> Any:
         """Call the function."""
@@ -64,7 +65,7 @@ class Loss:
 
 
 def _built_in() -> dict[str, type[LossConfig]]:
-    """Find the built-in losses by name: they are classes, found as the user's own functions are, by path."""
+    """Find the built-in losses by name: classes at dotted paths, as the user's own functions are."""
     folder = importlib.import_module("bapo_megatron.algorithms.objectives")
     files = [
         importlib.import_module(f"{folder.__name__}.{file.name}") for file in pkgutil.iter_modules(folder.__path__)
@@ -94,7 +95,7 @@ LOSS = Seam(
 
 @dataclass(frozen=True, slots=True)
 class _WithoutOptions:
-    """A function of a loss that has no options, called like others."""
+    """A loss function without options, made callable like the others."""
 
     function: Callable[[Any], Any]
 
@@ -107,17 +108,17 @@ class _WithoutOptions:
 
 
 class CustomLoss(LossConfig):
-    """A function of your own, `loss(inputs: LossInputs, options: MyOptions) -> TokenLoss`, or a `Loss` with one. Where
-    `MyOptions` is a Section or another pydantic model, it checks [loss.options]; else the function gets them as a
-    dict. A function without options has one parameter."""
+    """A function of your own, `loss(inputs: LossInputs, options: MyOptions) -> TokenLoss`, or a `Loss` with one. If
+    `MyOptions` is a Section or another pydantic model, it checks [loss.options]; otherwise the function gets a dict. A
+    function without options has one parameter."""
 
-    clips = True  # as far as is known: the function may return any record
+    clips = True  # it may: the function may return any record
 
     name: Annotated[str, AfterValidator(LOSS.known)]
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the function itself."""
+    """Settings of the function."""
     search_bounds: bool = False
-    """Give the function the bounds of [bapo], as inputs.bounds; else those are nan."""
+    """Give the function the bounds of [bapo], as inputs.bounds; otherwise these are nan."""
 
     @property
     def searches_bounds(self) -> bool:  # type: ignore[override]
@@ -126,17 +127,17 @@ class CustomLoss(LossConfig):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:  # type: ignore[override]
-        """Those that its `Loss` declares. Raises UserError: see `own`."""
+        """The metrics that its `Loss` declares. Raises UserError: see `own`."""
         return self.own.metrics
 
     @property
     def streams(self) -> tuple[StepStream, ...]:  # type: ignore[override]
-        """Those that its `Loss` declares. Raises UserError: see `own`."""
+        """The streams that its `Loss` declares. Raises UserError: see `own`."""
         return self.own.streams
 
     @property
     def rule(self) -> Any:
-        """The rule of its `Loss`, the search of [bapo], or none. Raises UserError: see `own`."""
+        """The rule of its `Loss`, the search of [bapo], or None. Raises UserError: see `own`."""
         if self.search_bounds:
             return "bapo_megatron.algorithms.bound_search:ContributionRule"
         return LossConfig.rule if self.own.rule is None else self.own.rule
@@ -211,7 +212,7 @@ class CustomLoss(LossConfig):
 
 
 def _problem(metric: Metric) -> str:
-    """Return what is wrong with a metric of the user's own; empty for nothing."""
+    """Return what is wrong with a user's own metric; empty if nothing is."""
     if metric.key in METRICS:
         return "is one of the package's: give it a key of its own"
     if not metric.tokens or not metric.of:
@@ -220,7 +221,7 @@ def _problem(metric: Metric) -> str:
 
 
 def _option_problem(error: dict[str, Any], options: type[BaseModel]) -> str:
-    """Describe one pydantic error as those of other settings are."""
+    """Describe one pydantic error as errors of other settings are described."""
     *tables, last = (str(part) for part in error["loc"]) if error["loc"] else ("",)
     name = ".".join(("loss.options", *tables, last)).rstrip(".")
     if error["type"] == "extra_forbidden":
@@ -234,7 +235,7 @@ def _option_problem(error: dict[str, Any], options: type[BaseModel]) -> str:
 
 
 def stand_in(loss: LossConfig) -> LossConfig:
-    """Return the default loss with the settings that all losses have, in place of one that cannot be loaded."""
+    """Return a stand-in for a loss that cannot be loaded: the default loss, with the settings that all losses share."""
     shared = {name: getattr(loss, name) for name in LossConfig.model_fields if name != "name"}
     return LOSSES[DEFAULT].model_construct(**shared)
 

@@ -1,8 +1,8 @@
 """The learning rate of every optimizer update: warm-up, then constant or falling to a floor.
 
-A pure function of the number of updates that were attempted before, which is the learner's version: a resumed run goes
-on exactly, with nothing to save. A skipped update (its gradient was not finite) counts too, so that the end of the
-schedule is the end of the run.
+A pure function of the number of updates attempted before, which is the learner's version, so a resumed run continues
+exactly and nothing has to be saved. A skipped update (its gradient was not finite) counts too, so that the schedule
+ends with the run.
 """
 
 import math
@@ -20,13 +20,13 @@ def learning_rate(num_attempted: int, settings: OptimizerConfig, num_updates: in
     """Return the rate of the update that follows `num_attempted` others.
 
     The first w = `warmup_updates` rise linearly, lr / w, 2 lr / w, ..., lr. From the last of these (the very first
-    update where w = 0) to the last planned one, the rate stays (constant), or falls to lr x `min_lr_ratio` on a line or
+    update if w = 0) to the last planned one, the rate stays (constant), or falls to lr x `min_lr_ratio` along a line or
     half a cosine (arXiv 1608.03983, Eq. 5, without restarts); there it stays.
     Example: w = 2, linear, 6 planned, floor 0: lr x (1/2, 1, 3/4, 1/2, 1/4, 0, 0, ...).
 
     Args:
         num_attempted: updates before this one, skipped ones included.
-        num_updates: as `planned_updates` gives it.
+        num_updates: the result of `planned_updates`.
     """
     assert num_attempted >= 0, "updates are counted from 0"
     if num_attempted < settings.warmup_updates:

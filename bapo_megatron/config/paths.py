@@ -31,7 +31,7 @@ def subsections(field: FieldInfo) -> list[type[BaseModel]]:
 
 
 def entries(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that each entry of a list of tables is, such as [[eval.sets]]; None for another field."""
+    """Return the section of each entry in a list of tables, such as [[eval.sets]]; None for other fields."""
     is_list = typing.get_origin(field.annotation) is tuple
     kind = typing.get_args(field.annotation)[0] if is_list else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
@@ -61,7 +61,7 @@ def accepts(path: Path, kind: type) -> bool:
 
 
 def choices(path: Path) -> list[str]:
-    """Return the values that a setting can have if they are few: names, or true and false; else none."""
+    """Return a setting's possible values if they are few (names, or true and false), otherwise an empty list."""
     field = schema().get(path)
     kinds = options(field.annotation) if field else ()
     names = [
@@ -71,7 +71,7 @@ def choices(path: Path) -> list[str]:
 
 
 def meant_setting(path: Path) -> str | None:
-    """Return the setting that a wrong path most likely meant; within a list of tables, one of its entries' only.
+    """Return the setting that a wrong path most likely meant; within a list of tables, only a setting of its entries.
 
     In order: the same name in lower case; the name of another framework (coming_from.toml); a typo within the section;
     the same name in another section; the end of another framework's name; a typo anywhere.

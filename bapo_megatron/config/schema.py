@@ -1,7 +1,7 @@
 """Every setting, with its type, default and meaning. One TOML table per section.
 
-Here a field is checked, and a section whose settings contradict each other (`ContradictionError`). Whether settings
-fit together, and fit the model and the machine, is the question of preflight/checks.
+This file checks single fields, and contradictions within a section (`ContradictionError`). preflight/checks finds out
+whether sections fit each other, the model and the machine.
 """
 
 import difflib
@@ -41,16 +41,16 @@ class RunConfig(Section):
     dir: PathText = "runs"
     """Folder that holds all run directories."""
     seed: int = Field(0, ge=0, lt=2**53)
-    """Seeds prompt order, sampling, mini-batch order. On a CPU, with embedded engines and neither overlap nor
-    abort_tail, the same seed, layout and threads give the same run bit for bit, interrupted or not; else see
+    """Seeds prompt order, sampling and mini-batch order. On a CPU, with embedded engines and neither overlap nor
+    abort_tail, the same seed, layout and threads give the same run bit for bit, interrupted or not; for other cases see
     docs/architecture.md, Resuming."""
     max_restarts: Whole = 0
-    """Restarts of the trainer ranks, from the newest checkpoint, after one has died or hangs
-    (parallel.timeout_s); engines keep running. Begun after growing delays, counted anew once an attempt has saved three
-    steps; none after two attempts in a row that complete no step, or an error that a user has to mend."""
+    """Restarts of the trainer ranks, from the newest checkpoint, after one has died or hangs (parallel.timeout_s);
+    engines keep running. The delays grow, and the count starts again once an attempt has saved three steps. No restart
+    follows two attempts in a row that complete no step, or an error that a user has to fix."""
     standby: bool = False
-    """bapo train, with max_restarts: keep as many processes as trainer ranks that have imported everything, for the
-    next restart. Each takes 0.4 GB of memory and no GPU."""
+    """bapo train, with max_restarts: for the next restart, keep one spare process per trainer rank that has already
+    imported everything. Each takes 0.4 GB of memory and no GPU."""
 
 
 class ModelConfig(Section):
@@ -61,28 +61,29 @@ class ModelConfig(Section):
     which is downloaded, and pinned as "Qwen/Qwen3-0.6B@COMMIT" in the run's config.toml; "demo" is the small model that
     ships with the package."""
     family: Annotated[str, AfterValidator(FAMILY.known)] = "auto"
-    """How the model differs from plain Llama. auto: as its config.json's model_type says, for the families of the
-    package; or the path of a Family of your own, "my_module:FAMILY", for checkpoints of that family's model_type."""
+    """How the model differs from plain Llama. auto: look up config.json's model_type among the package's families; or
+    the path of your own Family, "my_module:FAMILY", for checkpoints with that family's model_type."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations. To train in bfloat16 takes a GPU."""
+    """Type of weights and activations. Training in bfloat16 needs a GPU."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers of the trainer. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only ones with FP8;
-    local: Megatron's own linears and our packed attention; auto: the first where it is installed and can be used."""
+    """Implementation of the trainer's layers. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only
+    ones with FP8; local: Megatron's own linears and our packed attention; auto: transformer_engine if it is installed
+    and can be used, otherwise local."""
 
 
 class PrecisionConfig(Section):
     """FP8 inside the layers, through Transformer Engine: see docs/precision.md. The embedding, the output layer,
-    log-probs and the loss never are FP8."""
+    log-probs and the loss are never FP8."""
 
     fp8: Literal["off", "hybrid", "e4m3"] = "off"
     """Format of the operands of the layers' matrix products. hybrid: e4m3 forward, e5m2 for gradients; e4m3: e4m3 for
     both. Needs model.dtype = "bfloat16"."""
     recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
-    """Source of the scales. tensorwise: each tensor's own largest value; delayed: those of the last 1024 passes;
-    blockwise: blocks of 128 values; mxfp8: blocks of 32 values, on Blackwell."""
+    """Source of the scales. tensorwise: each tensor's own largest value; delayed: its largest values in the last 1024
+    passes; blockwise: one scale per 128 values; mxfp8: one per 32 values, on Blackwell."""
     fp8_params: bool = False
-    """Keep the layers' matrices in FP8 instead of quantising bfloat16 ones each update; the optimizer's float32 weights
-    stay. Needs optimizer.distributed."""
+    """Keep the layers' matrices in FP8 instead of quantising bfloat16 ones at each update; the optimizer keeps its
+    float32 weights. Needs optimizer.distributed."""
 
     @property
     def uses_fp8(self) -> bool:
@@ -97,7 +98,7 @@ _FIELDS = ("prompt", "answer")  # what a question is made from
 
 
 def _columns_of_fields(columns: dict[str, str]) -> dict[str, str]:
-    """Return the columns by field, if each field has one of its own."""
+    """Return the columns by field if the fields are known and no column is named twice."""
     for field in columns:
         if field not in _FIELDS:
             close = difflib.get_close_matches(field, _FIELDS, n=1)
@@ -112,37 +113,37 @@ class SourceConfig(Section):
 
     source: Annotated[str, AfterValidator(SOURCE.known)] = "chains"
     """chains: the demo's modular arithmetic; programs: small functions to be found from examples; reasoning_gym: a
-    procedural data set. Or rows: of your own file (jsonl), of a data set on the Hugging Face hub (hub), or of your own
-    function, "my_package.my_module:my_rows"."""
+    procedural data set. Or rows: from your own file (jsonl), from a data set on the Hugging Face hub (hub), or from
+    your own function, "my_package.my_module:my_rows"."""
     path: PathText | None = None
-    """jsonl: the file, one object a line with the fields `prompt` and `answer`; or a JSON list (.json), CSV (.csv) or
-    Parquet (.parquet). hub: the data set's name, such as "openai/gsm8k", or "openai/gsm8k@COMMIT"."""
+    """jsonl: the file, with one object per line that has the fields `prompt` and `answer`; or a JSON list (.json), CSV
+    (.csv) or Parquet (.parquet). hub: the data set's name, such as "openai/gsm8k", or "openai/gsm8k@COMMIT"."""
     subset: str | None = None
-    """hub: name of the subset (configuration) of a data set that has several."""
+    """hub: name of the subset (configuration), for a data set that has several."""
     split: str = "train"
     """hub: the split, or a part of it, such as "train[:1000]"."""
     format: Literal["plain", "math", "gsm8k", "humaneval"] = "plain"
-    """Rows: their columns. plain: `prompt` and `answer`; math: MATH-500 and AIME; gsm8k; humaneval: programs,
-    judged by their tests. All but plain also say how to answer; see docs/evaluation.md."""
+    """Columns of the rows. plain: `prompt` and `answer`; math: MATH-500 and AIME; gsm8k; humaneval: programs, judged by
+    their tests. All except plain also tell the model how to answer; see docs/evaluation.md."""
     fields: Annotated[dict[str, str], AfterValidator(_columns_of_fields)] = Field(default_factory=dict)
-    """Rows: the columns that hold the prompt and the answer, if `format` names them differently:
+    """For rows: the columns with the prompt and the answer, if `format` names them differently:
     {prompt = "question", answer = "solution"}; "reward_model.ground_truth" is a value in an object."""
     dataset: str | None = None
     """reasoning_gym: name of the data set, such as "basic_arithmetic"."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the source: chains {min_terms, max_terms}, programs {num_examples}, reasoning_gym: the data set's own
-    settings; a function of your own: its arguments, by name."""
+    settings; your own function: its arguments, by name."""
     size: Count = 10_000
-    """Number of prompts that a procedural source makes before it starts over in a new order."""
+    """Number of prompts that a procedural source makes before it repeats them in a new order."""
 
     @property
     def kind(self) -> SourceKind:
-        """What `source` reads."""
+        """What kind of source it is, and what it reads."""
         return source_kind(self.source)
 
     @property
     def has_rows(self) -> bool:
-        """Whether the prompts are rows, of a file, the hub or a function, and not made as needed."""
+        """Whether the prompts are rows (from a file, the hub or a function), not generated as needed."""
         return self.kind.has_rows
 
     @property
@@ -157,12 +158,12 @@ class SourceConfig(Section):
 
     @property
     def origin(self) -> str:
-        """The name of what the prompts come from: a file, a data set or a source."""
+        """The name of the place that prompts come from: a file, a data set or a source."""
         return self.path if self.path is not None and self.needs_path else self.source
 
 
 class NamedSource(SourceConfig):
-    """A source of prompts with a name of its own."""
+    """A source of prompts with its own name."""
 
     name: EntryName
     """Name in metrics and reports: letters, digits, "-" and "_"."""
@@ -170,7 +171,7 @@ class NamedSource(SourceConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_source(cls, value: Any) -> Any:
-        """Take an entry with a path and no source for a file."""
+        """Treat an entry with a path and no source as a file."""
         return {"source": "jsonl", **value} if isinstance(value, dict) and "path" in value else value
 
 
@@ -178,14 +179,14 @@ class MixedSource(NamedSource):
     """An entry of [[data.sources]]. Each names its source as [data] does; with a path, `source` may be left out."""
 
     weight: Positive = 1.0
-    """Its share of the prompts is this weight over the sum of all."""
+    """Its share of the prompts is this weight divided by the sum of all weights."""
 
 
 class EvalSet(NamedSource):
     """An entry of [[eval.sets]]. Each names its source as [data] does; with a path, `source` may be left out."""
 
     num_prompts: Count = 64
-    """Prompts, the same in each evaluation; all of a file that has fewer."""
+    """Number of prompts, the same ones in each evaluation; a file with fewer is used completely."""
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
     max_response_tokens: Count | None = None
@@ -199,7 +200,7 @@ class EvalSet(NamedSource):
 
 
 def _named_apart(entries: tuple[NamedSource, ...]) -> tuple[NamedSource, ...]:
-    """Return the entries if their names make different metrics, to Prometheus as well."""
+    """Check that the names give distinct metrics, also after Prometheus has normalised them."""
     names: dict[str, str] = {}
     for entry in entries:
         other = names.setdefault(key := entry.name.replace("-", "_"), "")
@@ -212,10 +213,10 @@ def _named_apart(entries: tuple[NamedSource, ...]) -> tuple[NamedSource, ...]:
 
 
 class DataConfig(SourceConfig):
-    """The source of prompts, and how they are put."""
+    """Where prompts come from, and how they are presented to the model."""
 
     sources: Annotated[tuple[MixedSource, ...], AfterValidator(_named_apart)] = ()
-    """[[data.sources]]: several sources instead of the one of [data], mixed by weight; see docs/data.md."""
+    """[[data.sources]]: several sources instead of the single one in [data], mixed by weight; see docs/data.md."""
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template."""
     system_prompt: str | None = None
@@ -223,39 +224,39 @@ class DataConfig(SourceConfig):
     max_prompt_tokens: Count = 512
     """A longer prompt is an error, or skipped (see on_bad_prompt)."""
     on_bad_prompt: Literal["error", "skip"] = "error"
-    """Treatment of an empty or over-long prompt. Skipped prompts are counted in the metrics."""
+    """What to do with an empty or over-long prompt. Skipped prompts are counted in the metrics."""
 
 
 class RewardConfig(Section):
     """The judge of responses, and the shaping of its rewards."""
 
     kind: Annotated[str, AfterValidator(REWARD.known)] = "auto"
-    """auto: the verifier of the prompt source, such as math-verify for jsonl; or "chains", "reasoning_gym", "math";
-    text: compares words, such as "Paris", "B" or "yes"; code: runs the response's program against tests; or a function
-    of your own, "my_package.my_module:my_function"."""
+    """auto: the prompt source's verifier, such as math-verify for jsonl; or "chains", "reasoning_gym", "math"; text:
+    compares words, such as "Paris", "B" or "yes"; code: runs the response's program against tests; or your own
+    function, "my_package.my_module:my_function"."""
     judges: dict[EntryName, Annotated[str, AfterValidator(REWARD.known)]] = Field(default_factory=dict)
-    """Several judges instead of `kind`, by the name of the part of the reward that each gives; the reward is the
-    weighted sum: {correct = "math", format = "my_rewards:has_box"}."""
+    """Several judges instead of `kind`: {correct = "math", format = "my_rewards:has_box"}. Each gives the named part of
+    the reward; the reward is their weighted sum."""
     weights: dict[EntryName, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]] = Field(default_factory=dict)
-    """Weights of the reward's parts by name: of all parts that your judge returns, or of `judges`, where 1 is the
-    default. With 0 a part is only recorded."""
+    """Weights of the reward's parts by name: for every part that your judge returns; or for `judges`, where the default
+    is 1. A part with weight 0 is only recorded."""
     timeout_s: Positive = 10.0
     """Deadline of one verification; a response that exceeds it is judged wrong and counted."""
     concurrency: Count | None = None
-    """Verifications at once: processes of a plain function, calls of an async one.
-    Unset: as many processes as cores, at most 8, or 64 calls."""
+    """Concurrent verifications: processes for a plain function, calls for an async one.
+    Unset: one process per core, at most 8; or 64 calls."""
     process_memory_mib: Count = 4096
-    """Data memory of one process that judges, in MiB; raise it for a judge that loads a model."""
+    """Data memory of one judge process, in MiB; raise it for a judge that loads a model."""
     allowed_calls: Annotated[tuple[str, ...], AfterValidator(known_calls)] = ()
-    """code: system calls that programs may make although the sandbox refuses them, such as "chmod"; docs/security.md
-    has what they open."""
+    """code: system calls that programs may make although the sandbox refuses them by default, such as "chmod"; see
+    docs/security.md for the risks."""
     overlong_penalty: NonNegative = 0.0
-    """Subtracted from the reward of a truncated response, and linearly less of it over the last overlong_buffer_tokens
-    before rollout.max_response_tokens (DAPO). Shapes advantages; the reward metrics show the verdict."""
+    """Subtracted from the reward of a truncated response. It grows linearly over the last overlong_buffer_tokens before
+    rollout.max_response_tokens (DAPO). It shapes advantages; the reward metrics show the verdict."""
     overlong_buffer_tokens: Whole = 0
     """Tokens before rollout.max_response_tokens over which overlong_penalty grows. 0: truncated responses only."""
     scale: Positive = 1.0
-    """Factor of the shaped reward on its way to the advantages."""
+    """Factor applied to the shaped reward before advantages are computed."""
     running_std: bool = False
     """Divide the shaped rewards by the standard deviation of all rewards so far, this batch included (the reward
     scaling of PPO implementations, without a mean)."""
@@ -267,11 +268,11 @@ class RolloutConfig(Section):
     """Sampling responses, in budgeted pieces (partial rollout)."""
 
     engine: Annotated[str, AfterValidator(ENGINE.known)] = "embedded"
-    """embedded: our small torch engine in a process of its own; sglang: SGLang servers started on this machine, with or
-    without GPUs; attach: running SGLang-compatible servers (urls); recorded: none, batches come from a recorded run; or
-    an engine of your own, "my_package.my_module:my_engine" (an EngineKind)."""
+    """embedded: our small torch engine in a separate process; sglang: SGLang servers started on this machine, with or
+    without GPUs; attach: running SGLang-compatible servers (urls); recorded: no engine, batches come from a recorded
+    run; or your own engine, "my_package.my_module:my_engine" (an EngineKind)."""
     record: bool = False
-    """Keep every step's judged groups in the run's `rollouts` folder, for `recorded` and for study."""
+    """Keep every step's judged groups in the run's `rollouts` folder, for `recorded` and for analysis."""
     recorded_from: PathText | None = None
     """recorded: the `rollouts` folder of a run with record = true."""
     urls: tuple[str, ...] = ()
@@ -285,109 +286,110 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(8, gt=0, le=65_536)
     """Responses in a group."""
     temperature: Positive = 1.0
-    """Sampling temperature; behaviour and current log-probs are both of the tempered distribution."""
+    """Sampling temperature; behaviour and current log-probs both refer to the tempered distribution."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens only, as few as have this probability together; 1 is all tokens. Behaviour
-    log-probs are then of these tokens, renormalised, and current ones still of all: docs/bapo.md has what follows."""
+    """Sample only from the smallest set of likeliest tokens with this total probability; 1 means all tokens. Below 1,
+    behaviour log-probs are renormalised over this set, and current ones still cover all tokens: see docs/bapo.md."""
     top_k: Count | None = None
-    """Sample from this many likeliest tokens only; together with top_p, from the tokens that both leave. Unset: all."""
+    """Sample only from this many likeliest tokens; with top_p, from the tokens that both allow. Unset: all."""
     max_response_tokens: Count = 512
     """A response that reaches this length is finished (reason "length")."""
     truncated: Literal["keep", "mask"] = "keep"
     """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
     keep_group: Annotated[str, AfterValidator(KEEP_GROUP.known)] = "all"
-    """Judged groups that take a place in the batch; the others are replaced. all; informative: those whose responses
-    got different rewards, as the others teach nothing (DAPO's dynamic sampling); or a function of your own,
+    """Judged groups that enter the batch; the others are replaced. all; informative: groups whose responses got
+    different rewards, since the others teach nothing (DAPO's dynamic sampling); or your own function,
     "my_package.my_module:keep_group"."""
     tokens_per_round: Count | None = None
-    """Partial rollout: tokens a response may grow per round before it is set aside and resumed with later weights.
-    Unset: every response is sampled to its end at once."""
+    """Partial rollout: how many tokens a response may grow per round before it is set aside and resumed with later
+    weights. Unset: every response is sampled to its end in one round."""
     groups_in_flight: Count | None = None
-    """Groups being sampled at once; more than prompts_per_step lets slow ones wait for a later step.
+    """Groups sampled at the same time; more than prompts_per_step lets slow ones wait for a later step.
     Unset: prompts_per_step."""
     abort_tail: bool = False
     """Over-sampling: once a step has its groups, abort the responses still being sampled; they keep their tokens and
     resume in the next step. Useful with groups_in_flight above prompts_per_step."""
     overlap: bool = False
-    """Sample while the trainer trains; running responses continue with new weights after each push. For engines with
-    devices of their own: on cores that they share with the trainer it gains nothing."""
+    """Sample while the trainer trains; running responses continue with new weights after each push. For engines on
+    their own devices: on cores shared with the trainer it gains nothing."""
     max_staleness: Whole | None = None
     """Largest age of a token, in optimizer updates, in any update that trains it. Kept by admission: no response
     starts that might not be trained in time. Unset: no bound; overlap needs one."""
     max_concurrent_requests: Count = 256
-    """Responses that a server samples at once; without overlap and abort_tail the others wait inside the server."""
+    """Responses that a server samples at the same time; without overlap and abort_tail, the others wait inside the
+    server."""
     request_timeout_s: Positive = 300.0
-    """Deadline of one generate request: of one round, without overlap and abort_tail."""
+    """Deadline of one generate request; without overlap and abort_tail, of one round."""
     max_retries: Whole = 2
-    """Repetitions of a request after a failed or malformed reply, before its server is fenced off."""
+    """Retries of a request after a failed or malformed reply, before its server is fenced off."""
     startup_timeout_s: Positive | None = None
     """Deadline for a server to become healthy. Unset: 1800 for sglang, which on GPUs captures CUDA graphs and compiles
-    kernels at its first start; else 180."""
+    kernels at its first start; otherwise 180."""
     max_restarts: Whole = 3
-    """embedded, sglang: restarts of each server that has ended or hangs, after growing delays. A server without
-    restarts left stays away; the run goes on with the others."""
+    """embedded, sglang: restarts of each server that has ended or hangs, after growing delays. A server that has used
+    up its restarts stays down; the run continues with the others."""
     hang_timeout_s: Positive = 600.0
-    """embedded, sglang: a server that has not answered for this long is killed and started again. An SGLang server does
-    not answer within a forward pass, or while it takes in a bucket of weights: keep this above sync.timeout_s."""
+    """embedded, sglang: a server that has not answered for this long is killed and restarted. An SGLang server does not
+    answer during a forward pass, or while it loads a bucket of weights: keep this above sync.timeout_s."""
     api_key: PathText | None = None
-    """attach: file with the key that your servers ask for, such as SGLang's --api-key: a line that only you should be
-    able to read. Engines that the run starts get a new key by themselves."""
+    """attach: file with the key that your servers ask for, such as SGLang's --api-key: one line, readable only by you.
+    Engines that the run starts get a new key automatically."""
     engine_threads: Count | None = None
     """embedded, sglang: CPU threads of one engine process. Unset: its side's cores / processes. Trainer and engines
     take turns on all cores; with `overlap`, each side has half of them."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether `top_p` or `top_k` may leave tokens out."""
+        """Whether `top_p` or `top_k` may exclude tokens."""
         return self.top_p < 1 or self.top_k is not None
 
 
 class AdvantageConfig(Section):
-    """From the rewards of a group to advantages."""
+    """How advantages are computed from rewards."""
 
     kind: Annotated[str, AfterValidator(ADVANTAGE.known)] = "grpo"
-    """One for each response, from its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the others;
-    or a function of your own, "my_package.my_module:my_advantage". One for each token, from a critic (see [critic]):
-    gae: generalized advantage estimation; n_step: n-step returns."""
+    """One advantage per response, from its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the
+    others; or your own function, "my_package.my_module:my_advantage". One advantage per token, from a critic (see
+    [critic]): gae: generalized advantage estimation; n_step: n-step returns."""
     whiten_batch: bool = False
     """Whiten the advantages over the responses of the batch: with dr_grpo, REINFORCE++ with a group baseline."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """gae, n_step: discount of rewards per token; 1 is none, as usual where the reward comes at the end."""
+    """gae, n_step: discount of rewards per token; 1 means none, as usual if the reward comes at the end."""
     lam: float = Field(1.0, ge=0, le=1)
-    """gae: 1 is the whole return less the value, without bias; smaller trusts the critic more: the reward fades by this
-    factor per token, and values take its place."""
+    """gae: 1 is the whole return minus the value, without bias; a smaller one trusts the critic more: the reward fades
+    by this factor per token, and values take its place."""
     n_step: Count = 128
-    """n_step: tokens until the critic's value stands in for the rest of the response."""
+    """n_step: tokens until the critic's value replaces the rest of the response."""
     whiten_tokens: bool = True
     """gae, n_step: give the advantages of a batch's trained tokens mean 0 and standard deviation 1, as PPO does."""
 
     @property
     def compares_responses(self) -> bool:
-        """Whether advantages come from the rewards of a group; else from a critic's values."""
+        """Whether advantages come from the rewards of a group, not from a critic's values."""
         return self.kind not in WITH_CRITIC
 
     @property
     def divides_by_std(self) -> bool:
-        """Whether each group is divided by its standard deviation, so that a scale of rewards does nothing."""
+        """Whether each group is divided by its standard deviation, so that scaling rewards has no effect."""
         return self.kind in ADVANTAGES and ADVANTAGES[self.kind].divides_by_std
 
 
 class CriticConfig(Section):
-    """The critic of advantage.kind = "gae" and "n_step": a second model of the trainer, split like the policy, which
-    predicts rewards. Its Adam is that of [optimizer], but for the settings here."""
+    """The critic for advantage.kind = "gae" and "n_step": a second model in the trainer, split like the policy, which
+    predicts rewards. It uses the Adam settings of [optimizer], except where set here."""
 
     path: PathText | None = None
-    """Folder with its start weights: a language model, or one with a score.weight of one row in place of the output
-    layer (a reward model, or the critic of a checkpoint). Unset: model.path. A new head starts at zero."""
+    """Folder with its initial weights: a language model, or a model with a one-row score.weight instead of the output
+    layer (a reward model, or a checkpoint's critic). Unset: model.path. A new head starts at zero."""
     lr: Positive = 1e-5
     """Learning rate, constant."""
     warmup_steps: Whole = 0
-    """Steps at the start of the run that train the critic only, on responses of the policy as it is."""
+    """Steps at the start of the run that train only the critic, on responses of the unchanged policy."""
     epochs_per_step: Count = 1
     """The critic's passes over each rollout batch, of train.minibatches_per_step updates each."""
     clip: Positive | None = None
     """Value clipping: a token has no gradient once its value has moved towards its return by more than this within a
-    step. Unset: none."""
+    step. Unset: no clipping."""
 
 
 class OptimizerConfig(Section):
@@ -402,10 +404,10 @@ class OptimizerConfig(Section):
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """linear, cosine: where the learning rate ends, as a share of lr."""
     total_updates: Count | None = None
-    """linear, cosine: the update at which the floor is reached; it stays there. Unset: train.num_steps x
-    minibatches_per_step x epochs_per_step; set it where the run may be prolonged later."""
+    """linear, cosine: the update at which the rate reaches the floor, where it stays. Unset: train.num_steps x
+    minibatches_per_step x epochs_per_step; set it if the run may be extended later."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay (AdamW), of matrices; norms and biases are left alone, as Megatron does it."""
+    """Decoupled weight decay (AdamW) for matrices, but not for norms and biases, as in Megatron."""
     beta1: float = Field(0.9, gt=0, lt=1)
     """Decay of Adam's first moment."""
     beta2: float = Field(0.95, gt=0, lt=1)
@@ -415,30 +417,30 @@ class OptimizerConfig(Section):
     clip_grad: Positive = 1.0
     """Largest global gradient norm."""
     distributed: bool = False
-    """Split Adam's state (and the float32 copy of bfloat16 weights) over the data and context ranks, as Megatron's
-    distributed optimizer does. The same update for less memory."""
+    """Split Adam's state (and the float32 copy of bfloat16 weights) over the data and context ranks, with Megatron's
+    distributed optimizer. The update is the same and takes less memory."""
 
 
-_FORWARDS_FIRST_SHARE = 0.1  # of a device: what train.schedule = "auto" lets the layer inputs of an update take
+_FORWARDS_FIRST_SHARE = 0.1  # share of device memory that train.schedule = "auto" allows for an update's layer inputs
 
 
 class TrainConfig(Section):
-    """The length of the run, and the use of each rollout batch."""
+    """The length of the run, and how each rollout batch is used."""
 
     num_steps: Count = 100
     """Rollout batches to train on."""
     rollout_only: bool = False
     """Sample, judge and record without any update: to measure engines and rewards, or to make recordings."""
     minibatches_per_step: Count = 1
-    """Optimizer updates per pass over a rollout batch: samples of later ones are older (staleness)."""
+    """Optimizer updates per pass over a rollout batch; the later ones train on older samples (staleness)."""
     epochs_per_step: Count = 1
     """Passes over each rollout batch (sample replay)."""
     max_tokens_per_microbatch: Count = 8192
-    """Packed tokens in one forward pass of one rank; a longer single sequence gets a micro-batch of its own. With
-    context parallelism a pack is shared by parallel.context ranks and holds that many times more."""
+    """Packed tokens in one forward pass of one rank; a longer sequence gets its own micro-batch. With context
+    parallelism, parallel.context ranks share a pack, which holds that many times more."""
     logprob_chunk_tokens: Count | None = None
-    """Rows whose logits exist at once when log-probs are computed. Unset: on a GPU as many as make 1 GiB of float32
-    logits, on a CPU 256."""
+    """Rows whose logits exist at the same time when log-probs are computed. Unset: on a GPU as many as make 1 GiB of
+    float32 logits, on a CPU 256."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
     needs a GPU; auto: torch, until triton has been measured to be faster (benchmarks/logprobs.py)."""
@@ -447,20 +449,20 @@ class TrainConfig(Section):
     recompute: bool = False
     """Recompute activations in the backward pass: all of them, unless recompute_layers or recompute_modules is set."""
     recompute_layers: Count | None = None
-    """recompute: only the first so many layers of each pipeline stage (of each chunk, with virtual_pipeline); the
-    others keep their activations. Unset: all layers."""
+    """recompute: only the first N layers of each pipeline stage (of each chunk, with virtual_pipeline); the others keep
+    their activations. Unset: all layers."""
     recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ()
-    """recompute: only these parts of each layer. mlp: most of the activations; core_attn: the attention itself, from
-    queries, keys and values, worth it for local layers with context parallelism. Not with recompute_layers."""
+    """recompute: only these parts of each layer. mlp: most of the activations; core_attn: attention without its
+    projections, worthwhile for local layers with context parallelism. Not with recompute_layers."""
     schedule: Literal["auto", "forwards_first", "interleaved"] = "auto"
-    """The order of passes with scope exact: forwards_first runs all forward passes of an update, whose log-probs
-    give the bounds, before its backward passes, and keeps all activations in between; interleaved scores in a pass of
-    its own. auto: the first with one micro-batch, or with all layers recomputed while their inputs take under a tenth
-    of memory."""
+    """The order of passes with scope exact. forwards_first: run all forward passes of an update, whose log-probs
+    determine the bounds, before its backward passes, and keep all activations in between; interleaved: score in an
+    extra pass. auto: forwards_first with one micro-batch, or with all layers recomputed while their inputs take less
+    than a tenth of memory."""
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether nothing but the layers' inputs is kept."""
+        """Whether only the layers' inputs are kept."""
         return self.recompute and self.recompute_layers is None and not self.recompute_modules
 
     def forwards_first(
@@ -474,7 +476,7 @@ class TrainConfig(Section):
         Args:
             num_stages: `parallel.pipeline`.
             layer_input_bytes: inputs of a rank's layers for all these micro-batches.
-            memory_bytes: of the smallest device; None if it is not known.
+            memory_bytes: memory of the smallest device; None if unknown.
         """
         if num_stages > 1 or self.schedule == "interleaved":
             return False
@@ -497,19 +499,20 @@ _MAX_RANKS = 1_048_576
 
 
 class ParallelConfig(Section):
-    """The split of the trainer over processes. ranks = tensor x pipeline x context x data."""
+    """How the trainer is split over processes. ranks = tensor x pipeline x context x data."""
 
     tensor: Processes = 1
     """Ranks that share each layer; must divide attention heads, key-value heads and feed-forward rows."""
     pipeline: Processes = 1
     """Number of pipeline stages; must divide the number of layers."""
     virtual_pipeline: Processes = 1
-    """Chunks of layers on each stage, visited in turn: smaller bubbles, more messages. Above 1 it needs pipeline
+    """Chunks of layers on each stage, visited in turn: smaller bubbles, more messages. Values above 1 need pipeline
     stages, and pipeline x virtual_pipeline must divide the number of layers."""
     context: Processes = 1
-    """Ranks that share each sequence, for long ones: attention gathers keys and values, all else stays split."""
+    """Ranks that share each sequence, for long sequences: attention gathers keys and values; everything else stays
+    split."""
     data: Processes = 1
-    """Copies of the model, each with a share of every mini-batch. Where it is left out and num_ranks is given:
+    """Copies of the model, each with a share of every mini-batch. If it is left out and num_ranks is given:
     num_ranks / (tensor x pipeline x context)."""
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group."""
@@ -519,8 +522,8 @@ class ParallelConfig(Section):
     num_ranks: Processes | None = None
     """Number of ranks that you mean to start; checked against the product."""
     threads_per_rank: Processes | None = None
-    """CPU threads of one trainer process. Unset: cores / ranks, at least 1; with rollout.overlap half of the cores, as
-    the engines have the others. In a SLURM job: the cores that it gives each task."""
+    """CPU threads of one trainer process. Unset: cores / ranks, at least 1; with rollout.overlap only half of the cores
+    count, since the engines have the others. In a SLURM job: the cores that it gives each task."""
     timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 
@@ -537,7 +540,7 @@ class ParallelConfig(Section):
             return value
         sizes = [value.get(name, 1) for name in ("tensor", "pipeline", "context")]
         if not all(type(size) is int and size > 0 for size in sizes):
-            return value  # each of these has a check of its own
+            return value  # each of these has its own check
         data, rest = divmod(value["num_ranks"], math.prod(sizes))
         return value if rest or data < 1 else {**value, "data": data}
 
@@ -552,17 +555,17 @@ class ParallelConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The machines that a run is meant for. With a kind of GPU, `bapo check` plans for them instead of this machine:
+    """The machines that a run is meant for. If `gpu` is set, `bapo check` plans for them instead of this machine:
     trainer ranks take the first GPUs, SGLang servers the next ones."""
 
     gpu: Literal["a100", "h100", "h200", "b200"] | None = None
     """Kind of GPU: A100 or H100 with 80 GB, H200 with 141 GB, B200 with 180 GB. Unset: this machine."""
     nodes: Processes = 1
-    """Machines."""
+    """Number of machines."""
     gpus_per_node: int = Field(8, gt=0, le=256)
     """GPUs of each machine, connected by NVLink."""
     gpu_memory_gib: float | None = Field(None, gt=0, le=100_000)
-    """Memory of a GPU that a process can use. Unset: that of its kind."""
+    """GPU memory that a process can use. Unset: the usual amount for this kind of GPU."""
 
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)")
@@ -570,10 +573,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class SlurmConfig(Section):
-    """The job that `bapo slurm` writes. Its nodes and GPUs are those of [cluster]."""
+    """The job that `bapo slurm` writes. [cluster] sets its nodes and GPUs."""
 
     runtime: Literal["venv", "pyxis", "apptainer"] = "venv"
-    """The runtime of a node. venv: an interpreter on a shared file system; pyxis: `srun --container-image`
+    """What runs Python on a node. venv: an interpreter on a shared file system; pyxis: `srun --container-image`
     (enroot); apptainer: `apptainer exec`."""
     python: PathText | None = None
     """The interpreter. Unset: the one that runs `bapo slurm`; in a container: python."""
@@ -582,31 +585,32 @@ class SlurmConfig(Section):
     container_mounts: tuple[str, ...] = ()
     """Folders, or "folder:inside", to mount besides the working folder, run.dir, and the paths of models and data."""
     rollout_nodes: Whole | None = None
-    """The last nodes, for engines alone. 0: each node has trainer ranks on its first GPUs and engines on the next.
-    Unset: as many as SGLang's servers fill, else 0."""
+    """How many of the nodes, the last ones, run only engines. 0: each node has trainer ranks on its first GPUs and
+    engines on the next. Unset: as many as SGLang's servers fill, otherwise 0."""
     spare_nodes: Whole = 0
-    """Nodes on top of cluster.nodes that wait for one of the trainer's to fail (run.max_restarts)."""
+    """Nodes in addition to cluster.nodes that wait for a trainer node to fail (run.max_restarts)."""
     time_limit: str | None = None
     """Longest time of one job, as D-HH:MM:SS or HH:MM:SS. Unset: the partition's default."""
     options: tuple[str, ...] = ()
-    """More options of sbatch, such as "--partition=gpu", "--account=team", "--exclusive", "--cpus-per-task=8" for each
-    trainer rank, or "--no-requeue" where jobs may not be queued again (see chain)."""
+    """More options for sbatch, such as "--partition=gpu", "--account=team", "--exclusive", "--cpus-per-task=8" for each
+    trainer rank, or "--no-requeue" if jobs must not be queued again (see chain)."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first on its first node, such as "module load cuda"."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of all processes, such as { NCCL_IB_HCA = "mlx5" }. No place for keys such as WANDB_API_KEY: settings
-    are kept in the job's script, config.toml and report.html, and sent to W&B. sbatch hands on your own environment."""
+    """Environment variables for all processes, such as { NCCL_IB_HCA = "mlx5" }. Do not put keys such as WANDB_API_KEY
+    here: settings are stored in the job's script, config.toml and report.html, and sent to W&B. sbatch passes on your
+    own environment."""
     interface: str | None = None
-    """Network interface over which the nodes talk, such as "ib0". Unset: what the host name of a node resolves to, and
+    """Network interface that connects the nodes, such as "ib0". Unset: whatever a node's host name resolves to, and
     NCCL's own choice; loopback with one node."""
     stop_before_end_s: Count = 300
-    """Seconds before the time limit at which the run is asked to save after its step and stop. Make it longer than a
+    """Seconds before the time limit at which the run is asked to finish its step, save and stop. Make it longer than a
     step and a checkpoint."""
     chain: int = Field(1, gt=0, le=1000)
     """Jobs to submit; each continues from the one before. With 1, the job is queued again after such a stop, unless
     options have "--no-requeue"; SLURM also queues it again after preemption and node failure."""
     sweep: tuple[str, ...] = ()
-    """One task of a job array for each: settings, separated by blanks, such as "optimizer.lr=1e-6 bapo.rho0=0.4".
+    """Each entry is one task of a job array: settings, separated by blanks, such as "optimizer.lr=1e-6 bapo.rho0=0.4".
     Task i is the run `<run.name>-<i>`. Ranks, engines and nodes are the same in all tasks."""
     startup_timeout_s: Positive = 900.0
     """Deadline for the processes of a job to find each other: nodes may load an image at different speeds."""
@@ -655,23 +659,24 @@ class SyncConfig(Section):
     """Weight sync from trainer to engines."""
 
     channel: Literal["broadcast", "disk"] = "broadcast"
-    """broadcast: over one process group with all engines, NCCL's where the trainer has a GPU and the engines are
-    SGLang's, else gloo's; disk: through files that every engine can read."""
+    """broadcast: over one process group with all engines, NCCL if the trainer has a GPU and the engines are SGLang's,
+    otherwise gloo; disk: through files that every engine can read."""
     bucket_mib: float = Field(64.0, gt=0, le=1_000_000)
-    """broadcast: weights gathered and sent at once. Two buckets are held: one on its way, one being gathered."""
+    """broadcast: size of a bucket of weights, gathered and sent together. Two are held: one being sent, one being
+    gathered."""
     timeout_s: Positive = 120.0
     """Deadline of each stage of a weight update; an engine that misses it is fenced off."""
 
 
 class EvalConfig(Section):
-    """Evaluation of the current weights inside the run, on one set of prompts without a name, or on `sets`."""
+    """Evaluation of the current weights during the run, on one unnamed set of prompts, or on `sets`."""
 
     interval_steps: Count | None = None
-    """Evaluate before the first step, after every so many, and after the last. Unset: never."""
+    """Evaluate every N steps, and before the first and after the last. Unset: never."""
     path: PathText | None = None
-    """jsonl: the file with the prompts to evaluate. Other sources draw them with a seed of their own."""
+    """jsonl: the file with the prompts to evaluate. Other sources draw them with a separate seed."""
     num_prompts: Count = 64
-    """Prompts, the same in each evaluation."""
+    """Number of prompts, the same ones in each evaluation."""
     samples_per_prompt: Count = 1
     """Responses to each prompt."""
     temperature: Positive = 1.0
@@ -681,7 +686,7 @@ class EvalConfig(Section):
     top_k: Count | None = None
     """As rollout.top_k, for the evaluation."""
     sets: Annotated[tuple[EvalSet, ...], AfterValidator(_named_apart)] = ()
-    """[[eval.sets]]: named sets, all asked in each evaluation instead of the one above, whose settings then have no
+    """[[eval.sets]]: named sets, all used in each evaluation instead of the unnamed set, whose settings then have no
     effect; see docs/evaluation.md."""
 
 
@@ -689,13 +694,13 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval_steps: Count | None = 20
-    """Save after every so many steps, and after the last. Unset: only if the run is stopped."""
+    """Save every N steps, and after the last. Unset: only if the run is stopped."""
     keep_last: Count = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
     asynchronous: bool = False
-    """Copy weights and optimizer state to CPU memory (12 bytes a parameter, divided among the ranks; kept for the next
-    save) and write them while training goes on; the checkpoint counts from the next step boundary at which all ranks
-    have written."""
+    """Copy weights and optimizer state to CPU memory (12 bytes per parameter, divided among the ranks; kept for the
+    next save) and write them while training continues; the checkpoint is valid from the first step boundary at which
+    all ranks have written theirs."""
 
 
 SinkName = Literal["tensorboard", "wandb"]
@@ -709,37 +714,37 @@ class MonitorConfig(Section):
     samples_per_step: Whole = 2
     """Trajectories written to samples.jsonl each step."""
     mismatch_alarm: Positive | None = None
-    """Warn where engine and trainer differ by more than this in the log-probs of the same weights (mean |difference| of
-    an update, nats); the run goes on. Unset: 0.001 with float32, 0.05 with bfloat16; with rollout.top_p or top_k, whose
-    cut is a difference as well, never. 1e9 is never."""
+    """Warn if the log-probs of engine and trainer for the same weights differ by more than this (mean |difference| over
+    an update, in nats); the run continues. Unset: 0.001 with float32, 0.05 with bfloat16; never with rollout.top_p or
+    top_k, whose cut is a difference as well. 1e9 means never."""
     judge_alarm: float = Field(0.05, ge=0)
-    """Warn in each step where the judge failed on more than this share of the responses (errors and timeouts, which
-    count as wrong); 1 is never. A judge that fails on all of the first responses ends the run."""
+    """Warn in each step in which the judge failed on more than this share of the responses (errors and timeouts, which
+    count as wrong); 1 means never. A judge that fails on all of the first responses ends the run."""
 
     token_profile: bool = False
-    """Write, for ten bins of a token's probability, ratios, entropy and clipping (profile/*): sixty numbers a step."""
+    """Record ratios, entropy and clipping for ten bins of token probability (profile/*): sixty numbers per step."""
 
     grad_norm_alarm: Positive | None = None
-    """Count an update as a spike if its gradient norm, before clipping, is over this, besides those over 10 times the
-    median of the (up to 101) norms before them, once there are 11. The run warns if many updates are spikes."""
+    """Count an update as a spike also if its gradient norm before clipping exceeds this. A norm over 10 times the
+    median of the last 101 (at least 11) always counts. The run warns if many updates are spikes."""
 
     sinks: tuple[SinkName, ...] = ()
     """Destinations of metrics besides metrics.jsonl, which is always written first. tensorboard: the run's folder
-    `tensorboard`; wandb: Weights & Biases, set by its own environment variables: WANDB_PROJECT (else
-    "bapo-megatron"), WANDB_ENTITY, WANDB_MODE (offline writes to the run's folder `wandb` only), and WANDB_API_KEY,
-    unless `wandb login` keeps the key. A failing sink is reported once, counted, and never stops the run."""
+    `tensorboard`; wandb: Weights & Biases, set by its own environment variables: WANDB_PROJECT (default
+    "bapo-megatron"), WANDB_ENTITY, WANDB_MODE (offline writes only to the run's folder `wandb`), and WANDB_API_KEY,
+    unless `wandb login` has stored the key. A failing sink is reported once, counted, and never stops the run."""
     prometheus_port: int | None = Field(None, ge=0, le=65535)
     """Serve the latest metrics, engines and GPUs to Prometheus on this port of 127.0.0.1, on trainer rank 0's machine.
     0: any free one, which the log names. Unset: no endpoint."""
     profile_steps: tuple[Count, ...] = ()
-    """Steps, counted from 1, of which traces are written into the run's folder `profile`, for Perfetto or
-    chrome://tracing: one of trainer rank 0, and each engine's own. Tracing slows these steps down."""
+    """Steps, counted from 1, that are traced into the run's folder `profile`, for Perfetto or chrome://tracing: one
+    trace by trainer rank 0, and one by each engine. Tracing slows these steps down."""
 
     def mismatch_limit(self, dtype: str, *, is_cut: bool = False) -> float:
         """Return `mismatch_alarm`, or a limit that float32 and bfloat16 never reach while engine and trainer agree.
 
         Args:
-            is_cut: the engine's log-probs are of fewer tokens than the trainer's (rollout.top_p, rollout.top_k).
+            is_cut: the engine's log-probs cover fewer tokens than the trainer's (rollout.top_p, rollout.top_k).
         """
         if self.mismatch_alarm is not None:
             return self.mismatch_alarm
@@ -790,7 +795,7 @@ class Config(Section):
 
     @property
     def prompt_sources(self) -> dict[str, SourceConfig]:
-        """Sources of training's prompts, by the table that describes them: "data", or "data.sources.NAME"."""
+        """Sources of training prompts, by the table that describes them: "data", or "data.sources.NAME"."""
         mixed: dict[str, SourceConfig] = {f"data.sources.{one.name}": one for one in self.data.sources}
         return mixed or {"data": self.data}
 
@@ -801,7 +806,7 @@ class Config(Section):
 
     @property
     def unnamed_eval_set(self) -> EvalSet:
-        """The set of [eval] itself, with the kind of prompts that [data] describes."""
+        """The set that [eval] itself describes, with the kind of prompts that [data] describes."""
         kind = {name: getattr(self.data, name) for name in SourceConfig.model_fields}
         own = {name: getattr(self.eval, name) for name in EvalSet.model_fields if name in EvalConfig.model_fields}
         return EvalSet.model_construct(name="", **kind | own)
@@ -816,16 +821,16 @@ class Config(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with the longest response that engines may be asked for."""
+        """Number of tokens in the longest allowed prompt plus the longest response that engines may be asked for."""
         sets = self.eval.sets if self.eval.interval_steps is not None else ()
         responses = [self.rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in sets)]
         return self.data.max_prompt_tokens + max(responses)
 
     def divide_cores(self, num_cores: int, num_ranks: int, num_engine_processes: int) -> tuple[int, int]:
-        """Return the threads of a trainer rank and of an engine process, on a machine with these numbers of them.
+        """Return the threads of a trainer rank and of an engine process, on a machine with this many of each.
 
-        By turns, each side takes all cores. With rollout.overlap both run together, and share them: half each, or what
-        the other side's setting leaves. A process has at least one thread.
+        Each side takes all cores in turn. With rollout.overlap both run at the same time and share the cores: half
+        each, or what the other side's setting leaves. A process has at least one thread.
         """
         per_rank, per_engine = self.parallel.threads_per_rank, self.rollout.engine_threads
         for_trainer = for_engines = num_cores
@@ -838,7 +843,7 @@ class Config(Section):
         )
 
     def with_prompts_of(self, source: SourceConfig) -> "Config":
-        """Return this configuration with another source of prompts in the place of [data]'s own."""
+        """Return this configuration with `source` instead of [data]'s own source of prompts."""
         fields = {name: getattr(source, name) for name in SourceConfig.model_fields}
         return self.model_copy(update={"data": self.data.model_copy(update={**fields, "sources": ()})})
 

@@ -1,6 +1,6 @@
-"""The settings that losses share, [loss], and those of the search for clip bounds, [bapo].
+"""The settings that losses share, [loss], and the settings of the search for clip bounds, [bapo].
 
-A loss is a section of its own, with the function that it sets and its traits: `algorithms/objectives` has the built-in
+Each loss is a section with its own settings, its function and its traits: `algorithms/objectives` has the built-in
 ones, `config/losses.py` finds them.
 """
 
@@ -20,14 +20,14 @@ from bapo_megatron.config.base import (
     Violation,
 )
 
-MAX_STEPS = 1000  # of the search for one bound: the learner sums over tokens for each of them
+MAX_STEPS = 1000  # in the search for one bound: the learner sums over tokens for each step
 _DIGITS = 10  # grid points are rounded to this many decimals, so that 0.6 + 15 * 0.02 is the 0.9 that the user wrote
 
 
 RuleReads = Literal["nothing", "update", "micro-batch", "earlier updates"]
-"""Tokens that an update rule reads before it decides: none; all of the update, before its first backward pass; those of
-a micro-batch, for the loss of that micro-batch (such a rule decides on `ClipBounds`); those that earlier updates saw in
-their own forward passes, or all of the first update."""
+"""Tokens that an update rule reads before it decides: none; all of the update, before its first backward pass; the
+micro-batch's, for the loss of that micro-batch (such a rule decides on `ClipBounds`); or the tokens of earlier updates,
+from their own forward passes (the first update reads all of its own)."""
 
 
 class BoundRange(Section):
@@ -59,7 +59,7 @@ class BoundRange(Section):
 
     @property
     def points(self) -> list[float]:
-        """Every value the bound can take, ascending. Integer steps: adding 0.02 up 15 times ends one step short."""
+        """Every value the bound can take, ascending. Steps are counted: adding up 0.02 15 times ends one step short."""
         num_steps = math.floor((self.stop - self.start) / self.step + 1e-9)
         return [round(self.start + k * self.step, _DIGITS) for k in range(num_steps + 1)]
 
@@ -84,11 +84,11 @@ PRESETS = {
         "order": "low_first",
     },
 }
-"""Base values of [bapo], which explicitly set keys override. docs/bapo.md says what speaks for each."""
+"""Base values of [bapo], which explicitly set keys override. docs/bapo.md has the reasons for each."""
 
 
 class ClipBoundConfig(Section):
-    """The search for BAPO's clip bounds. `preset` chooses the base values; keys set beside it win."""
+    """The search for BAPO's clip bounds. `preset` chooses the base values; explicitly set keys override them."""
 
     preset: Literal["default", "paper", "official"] = "default"
     """default: gradient share, target 0.5; paper: the paper's values; official: the authors' recipe on verl."""
@@ -100,19 +100,19 @@ class ClipBoundConfig(Section):
     high: BoundRange = BoundRange(**_DEFAULT["high"])
     """Upper ratio bound, at least 1."""
     contribution: Literal["gradient", "surrogate", "net", "official"] = _DEFAULT["contribution"]
-    """Measure of contribution. gradient: P/(P+N) of tokens that still carry gradient; surrogate: P/(P+N) of the
-    clipped objective's terms; net: P/|P-N| (Eq. 8 to the letter); official: P/N."""
+    """Measure of contribution. gradient: P/(P+N) over tokens that still carry gradient; surrogate: P/(P+N) over the
+    clipped objective's terms; net: P/|P-N| (Eq. 8 as written); official: P/N."""
     token_weight: Literal["uniform", "rollout_prob"] = _DEFAULT["token_weight"]
     """Weight of a token in P and N: 1, or its probability under the policy that sampled it."""
     order: Literal["high_first", "low_first"] = _DEFAULT["order"]
-    """The bound that moves to its end first."""
+    """The bound that moves first, until it reaches its end."""
     scope: Literal["exact", "lagged", "smoothed", "microbatch", "fixed"] = "exact"
     """exact: search with the optimizer step's own tokens; lagged: with the previous step's (saves a forward pass);
-    smoothed: with an average over several previous steps; microbatch: each micro-batch with its own (the authors' way;
-    the result depends on how the step is split); fixed: no search, bounds stay at their start."""
+    smoothed: with an average over several previous steps; microbatch: separately for each micro-batch (as the authors
+    do; the result depends on how the step is split); fixed: no search, bounds stay at their start."""
     smoothing_updates: Count = 8
-    """scope = "smoothed": length of the average in optimizer steps. A step's share of it shrinks by
-    1 / smoothing_updates with every further step; 1 is lagged."""
+    """scope = "smoothed": length of the average in optimizer steps. A step's share shrinks by 1 / smoothing_updates
+    with every further step; 1 is the same as lagged."""
 
     @model_validator(mode="before")
     @classmethod
@@ -144,24 +144,24 @@ class ClipBoundConfig(Section):
 
     @property
     def looks_back(self) -> bool:
-        """Whether the bounds of an update come from the tokens of earlier ones."""
+        """Whether the bounds of an update come from the tokens of earlier updates."""
         return self.scope in ("lagged", "smoothed")
 
     @property
     def reads(self) -> RuleReads:
-        """Tokens that the search reads, by its scope."""
+        """Tokens that the search reads, depending on its scope."""
         if self.looks_back:
             return "earlier updates"
         return {"exact": "update", "microbatch": "micro-batch", "fixed": "nothing"}[self.scope]  # type: ignore[return-value]
 
 
 class LossConfig(Section):
-    """The policy loss, chosen by `name`; each loss has settings of its own."""
+    """The policy loss, chosen by `name`; each loss has its own settings."""
 
     name: str = "bapo"
     """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; gspo, gmpo, cispo, sapo, m2po: docs/rivals.md;
-    sft: maximum likelihood of all trained tokens, without advantages, such as a warm start; or a function of your own,
-    "my_package.my_module:my_loss"."""
+    sft: maximum likelihood of all trained tokens, without advantages, for instance as a warm start; or your own
+    function, "my_package.my_module:my_loss"."""
     kl_coef: NonNegative = 0.0
     """Weight of KL(policy || reference) per trained token in the loss; with kl_target, its initial value. Above 0, the
     learner also holds the reference's weights, and scores each rollout batch with them once. 0: no reference."""
@@ -175,26 +175,26 @@ class LossConfig(Section):
     """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
 
     metrics: ClassVar[tuple[Any, ...]] = ()
-    """`Metric`s of the loss's own, of fields of its record, besides those of metrics.toml."""
+    """The loss's own `Metric`s, from fields of its record, in addition to those in metrics.toml."""
     streams: ClassVar[tuple[Any, ...]] = ()
     """`StepStream`s that the learner computes for it in each step."""
     rule: ClassVar[Any] = "bapo_megatron.algorithms.update_rules:NoBounds"
-    """The `UpdateRule` that decides `LossInputs.found`, or its dotted path, as this file imports no torch."""
+    """The `UpdateRule` that decides `LossInputs.found`, or its dotted path, because this file does not import torch."""
     searches_bounds: ClassVar[bool] = False
     """Whether the rule is the search of [bapo]."""
     clips: ClassVar[bool] = False
     """Whether tokens beyond a bound lose their gradient: the record is a `ClippedTokenLoss`."""
     averages_ratios: ClassVar[bool] = False
-    """Whether the clipped ratio is a mean over the response."""
+    """Whether the clipped ratio is averaged over the response."""
 
     @property
     def function_options(self) -> Any:
-        """The settings that its function and its rule read: this section."""
+        """The settings that its function and its rule read; by default this section."""
         return self
 
     @property
     def ratio_options(self) -> "RatioOptions | None":
-        """The settings of the loss's ratios; None for a loss without them."""
+        """The settings of the loss's ratios; None for a loss without ratios."""
         return None
 
     @property
@@ -212,24 +212,24 @@ class LossConfig(Section):
 
 
 class RatioOptions(Section):
-    """Settings of a ratio between the policy and an older one, and of the weights that go with it."""
+    """Settings of a ratio between the policy and an older policy, and of its importance weights."""
 
     proximal: Literal["behaviour", "learner"] = "behaviour"
     """Denominator of the clipped ratio. behaviour: the policy that sampled the token (the paper's r_t); learner: the
     learner at the start of the step (one more scoring pass), with importance weights pi_prox / pi_behaviour."""
     importance_level: Literal["token", "sequence"] = "token"
-    """proximal = "learner": weight of a token's term. token: that of the token; sequence: the product of the weights of
-    its response's trained tokens."""
+    """proximal = "learner": weight of a token's term. token: the token's own weight; sequence: the product of the
+    weights of its response's trained tokens."""
     importance_kind: Literal["truncate", "mask"] = "truncate"
-    """proximal = "learner": treatment of a weight outside importance_floor and importance_cap. truncate: it becomes the
-    nearer of them; mask: it becomes 0, so that the token, or the response, has no gradient."""
+    """proximal = "learner": what happens to a weight outside importance_floor and importance_cap. truncate: it becomes
+    the nearer limit; mask: it becomes 0, so that the token, or the response, has no gradient."""
     importance_floor: float = Field(0.0, ge=0, le=1)
-    """proximal = "learner": lower bound of the weights; 0 sets none."""
+    """proximal = "learner": lower bound of the weights; 0 means none."""
     importance_cap: float = Field(2.0, ge=1, le=LARGEST)
-    """proximal = "learner": upper bound of the weights; 1e9 sets none."""
+    """proximal = "learner": upper bound of the weights; 1e9 means none."""
     max_drift: Positive | None = None
-    """Mask tokens with A < 0 of a response whose mean of log(pi_behaviour / pi) is above this, in nats (off-policy
-    sequence masking of DeepSeek-V3.2, arXiv 2512.02556). Unset: none."""
+    """Mask tokens with A < 0 in a response whose mean of log(pi_behaviour / pi) is above this, in nats (off-policy
+    sequence masking of DeepSeek-V3.2, arXiv 2512.02556). Unset: no masking."""
 
     @model_validator(mode="after")
     def _check_importance(self) -> Self:
@@ -241,7 +241,7 @@ class RatioOptions(Section):
 
 
 class RatioLoss(RatioOptions, LossConfig):
-    """A loss of the ratio between the policy and an older one."""
+    """A loss of the ratio between the policy and an older policy."""
 
     @property
     def ratio_options(self) -> RatioOptions:

@@ -1,4 +1,4 @@
-"""Sources of prompts by name, and the settings that each of them reads."""
+"""Sources of prompts by name, and the settings that each one reads."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +15,7 @@ class SourceKind:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the prompts are rows, and not made as needed."""
+        """Whether the prompts are stored rows, not generated as needed."""
         return "format" in self.reads
 
 
@@ -27,7 +27,7 @@ SOURCES = {
     "hub": SourceKind(("path", "subset", "split", "source", "format", "fields"), path="data set"),
 }
 OWN_ROWS = SourceKind(("source", "options", "format", "fields"))
-"""The kind of a function of the user's own."""
+"""The kind of a user's own function."""
 
 
 def source_kind(name: str) -> SourceKind:

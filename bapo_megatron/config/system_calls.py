@@ -1,4 +1,4 @@
-"""System calls of Linux by name, and what a judged program gets for each: the table system_calls.txt."""
+"""Linux system calls by name, and the sandbox's answer to each one from a judged program: system_calls.txt."""
 
 import difflib
 import functools
@@ -34,9 +34,9 @@ def system_calls() -> dict[str, SystemCall]:
 
 
 def calls_of(machine: str, allowed: Collection[str]) -> dict[Answer, dict[str, int]]:
-    """Return the numbers of all calls on a machine, by answer and name; `allowed` are allowed whatever the table says.
+    """Return a machine's call numbers by answer and name; `allowed` are allowed whatever the table says.
 
-    Empty for a machine that the table does not know.
+    The result is empty for a machine that the table does not know.
     """
     calls: dict[Answer, dict[str, int]] = {"allow": {}, "check": {}, "missing": {}, "refuse": {}}
     for call in system_calls().values():

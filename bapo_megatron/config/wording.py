@@ -1,4 +1,4 @@
-"""Words for what pydantic finds wrong with a value, and for the name that a typo meant."""
+"""The wording of pydantic's findings about a value, and of suggestions for a typo."""
 
 import difflib
 import json
@@ -30,7 +30,7 @@ _RELATIONS = {
 
 
 def expected(error: dict[str, Any], *, is_table: bool = False) -> str:
-    """Return what a value must be, as the text after its name."""
+    """Return the text that follows a value's name and says what it must be."""
     kind, context = error["type"], error.get("ctx", {})
     if is_table:
         return " is a table of settings"
@@ -53,6 +53,6 @@ def closest(name: str, choices: Iterable[str], cutoff: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON, cut if it is long."""
+    """Return a value as JSON, shortened if it is long."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -146,7 +146,8 @@ def test_no_color_is_heeded_and_an_interrupted_start_has_nothing_to_save(tmp_pat
     started.type("\x03")
     assert started.end() == 130
     assert not COLOUR.search(started.text)
-    assert "stopped    immediately; nothing is saved yet; the next start begins at step 1" in ESCAPE.sub("", started.text)
+    text = ESCAPE.sub("", started.text)
+    assert "stopped    immediately; nothing is saved yet; the next start begins at step 1" in text
     assert "Traceback" not in started.text
     for label in ("run ", "model ", "trainer ", "engines ", "logs ", "report ", "dashboard "):
         assert any(line.startswith(label) for line in started.lines), label
