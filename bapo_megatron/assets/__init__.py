@@ -1,4 +1,4 @@
-"""Files that ship with the package, and resolution of model paths."""
+"""Files that ship with the package, and how model paths are resolved."""
 
 from pathlib import Path
 
@@ -28,11 +28,11 @@ def resolve_model_path(
 
     Args:
         path: a folder, the name of a shipped model, or a name on the Hugging Face hub, which is downloaded.
-        weights: whether to download the weights of a model on the hub, beside config.json and the tokenizer.
-        config_only: whether config.json will do, without weights and tokenizer.
+        weights: whether to download a hub model's weights, in addition to config.json and the tokenizer.
+        config_only: whether config.json is enough, without weights and tokenizer.
 
     Raises:
-        CheckpointError: the folder or one of its parts is missing, or the hub does not give the model.
+        CheckpointError: the folder or one of its parts is missing, or the hub does not provide the model.
     """
     if is_on_hub := path not in SHIPPED_MODELS and hub.is_hub_name(path):
         folder = hub.snapshot(path, setting=setting, weights=weights and not config_only)

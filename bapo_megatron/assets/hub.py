@@ -8,14 +8,14 @@ from bapo_megatron.errors import CheckpointError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-_WEIGHTS = ("*.safetensors",)  # those in other formats stay on the hub
+_WEIGHTS = ("*.safetensors",)  # weights in other formats are not downloaded
 _TIMEOUT_S = 10.0
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any of them will do
-_LOCAL = ("models", "runs", "checkpoints")  # folders that people name so, and no accounts of the hub
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough
+_LOCAL = ("models", "runs", "checkpoints")  # usual names of local folders, not accounts on the hub
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether `path` has the form of a hub name, and its first part is no folder here."""
+    """Return whether `path` has the form of a hub name, and its first part is not a folder here."""
     account = path.partition("/")[0]
     return _NAME.fullmatch(path) is not None and account not in _LOCAL and not Path(account).exists()
 
@@ -35,7 +35,7 @@ def snapshot(path: str, *, setting: str, weights: bool = True) -> Path:
 
     Args:
         path: a hub name. A pinned one that is in the cache needs no network.
-        weights: whether the weights are needed, beside config.json and the tokenizer.
+        weights: whether the weights are needed, in addition to config.json and the tokenizer.
 
     Raises:
         CheckpointError: the hub does not have it, refuses it, or cannot be reached.
@@ -47,7 +47,9 @@ def snapshot(path: str, *, setting: str, weights: bool = True) -> Path:
     if is_pinned(path) and (cached := _cached(name, revision)) is not None:
         return cached
     try:
-        HfApi().model_info(name, revision=revision or None, timeout=_TIMEOUT_S)  # once: a download tries for a minute
+        HfApi().model_info(
+            name, revision=revision or None, timeout=_TIMEOUT_S
+        )  # tried once; a download would retry for a minute
         files = [*_SMALL_FILES, *(_WEIGHTS if weights else ())]
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
     except errors.GatedRepoError:
@@ -74,7 +76,7 @@ def _folder_name(name: str) -> str:
 
 
 def _cached(name: str, commit: str) -> Path | None:
-    """Return the folder of a commit that is in the cache as a whole."""
+    """Return the folder of a commit if the cache has all of it."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE, _folder_name(name), "snapshots", commit)

@@ -1,6 +1,6 @@
-"""Ground of every process: its cores and the command `bapo` here; its rank, heartbeat, times and files in the modules.
+"""What every process needs: here its cores and the command `bapo`; in the modules its rank, heartbeat, times and files.
 
-Imports no torch.
+Does not import torch.
 """
 
 import gc
@@ -20,7 +20,7 @@ def num_cores() -> int:
 
 
 def program() -> list[str]:
-    """Return the words that start `bapo` in a shell here: its name if the environment of this Python is active."""
+    """Return the words that start `bapo` in a shell here: just its name if this Python's environment is active."""
     own = Path(sys.executable).with_name("bapo")
     found = shutil.which("bapo")
     if not own.exists():
@@ -32,16 +32,16 @@ def program() -> list[str]:
     return [str(own)]
 
 
-_NEW_OBJECTS_PER_COLLECTION = 10_000  # Python's 700 come with 50 responses that start together
+_NEW_OBJECTS_PER_COLLECTION = 10_000  # 50 responses that start together reach Python's default of 700
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Import modules without Python's garbage collector; from then on it passes over them, and collects less often.
+    """Import modules without Python's garbage collector; afterwards it skips their objects, and runs less often.
 
     A collection visits every live object, and torch with Megatron-Core has a million. During imports that takes a
-    second; later it would stop a step for a third of a second. What waits longer for a collection is small: neither an
-    update nor an engine leaves a tensor in a cycle.
+    second; later it would stop a step for a third of a second. Only small objects wait longer for a collection: neither
+    an update nor an engine leaves a tensor in a cycle.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Small files that survive a crash: JSON Lines, and texts that are replaced atomically."""
+"""Small files that survive a crash: JSON Lines, and text files that are replaced atomically."""
 
 import contextlib
 import errno
@@ -39,16 +39,16 @@ def reading(path: Path) -> Iterator[None]:
 
 
 CHECKOUT = Path(__file__).parents[2]
-"""The folder with the package, and in a checkout docs/, scripts/ and studies/ too."""
+"""The folder that contains the package and, in a checkout, also docs/, scripts/ and studies/."""
 
 _OF_CHECKOUT = re.compile(r"(?<![\w/.-])(?:docs|scripts)/[\w/.-]+\.(?:md|sh|py)\b")
 
 
 def located(text: str, checkout: Path = CHECKOUT) -> str:
-    """Name pages and scripts of the checkout as the reader finds them, wherever the command was called.
+    """Name pages and scripts of the checkout so that the reader finds them from any working folder.
 
-    Example: "see docs/data.md" becomes "see /home/me/bapo/docs/data.md" elsewhere, and "see docs/data.md of the source"
-    where the package was installed from a wheel, which has neither.
+    Example: "see docs/data.md" becomes "see /home/me/bapo/docs/data.md" in another folder, and "see docs/data.md of the
+    source" if the package was installed from a wheel, which does not have the page.
     """
 
     def place(found: re.Match[str]) -> str:
@@ -62,7 +62,7 @@ def regular_file(path: Path) -> Path:
     """Return the path of a regular file, or of a link to one.
 
     Raises:
-        OSError: it is missing, or something else: reading a pipe or a device may never end.
+        OSError: it is missing or not a regular file: reading a pipe or a device may never end.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
@@ -90,7 +90,7 @@ class JsonlWriter:
         """Append one object; NaN and infinities, which JSON lacks, become null."""
         line = (json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
         with explaining_os_errors(self._path):
-            while line:  # a nearly full disk accepts only a part
+            while line:  # a nearly full disk takes only part of it
                 line = line[self._file.write(line) :]
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read all objects in order; skip and log a line that is damaged. A missing file is empty.
 
     Raises:
-        UserError: the file cannot be read, because it is somebody else's for instance.
+        UserError: the file cannot be read, for instance because it belongs to somebody else.
     """
     with reading(path):
         if not path.exists():
@@ -113,9 +113,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for line_number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if "\\ud" in line.lower():  # half of a pair of surrogates is not text
+            if "\\ud" in line.lower():  # half a surrogate pair is not text
                 json.dumps(record, ensure_ascii=False).encode()
-        except (ValueError, RecursionError):  # also of a number with thousands of digits
+        except (ValueError, RecursionError):  # also raised for a number with thousands of digits
             record = None
         if isinstance(record, dict):
             records.append(record)
@@ -126,7 +126,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Drop the objects whose "step" exceeds `step`, atomically, and return their number."""
+    """Drop the objects whose "step" exceeds `step`, atomically, and return how many there were."""
     records = read_jsonl(path)
     kept = [record for record in records if (step_of(record) or 0) <= step]
     if len(kept) < len(records):
@@ -136,7 +136,7 @@ def truncate_after(path: Path, step: int) -> int:
 
 
 def step_of(record: Mapping[str, Any]) -> int | None:
-    """Return the step of a line of metrics or samples; None if it has none that can be one."""
+    """Return the step of a line of metrics or samples; None if it has no valid one."""
     step = record.get("step")
     if not isinstance(step, int | float) or not 0 <= step < 2**53:
         return None
@@ -144,7 +144,7 @@ def step_of(record: Mapping[str, Any]) -> int | None:
 
 
 def write_atomically(path: Path, text: str, advice: str = _ADVICE) -> None:
-    """Replace a file so that a reader, or a crash, sees the old text or the new, never half.
+    """Replace a file so that after a crash, and for any reader, it has either the old text or the new one.
 
     Raises:
         UserError: the disk is full or not writable.

@@ -1,7 +1,7 @@
 """The last actions of this process, kept for reports of a stalled run (monitor/stall.py).
 
-There is one `HEARTBEAT` per process, like the root logger: what beats it (requests, the reading of files) is far below
-trainer.py and need not know its readers, which trainer.py hands it to. A beat costs about a microsecond.
+There is one `HEARTBEAT` per process, like the root logger. The code that beats it (requests, reading files) is far
+below trainer.py and need not know its readers; trainer.py passes it to them. A beat costs about a microsecond.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ class Beat:
 
 
 class Heartbeat:
-    """Last actions by role. Any thread may beat, another may read: single operations on dicts are atomic."""
+    """Last actions by role. Any thread may beat while another reads: single operations on dicts are atomic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.step = 0  # counted from 1; 0 before the first
-        self.span: str | None = None  # of the stopwatch; None between spans
-        self.loops: dict[str, asyncio.AbstractEventLoop] = {}  # by name, whose tasks a report shows
+        self.span: str | None = None  # the stopwatch's current span; None between spans
+        self.loops: dict[str, asyncio.AbstractEventLoop] = {}  # by name; a report shows their tasks
         self._beats: dict[str, Beat] = {}
 
     def beat(self, role: str, action: str) -> None:
@@ -35,7 +35,7 @@ class Heartbeat:
         self._beats[role] = Beat(action, self.clock())
 
     def enter(self, span: str | None) -> None:
-        """Record that the trainer begins a span, or ends the current one (None)."""
+        """Record that the trainer begins a span, or (None) ends the current one."""
         left, self.span = self.span, span
         self.beat(TRAINER, f"end of {left}" if span is None else f"begin of {span}")
 

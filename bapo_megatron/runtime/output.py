@@ -1,4 +1,4 @@
-"""Standard streams: one that cannot be written to is an error where a command starts, and ends no run later."""
+"""Standard streams. A stream that cannot be written to is an error when a command starts, but does not end a run."""
 
 import codecs
 import logging
@@ -9,8 +9,8 @@ from typing import Any, TextIO, cast
 log = logging.getLogger(__name__)
 
 ESCAPING = "bapo_megatron.escaping"
-"""Error handler of an encoding that lacks a character: it is written as Python escapes it, such as "\\xfc"; a byte of a
-file name that is no text is written as it is."""
+"""Encoding error handler: a character that the encoding lacks is written as a Python escape, such as "\\xfc"; a byte of
+a file name that is not text is written unchanged."""
 
 
 def _escape(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -24,11 +24,11 @@ codecs.register_error(ESCAPING, _escape)
 
 
 class Output:
-    """A text stream that remembers why it could not be written to. Everything else is the stream's own.
+    """A wrapper of a text stream that remembers why it could not be written to.
 
     Attributes:
-        problem: the first error of writing; None without one.
-        is_lasting: continue after an error, which is logged, and write nothing more. If not, it is raised.
+        problem: the first write error, or None.
+        is_lasting: whether to log an error and then discard all output. If not, the error is raised.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -51,7 +51,7 @@ class Output:
             self._lose(error)
 
     def discard(self) -> None:
-        """Send nowhere what the stream still holds: Python would write it at exit."""
+        """Discard what the stream still holds: Python would write it at exit."""
         try:
             target = self._stream.fileno()
         except (OSError, ValueError):  # a stream without a file
@@ -75,16 +75,16 @@ class Output:
 
 
 def lasting(stream: TextIO) -> TextIO:
-    """Return a stream for the messages of a run, which does not end with their reader."""
+    """Return a stream for a run's messages whose errors do not end the run."""
     output = stream if isinstance(stream, Output) else Output(stream)
     output.is_lasting = True
     return cast(TextIO, output)
 
 
 def open_closed_streams() -> bool:
-    """Open /dev/null in the place of standard streams that were closed (`<&-`); return whether output was.
+    """Open /dev/null in place of closed standard streams (`<&-`); return whether standard output was closed.
 
-    The next file that is opened, of a run for instance, would take their place, and with it what is printed there.
+    Otherwise the next file to be opened, such as one of a run, would take their place and receive what is printed.
     """
     is_output_closed = sys.stdout is None
     for number, name in enumerate(("stdin", "stdout", "stderr")):

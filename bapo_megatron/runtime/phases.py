@@ -1,4 +1,4 @@
-"""The phases of a training step, for placements that have to make room in one phase for what another one needs."""
+"""The phases of a training step, for placements that must free in one phase the room that another one needs."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -7,7 +7,7 @@ from typing import Protocol
 class Phases(Protocol):
     """The phases of a step under one placement of trainer and engines. Every rank enters them in the same order.
 
-    A push may come within sampling; when it ends, sampling holds again.
+    A push may occur within sampling; when it ends, the sampling phase holds again.
     """
 
     def sampling(self) -> AbstractContextManager[None]:
@@ -19,7 +19,7 @@ class Phases(Protocol):
         ...
 
     def pushing(self) -> AbstractContextManager[None]:
-        """Hold the weights of the trainer and those of the engines."""
+        """Hold the weights of the trainer and of the engines."""
         ...
 
     def saving(self) -> AbstractContextManager[None]:
@@ -28,7 +28,7 @@ class Phases(Protocol):
 
 
 class SeparateDevices:
-    """Implements `Phases`: trainer and engines have devices of their own, so every phase always holds."""
+    """Implements `Phases` for trainer and engines on separate devices: every phase always holds."""
 
     def sampling(self) -> AbstractContextManager[None]:
         return nullcontext()

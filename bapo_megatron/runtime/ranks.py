@@ -1,6 +1,6 @@
-"""This process among the trainer's: its rank, small values shared with the other ranks, stopping together.
+"""This process's place in the trainer: its rank, exchanging small values, and stopping all ranks together.
 
-Flags and JSON values travel as CPU tensors over the default process group. Imports no Megatron.
+Flags and JSON values travel as CPU tensors over the default process group. Does not import Megatron.
 """
 
 import json
@@ -46,13 +46,13 @@ def first_complaint(complaint: str | None) -> str | None:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Raise the first rank's error of the block on every rank, so that no rank waits for one that has left.
+    """If the block fails on any rank, raise the first such rank's error on all, so that none waits for one that left.
 
     Collective over all ranks at the end of the block.
 
     Raises:
-        UserError: on every rank, of the same class and text. Of an error that is not a UserError, which is its cause on
-            the rank that failed, the text names the rank.
+        UserError: on every rank, with the same class and text. If the error is not a UserError, the text names the rank
+            that failed, where the error is the UserError's cause.
     """
     error: Exception | None = None
     complaint = None
@@ -84,7 +84,7 @@ def share_flag(value: bool | None) -> bool:
 
 
 class StopFile:
-    """A file whose existence asks the run to stop; None: never. All ranks make the same calls."""
+    """A file whose existence asks the run to stop; a path of None never does. All ranks make the same calls."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.has_ended_early = False
@@ -92,7 +92,7 @@ class StopFile:
         self._was_asked = False
 
     def steps(self, steps: range) -> Iterator[int]:
-        """Yield the steps up to the one at whose end `is_asked` was true; none if it is true before them."""
+        """Yield the steps up to the one after which `is_asked` is true; none if it is true before the first."""
         if self.is_asked():
             self.has_ended_early = len(steps) > 0
             return
@@ -103,7 +103,7 @@ class StopFile:
                 return
 
     def is_asked(self) -> bool:
-        """Return whether the step that ends now is the last. Collective if a path is set; rank 0 looks for the file."""
+        """Return whether the step that ends now is the last one. Collective if there is a path: rank 0 looks for it."""
         if self._path is not None:
             self._was_asked = share_flag(self._path.exists() if rank_and_size()[0] == 0 else None)
         return self._was_asked

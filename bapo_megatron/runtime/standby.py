@@ -21,27 +21,27 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What makes a trainer rank of a process."""
+    """What a standby process needs to become a trainer rank."""
 
-    environment: Mapping[str, str] = field(repr=False)  # its own variables; for the first rank with the engines' key
-    urls: list[str]  # of the engines
+    environment: Mapping[str, str] = field(repr=False)  # its own variables; the first rank's include the engines' key
+    urls: list[str]  # the engines'
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def wait(cls) -> Orders | None:
-        """Return the orders on standard input once they come; None if the launcher has closed it."""
+        """Wait for orders on standard input and return them; None if the launcher has closed it."""
         line = sys.stdin.readline()
         return cls(**json.loads(line)) if line else None
 
 
 class StandbyRanks:
-    """Processes on standby of one run. A context manager that ends those that were not used.
+    """One run's processes on standby: a context manager that ends the unused ones.
 
     Args:
         count: how many to keep; 0 for none.
-        environment: variables that have to be there before they import torch.
+        environment: variables that must be set before they import torch.
     """
 
     def __init__(self, run_path: Path, count: int, environment: Mapping[str, str]) -> None:
@@ -51,7 +51,7 @@ class StandbyRanks:
         self._waiting: list[subprocess.Popen[bytes]] = []
 
     def fill(self) -> None:
-        """Start those that are missing. A start that fails is left out: a rank can do without."""
+        """Start the missing ones. A start that fails is ignored: a rank can do without a standby."""
         self._waiting = [process for process in self._waiting if process.poll() is None]
         with contextlib.suppress(OSError):
             while len(self._waiting) < self._count:
@@ -62,7 +62,7 @@ class StandbyRanks:
                 )
 
     def take(self, orders: Orders) -> subprocess.Popen[bytes] | None:
-        """Make a rank of the one that has waited longest, and return it; None if there is none."""
+        """Turn the standby that has waited longest into a rank, and return it; None if there is none."""
         while self._waiting:
             process = self._waiting.pop(0)
             assert process.stdin is not None
@@ -89,7 +89,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Discard what this process prints: the terminal is for the run, and there is no log yet."""
+    """Discard what this process prints: the terminal belongs to the run, and there is no log yet."""
     kept = [os.dup(1), os.dup(2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:

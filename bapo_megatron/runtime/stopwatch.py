@@ -1,4 +1,4 @@
-"""Breakdown of a training step's time."""
+"""The breakdown of a training step's time."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ class Stopwatch:
         self._lap_start = clock()
 
     def begin(self, step: int) -> None:
-        """Tell the heartbeat which step, numbered from 0, is running."""
+        """Record in the heartbeat which step, numbered from 0, is running."""
         self._heartbeat.step = step + 1
 
     @contextmanager

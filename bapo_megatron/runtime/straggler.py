@@ -2,8 +2,8 @@
 
 Each rank measures its forward and backward passes (score, train, critic) from their start to the first collective over
 data ranks, the sum of the gradients. Until then replicas of the model do not communicate. Tensor, pipeline and context
-ranks of one replica do, in every layer, so their times are alike: a slow rank shows as a slow replica, and with one
-replica there is nothing to compare.
+ranks of one replica do, in every layer, so their times are similar: a slow rank shows as a slow replica, and with only
+one replica there is nothing to compare.
 """
 
 import statistics
@@ -17,7 +17,7 @@ import torch
 
 from bapo_megatron.runtime.ranks import gather_json
 
-SLOW = 1.5  # times the median rank's own time: a slow rank's
+SLOW = 1.5  # a rank is slow from this many times the median rank's own time
 _WINDOW, _OFTEN = 5, 3  # steps to look back, and how many of them must be slow
 
 
@@ -30,15 +30,15 @@ def _now() -> float | torch.cuda.Event:
 
 
 class LocalTime:
-    """Seconds of this rank before the first collective over data ranks; on a GPU by events of the current stream."""
+    """Seconds of this rank before the first collective over data ranks; on a GPU, measured with CUDA events."""
 
     def __init__(self, clock: Callable[[], float | torch.cuda.Event] = _now) -> None:
         self._clock = clock
-        self._measured: list[tuple[Any, Any]] = []  # begin and end, as the clock gives them
+        self._measured: list[tuple[Any, Any]] = []  # start and end on the clock
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Measure the body."""
+        """Measure the time of the body."""
         begin = self._clock()
         yield
         self._measured.append((begin, self._clock()))

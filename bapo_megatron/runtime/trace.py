@@ -1,4 +1,4 @@
-"""A trace of the work of one thread and its GPU, as torch's profiler writes it."""
+"""A trace of one thread's work and its GPU's, written by torch's profiler."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,10 @@ from bapo_megatron.runtime.files import explaining_os_errors
 
 
 class Trace:
-    """A running trace of the thread that makes it, for Perfetto or chrome://tracing."""
+    """A running trace of the thread that creates it, for Perfetto or chrome://tracing."""
 
     def __init__(self) -> None:
-        import torch  # the embedded engine's protocol is read without it
+        import torch  # importing the embedded engine's protocol must not need it
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]

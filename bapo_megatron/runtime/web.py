@@ -1,6 +1,6 @@
-"""The check that all our HTTP servers share: it refuses web pages, and clients without the key of the run.
+"""The check that all our HTTP servers share: it refuses web pages, and clients without the run's key.
 
-A browser sends the requests of any page to any port of this machine. It names the page in `Origin` or `Sec-Fetch-Site`,
+A browser sends any page's requests to any port of this machine. It names the page in `Origin` or `Sec-Fetch-Site`,
 unless the page's own name resolves to this machine (DNS rebinding): then `Host` gives it away.
 """
 
@@ -20,17 +20,17 @@ from urllib.parse import urlsplit
 
 from bapo_megatron.errors import escaped
 
-_MAX_SHOWN = 100  # characters of a header in a message
+_MAX_SHOWN = 100  # characters of a header that a message shows
 _READ_TIMEOUT_S = 10.0
 _HOST = re.compile(r"(\[[^\[\]]+\]|[^\[\]\s/?#@:\\]+)(:[0-9]*)?")  # a name or address, IPv6 in brackets, and a port
-_ONCE = ("Host", "Origin", "Sec-Fetch-Site", "Authorization", "Content-Type")  # a request has one of each at most
+_ONCE = ("Host", "Origin", "Sec-Fetch-Site", "Authorization", "Content-Type")  # a request has at most one of each
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The answer to a request that is not let in."""
+    """The answer to a refused request."""
 
     status: int
     message: str
@@ -40,22 +40,22 @@ class Refusal:
 
 
 class Guard:
-    """Decides which requests one server lets in.
+    """The rules by which one server allows or refuses requests.
 
     Example: Guard("127.0.0.1").refusal("GET", {"Host": "evil.example"}).status == 403
     """
 
     def __init__(self, host: str, key: str | None = None) -> None:
-        """Let in requests to `host`, where the server listens, to any IP address, and to this machine's names.
+        """Allow requests to `host`, where the server listens, to any IP address, and to this machine's names.
 
         Args:
-            key: what clients send as `Authorization: Bearer KEY`. None means that they need none.
+            key: what clients must send as `Authorization: Bearer KEY`. None means that they need no key.
         """
         self._names = {name.lower().rstrip(".") for name in (host, "localhost", socket.gethostname())}
         self._authorization = None if key is None else f"Bearer {key}".encode()
 
     def refusal(self, method: str, headers: Mapping[str, str]) -> Refusal | None:
-        """Return why a request is refused; None if it is let in. `headers` ignore case."""
+        """Return why a request is refused, or None if it is allowed. `headers` must ignore case."""
         given = [name.lower() for name, _ in headers.items()]
         for name in _ONCE:
             if given.count(name.lower()) > 1:
@@ -101,7 +101,7 @@ class GuardedHandler(BaseHTTPRequestHandler):
     server: "GuardedServer"
 
     def parse_request(self) -> bool:
-        """Read a request; answer one that is malformed or refused, and return False."""
+        """Read a request; answer a malformed or refused one, and return False."""
         if not super().parse_request():
             return False
         try:
@@ -117,7 +117,7 @@ class GuardedHandler(BaseHTTPRequestHandler):
         return False
 
     def send(self, status: int, kind: str, body: bytes) -> None:
-        """Answer with a whole body."""
+        """Send a complete answer."""
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -129,10 +129,10 @@ class GuardedHandler(BaseHTTPRequestHandler):
 
 
 class GuardedServer(ThreadingHTTPServer):
-    """An HTTP server that lets in what its `guard` does. A client that is slow or gone costs one line for debugging.
+    """An HTTP server for requests that its `guard` allows. A slow or vanished client costs one debug line.
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: it cannot listen at the address.
     """
 
     def __init__(self, host: str, port: int, handler: Any) -> None:
@@ -143,7 +143,7 @@ class GuardedServer(ThreadingHTTPServer):
         super().__init__(address, handler)  # type: ignore[arg-type]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Note a broken connection; a fault of ours keeps its traceback."""
+        """Log a broken connection; our own bugs keep their traceback."""
         error = sys.exception()
         if isinstance(error, OSError):
             log.debug("%s: %s: %s", client_address, type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""The processes of a SLURM job (see job.sbatch.jinja): one for each trainer rank and each engine node.
+"""The processes of a SLURM job (see job.sbatch.jinja): one for each trainer rank, and one for each engine node.
 
     srun ... python -m bapo_megatron.slurm.node trainer --config config.toml --meeting FOLDER [KEY=VALUE ...]
     srun ... python -m bapo_megatron.slurm.node engines --config config.toml --meeting FOLDER [KEY=VALUE ...]
@@ -7,16 +7,16 @@ srun numbers the processes (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS); they sha
 folder that all nodes share:
 
     run.json          by trainer rank 0: the run directory, for the engine nodes
-    run-<n>.json      by trainer rank 0: the ranks' rendezvous in attempt n of this job, or that nothing is left to do
+    run-<n>.json      by trainer rank 0: the ranks' rendezvous in attempt n of this job, or a note that all is done
     engines-<i>.json  by engine node i: the URLs of its healthy engines; when all are there, training begins
-    key               by trainer rank 0: the key of the engines, for this user's eyes only, while ranks may need it
+    key               by trainer rank 0: the engines' key, readable only by this user, while ranks may need it
     stop              by the batch script or the user: save and stop at the end of the current step (runtime/ranks.py)
     stopped           by trainer rank 0: the run was saved and stopped
-    end               by the batch script: the trainer has ended, and engine nodes end their engines
+    end               by the batch script: the trainer has ended, so engine nodes must end their engines
     over              by any process: the ranks must not start again (run.max_restarts)
 
-Each file appears whole or not at all. A key `error` in it says why its writer failed. The ranks of every attempt use
-the same engines.
+Each file appears complete or not at all. Its key `error`, if present, says why its writer failed. The ranks of every
+attempt use the same engines.
 """
 
 import argparse
@@ -53,7 +53,7 @@ RUN = "run"
 _SETTING = "slurm.startup_timeout_s"
 _POLL_S = 0.2
 _END_POLL_S = 1.0
-_SIOCGIFADDR = 0x8915  # Linux: address of an interface
+_SIOCGIFADDR = 0x8915  # Linux: get an interface's address
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class TrainerStart:
     """One start of the trainer's step, as the batch script describes it."""
 
     number: int = 1
-    failed_at_s: float = 0.0  # Unix time at which the start before ended; 0 for the first one, like the next
-    exit_code: int = 0  # of the start before
+    failed_at_s: float = 0.0  # Unix time at which the previous start ended; 0 for the first one
+    exit_code: int = 0  # of the previous start; 0 for the first one
 
     @property
     def file(self) -> str:
-        """Name of the file in which rank 0 tells the ranks of this start where to meet."""
+        """Name of the file in which rank 0 tells the other ranks of this start where to meet."""
         return f"{RUN}-{self.number}"
 
 
@@ -95,7 +95,7 @@ class Meeting:
         return self.folder / "over"
 
     def share_key(self, key: str) -> None:
-        """Hand the engines' key to the nodes that start them."""
+        """Give the engines' key to the nodes that start them."""
         with explaining_os_errors(self._key_file):
             self.forget_key()
             descriptor = os.open(self._key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -107,7 +107,7 @@ class Meeting:
         return self._key_file.read_text()
 
     def forget_key(self) -> None:
-        """Remove the file of the key: all who need it have it."""
+        """Remove the file with the key, once all who need it have read it."""
         self._key_file.unlink(missing_ok=True)
 
     @property
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_trainer(config: Config, meeting: Meeting, rank: int, start: TrainerStart) -> int:
-    """Run one trainer rank, from the rendezvous to the end of the run."""
+    """Run one trainer rank, from rendezvous to the end of the run."""
     if rank > 0:
         code = _run_rank(config, meeting, rank, start)
         return 0 if code == STOPPED else code  # srun kills the other ranks, rank 0 too, after a nonzero exit code
@@ -228,7 +228,7 @@ def _run_first_rank(
 
 
 def _restart_after(config: Config, start: TrainerStart) -> Restart | list[str] | None:
-    """Return the restart that this start is, or lines why there is none; None for the job's first start."""
+    """Return the restart that this start is, or lines that say why it must not start; None for the first start."""
     path = Path(config.run.dir) / config.run.name
     if start.number == 1 or not path.is_dir():
         return None
@@ -239,7 +239,7 @@ def _restart_after(config: Config, start: TrainerStart) -> Restart | list[str] |
 
 
 def _run_rank(config: Config, meeting: Meeting, rank: int, start: TrainerStart) -> int:
-    """Run a rank once all engines are there. The first one takes their key."""
+    """Run a rank once all engines are ready. The first rank takes their key."""
     run = meeting.wait(start.file, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
     if "is_over" in run:
         return 0
@@ -267,7 +267,7 @@ def _run_rank(config: Config, meeting: Meeting, rank: int, start: TrainerStart) 
 
 
 def _await_engines(config: Config, meeting: Meeting) -> list[str]:
-    """Return the URLs of all engines of the run."""
+    """Wait for all engines of the run, and return their URLs."""
     if not num_started(config.rollout):
         return list(config.rollout.urls)
     timeout_s = config.slurm.startup_timeout_s + startup_limit_s(config.rollout)
@@ -277,7 +277,7 @@ def _await_engines(config: Config, meeting: Meeting) -> list[str]:
 
 
 def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
-    """Run the engines of one node until the batch script ends them, or SIGTERM."""
+    """Run the engines of one node until the batch script or SIGTERM ends them."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _telling_failures(meeting, _engines(node)):
         run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)

@@ -39,7 +39,7 @@ _RECENT_STEPS = 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """The files of a job. `folder` also gets the job's log and one folder for each attempt."""
+    """The files of a job. `folder` also holds the job's log and one folder for each attempt."""
 
     folder: Path
     config_path: Path
@@ -62,10 +62,10 @@ class Job:
 
 
 def check_job(config: Config, *, here: bool | None = None) -> list[Violation]:
-    """Find all problems of the job, and those of each task of its array that the job itself does not have.
+    """Find all problems of the job, and each array task's problems that the job itself does not have.
 
     Args:
-        here: whether the models and data of the tasks must be on this machine, see preflight/check.py.
+        here: whether the tasks' models and data must be on this machine; see preflight/check.py.
     """
     return [*check_slurm(config, step_s=known_step_s(config)), *_check_tasks(config, here)]
 
@@ -201,17 +201,17 @@ def _absolute(path: str) -> Path:
 
 
 def _folders_of(path: Path) -> set[Path]:
-    """Return the folder of `path` and the folders its links lead to: models in a Hugging Face cache are links."""
+    """Return the folder of `path` and the folders that links in it lead to: a Hugging Face cache consists of links."""
     files = path.glob("*") if path.is_dir() else [path]
     folder = path if path.is_dir() else path.parent
     return {folder, *(file.resolve().parent for file in files if file.is_symlink())}
 
 
 def _settings_of_task(config: Config, index: int) -> list[str]:
-    """Return the settings of a task over those of its job.
+    """Return the settings with which a task overrides its job.
 
     Raises:
-        ConfigError: its line of slurm.sweep is not one of a shell.
+        ConfigError: its line of slurm.sweep cannot be split as a shell would.
     """
     try:
         return [f"run.name={config.run.name}-{index}", *shlex.split(config.slurm.sweep[index])]
@@ -234,7 +234,9 @@ def _check_tasks(config: Config, here: bool | None) -> Iterator[Violation]:
             found = [*reading.violations, *_check(task, here, read, reading.unread)]
             if task.run.name != name and "run.name" not in reading.unread:
                 found.append(Violation(("run.name",), f"the run of this task is {name}", "leave run.name out"))
-            if not any(v.severity == "error" for v in (*of_job, *found)):  # else one of them may have no placement
+            if not any(
+                v.severity == "error" for v in (*of_job, *found)
+            ):  # with an error, one of them may have no placement
                 found += unmet_needs(config, task)
         for violation in found:
             if violation not in of_job:
@@ -244,7 +246,7 @@ def _check_tasks(config: Config, here: bool | None) -> Iterator[Violation]:
 def known_step_s(config: Config) -> float | None:
     """Return the median duration of this run's recent steps; None before the first one.
 
-    The plan's times are no substitute: they depend on response lengths, which are unknown in advance.
+    The plan's times would not do instead: they depend on response lengths, which are unknown in advance.
     """
     metrics = Path(config.run.dir) / config.run.name / "metrics.jsonl"
     if not metrics.exists():
@@ -289,7 +291,7 @@ def unmet_needs(job: Config, task: Config) -> Iterator[Violation]:
 
 
 def _script_facts(config: Config) -> dict[str, Any]:
-    """Return everything the script depends on, except names, keyed by its name in messages."""
+    """Return everything that the script depends on, except names, keyed as messages call it."""
     placement, cluster = place(config), config.cluster
     return {
         "run.dir": config.run.dir,
