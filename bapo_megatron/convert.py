@@ -24,7 +24,7 @@ from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.reader import HFReader, check_finite
 from bapo_megatron.hf.shape import ModelShape, hf_tensors, load_hf_config, model_shape
@@ -45,9 +45,9 @@ class Conversion:
     dtypes: tuple[str, ...]  # the source's, the most common first
 
     def __str__(self) -> str:
-        after = "" if self.version is None else f", after {self.version} updates"
+        after = "" if self.version is None else f", after {plural(self.version, 'update')}"
         return (
-            f"{self.shape.family}, {self.shape.num_layers} layers, {self.num_parameters:,} parameters in "
+            f"{self.shape.family}, {plural(self.shape.num_layers, 'layer')}, {self.num_parameters:,} parameters in "
             f"{self.num_tensors} tensors, {' and '.join(self.dtypes)}{after}: names, shapes and values are in order"
         )
 

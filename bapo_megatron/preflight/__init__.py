@@ -1,1 +1,1 @@
-"""Checks before a run: whether its settings fit together, its needs (memory, time, layouts), and the machine."""
+"""Checks before a run: its settings together, its needs (memory, time, layouts), and the machine."""

@@ -33,11 +33,11 @@ from bapo_megatron.preflight.trial import try_loss
 from bapo_megatron.runtime.environment import has_gpu_driver
 from bapo_megatron.runtime.files import located
 
-_ENOUGH_GPUS = 1_000_000  # the number of ranks stays as it is
+_ENOUGH_GPUS = 1_000_000  # no limit: the number of ranks does not change
 
 
 CheckJob = Callable[[Config], Iterable[Violation]]
-"""Finds what is wrong with the SLURM job of a run."""
+"""Finds what is wrong with a run's SLURM job."""
 
 
 def load_checked(
@@ -73,7 +73,7 @@ def read_and_check(
     job: CheckJob | None = None,
     ignored: Collection[str] = (),
 ) -> tuple[Config, list[Violation]]:
-    """Return a configuration without its invalid settings, and all that is wrong with what was given.
+    """Return a configuration without its invalid settings, and everything that is wrong with the given one.
 
     Args:
         elsewhere, here, memory, job: see `violations_of`.
@@ -94,7 +94,7 @@ def read_and_check(
 
 
 def _with_file(violation: Violation, files: Mapping[str, str]) -> Violation:
-    """Name the file that the setting to change is from, of several files."""
+    """If there are several files, name the one that contains the setting to change."""
     setting = violation.settings[0]
     if violation.severity == "warning" or setting not in files:
         return violation
@@ -105,10 +105,10 @@ def _with_file(violation: Violation, files: Mapping[str, str]) -> Violation:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One look at the settings. It is left out if an error found before asks for a change of a setting it needs."""
+    """One check of the settings. It is skipped if an earlier error asks for a change of a setting that it needs."""
 
     find: Callable[[], Iterable[Violation]]
-    needs: tuple[str, ...] = ()  # settings, or tables of them
+    needs: tuple[str, ...] = ()  # settings or tables
 
 
 def violations_of(
@@ -124,18 +124,18 @@ def violations_of(
 ) -> list[Violation]:
     """List every violation that can be found before the run starts.
 
-    A setting whose value is unknown has its default here: what depends on that value is not told.
+    A setting whose value is unknown has its default here, and violations that depend on it are not reported.
 
     Args:
         elsewhere: check for the configuration's cluster, if it names one, instead of this machine, on which the run
             need not start.
-        here: whether models and data must be on this machine; None means unless it is checked for a cluster.
-        memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, no data is read, either, and
-            of a model only config.json.
-        job: checks the rest of the SLURM job that the run will be in, if there is one.
+        here: whether models and data must be on this machine; None means unless the check is for a cluster.
+        memory: whether exceeding the memory of the cluster's GPUs is a violation; if not, the check reads no data, and
+            only the config.json of a model.
+        job: checks the rest of the run's SLURM job, if it has one.
         given: see `check_settings`.
-        unread: settings of which only the default is known, as their values could not be read.
-        read: findings about data and judge in earlier calls.
+        unread: settings whose values could not be read, so that only their defaults are known.
+        read: findings about data and judge from earlier calls.
     """
     starts_here = not elsewhere
     nodes = config.cluster.nodes
@@ -198,7 +198,7 @@ def violations_of(
         Check(lambda: check_unused(config), needs=(*SPLIT, "cluster")),
         Check(lambda: job(config) if job else ()),
     ]
-    untold: list[Violation] = []  # with a default in place of an unknown value, which later checks cannot pass either
+    untold: list[Violation] = []  # found with a default for an unknown value; later checks cannot pass them either
     for one in checks:
         wrong = {v.settings[0] for v in (*found, *untold) if v.severity == "error"}
         if not overlap(one.needs, wrong):
@@ -221,7 +221,7 @@ def _absent(config: Config, is_known: bool) -> Iterator[Violation]:
     """Warn of models and prompts that are not on this machine, and without which the job is not submitted.
 
     Args:
-        is_known: whether the model is planned for without its folder; else `read_inputs` warns of prompts.
+        is_known: whether the plan uses a known model without its folder; if not, `read_inputs` warns of prompts.
     """
     if not is_known:
         return
@@ -234,14 +234,14 @@ def _absent(config: Config, is_known: bool) -> Iterator[Violation]:
 
 
 def _with_default(config: Config, table: str, field: str) -> Config:
-    """Return the configuration with a setting's default in place of what cannot be loaded."""
+    """Return the configuration with a setting that cannot be loaded reset to its default."""
     section = getattr(config, table)
     default = type(section).model_fields[field].default
     return config.model_copy(update={table: section.model_copy(update={field: default})})
 
 
 def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) -> bool:
-    """Return whether `bapo check` accepts a changed layout of the same number of ranks, memory aside."""
+    """Return whether `bapo check` accepts a changed layout of the same number of ranks, apart from memory."""
     violations = check_settings(config, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if on_gpus else 0)
     if config.cluster.nodes > 1:
         violations += check_placement(config)
@@ -268,7 +268,7 @@ def _hf_config(folder: Path | None, setting: str, found: list[Violation]) -> dic
 
 
 def num_visible_gpus() -> int:
-    """Count the GPUs of this machine that torch may use; without a driver, torch is not imported."""
+    """Count this machine's GPUs that torch may use; without a driver, torch is not imported."""
     if not has_gpu_driver():
         return 0
     import torch  # takes seconds

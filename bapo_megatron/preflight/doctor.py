@@ -24,7 +24,7 @@ from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.preflight.packages import check_versions
 
 PROBE_TIMEOUT_S = 15.0
-NODES_TIMEOUT_S = 120.0  # other nodes may be started later
+NODES_TIMEOUT_S = 120.0  # other nodes may start later
 
 
 def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous | None) -> Iterator[Finding]:
@@ -81,12 +81,12 @@ def parse_rendezvous(address: str | None, num_nodes: int, node_rank: int) -> Ren
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"--rendezvous {address} is not of the form HOST:PORT, such as node0:29500")
     if not 0 <= node_rank < num_nodes:
-        raise UserError(f"--node-rank {node_rank} is not one of the {num_nodes} nodes: 0 to {num_nodes - 1}")
+        raise UserError(f"--node-rank {node_rank} must be from 0 to {num_nodes - 1}, as --num-nodes is {num_nodes}")
     return Rendezvous(host, int(port), num_nodes, node_rank)
 
 
 def _gpus_needed(config: Config | None) -> int:
-    """Count the GPUs this machine needs: a node's share of the cluster, else the run's; float32 runs on CPUs."""
+    """Count the GPUs that this machine needs: one node's of a cluster, otherwise the run's; float32 runs on CPUs."""
     if config is None:
         return 0
     if config.cluster.gpu is not None:
@@ -97,12 +97,12 @@ def _gpus_needed(config: Config | None) -> int:
 
 
 def _may_use_engine(config: Config) -> bool:
-    """Return whether a run's layers are Transformer Engine's where it is installed."""
+    """Return whether a run uses Transformer Engine's layers if they are installed."""
     return config.model.implementation != "local" and config.model.dtype == "bfloat16"
 
 
 def _attention(config: Config | None) -> tuple[int, int, int, int, bool]:
-    """Return the arguments of `check_attention` for a run; without one, or its model, for sizes that are common."""
+    """Return the arguments of `check_attention` for a run; common sizes if there is no run, or its model is missing."""
     common = (32, 8, 128, 8192, False)
     if config is None:
         return common

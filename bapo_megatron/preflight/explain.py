@@ -80,16 +80,16 @@ class Explanation:
     verdict: str
     """Three lines: whether it fits, how long a step takes, what to change."""
     needs: str
-    """Memory, work and time, and layouts that are faster."""
+    """Memory, work and time, and faster layouts."""
     problems: list[str]
     """What exceeds the memory of the cluster's GPUs."""
 
 
 def explain_plan(config: Config, response_tokens: int | None = None) -> Explanation:
-    """Explain the plan. Without `cluster.gpu` it is the memory of a rank on CPUs.
+    """Explain the plan. Without `cluster.gpu`, the plan is the memory of a rank on CPUs.
 
     Args:
-        response_tokens: average response length; None takes the maximum.
+        response_tokens: average response length; None means the maximum.
     """
     hf_config = planned_config(config.model.path)
     shape = model_shape(hf_config, own=own_family(config.model.family))
@@ -132,7 +132,7 @@ def _time(config: Config, plan: RunPlan) -> str:
 
 
 def _change(config: Config, hf_config: dict[str, Any], plan: RunPlan, found: Sequence[Suggestion]) -> str:
-    """Say what to change: the first suggestion, or where to look for more."""
+    """Say what to change: the first suggestion, or where to find more."""
     can_split = engine_kind(config.rollout.engine).on_gpus
     if found:
         first = found[0]
@@ -155,7 +155,7 @@ def _larger_cluster(config: Config, hf_config: dict[str, Any]) -> str:
 
 
 def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, GPUSplit]:
-    """Return the best split of the GPUs, as text together with the present one where that is possible.
+    """Return the best split of the GPUs, and a text that compares it with the present one if that is possible.
 
     Raises:
         ConfigError: there is nothing to split, or nothing fits.
@@ -240,7 +240,7 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
     if s := plan.server:
         yield (
             f"server     {s.weights / GIB:.1f} GiB weights and {max(0, s.kv_cache) / GIB:.1f} GiB KV cache on a GPU: "
-            f"{plural(s.kv_tokens, 'token', ',')}, {plural(s.concurrency, 'response')} of full length at once"
+            f"{plural(s.kv_tokens, 'token', ',')}, {plural(s.concurrency, 'concurrent response')} of full length"
         )
     yield (
         f"work       {plural(tokens.total, 'token', ',')} a step, {tokens.response:,} a response; {_flop(plan.flops)}"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from bapo_megatron.engines.processes import LOOPBACK, loopback_variables, reserved_ports
 from bapo_megatron.engines.update_group import connect_store, host_store
+from bapo_megatron.errors import plural
 from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.runtime.environment import nccl_variables
 
@@ -40,7 +41,7 @@ class Task:
 
 
 def probe(task: Task, output: Path) -> None:
-    """Write JSON to `output`: facts about torch at once, then the group's measurements added to them."""
+    """Write JSON to `output`: facts about torch immediately, later the group's measurements as well."""
     facts: dict[str, Any] = {}
     try:
         facts = torch_facts()
@@ -58,7 +59,7 @@ def _write(output: Path, result: dict[str, Any]) -> None:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return versions of torch, its CUDA and NCCL, and the first GPU: a JSON value."""
+    """Return, as JSON, the versions of torch, its CUDA and NCCL, and facts about the first GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "num_gpus": num_gpus}
     if num_gpus:
@@ -103,7 +104,7 @@ def _measure(task: Task) -> dict[str, Any]:
 
 
 def _seconds(collective: Callable[[], object], use_nccl: bool) -> float:
-    """Return the median time over repeats, after one that sets up connections."""
+    """Return the median time over repeats, after a first one that sets up connections."""
     times = []
     for _ in range(1 + _REPEATS):
         dist.barrier()
@@ -120,7 +121,7 @@ _CPU_PROCESSES = 2
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Meeting point of all nodes' probes. Example: Rendezvous("node0", 29500, num_nodes=4, node_rank=1)."""
+    """The meeting point of all nodes' probes. Example: Rendezvous("node0", 29500, num_nodes=4, node_rank=1)."""
 
     host: str
     port: int
@@ -150,7 +151,7 @@ class Probes:
             self.results.append(result if "is_right" in result else {"problem": problem} | result)
 
     def _problem(self, process: BaseProcess) -> str:
-        """Describe why a process has no result, unless it wrote a reason itself."""
+        """Describe why a process that wrote no reason itself has no result."""
         if process.is_alive():
             return f"not done after {self.timeout_s:.0f} s"
         return f"ended with exit code {process.exitcode}"
@@ -179,7 +180,7 @@ class Probes:
             return [Finding(name, "error", "a broadcast or all-reduce gave wrong values", "do not train here")]
         first = self.results[0]
         rates = (
-            f"{first['world_size']} processes: all-reduce {first['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s, "
+            f"{plural(first['world_size'], 'process')}: all-reduce {first['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s, "
             f"broadcast {first['broadcast_bytes_per_s'] / 1e9:.2f} GB/s"
         )
         return [Finding(name, "ok", rates)]
@@ -189,8 +190,8 @@ class Probes:
 def started_probes(num_gpus: int, rendezvous: Rendezvous | None, timeout_s: float) -> Iterator[Probes]:
     """Start one process per GPU over NCCL, or two over gloo; they end with the block.
 
-    They are forked, because importing torch takes most of the time; this process must have no CUDA context, process
-    group or threads of torch yet.
+    They are forked, because importing torch takes most of the time; this process must not have a CUDA context, process
+    group or torch threads yet.
     """
     count = num_gpus or _CPU_PROCESSES
     context = multiprocessing.get_context("fork")

@@ -1,6 +1,6 @@
-"""Reading what a run will read, before it starts: prompts, judge, recorded rollouts, names that are passed on upstream.
+"""Reads what a run will read, before it starts: prompts, judge, recorded rollouts, names that are passed on upstream.
 
-Each check calls the code that the run calls, on the first rows only.
+Each check calls the code that the run calls, but only on the first rows.
 """
 
 import ast
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from bapo_megatron.rewards.judges import Verdict
 
 NUM_ROWS = 256
-"""Prompts of each source that are tokenised."""
+"""How many prompts of each source are tokenised."""
 
 Findings = dict[str, list[Violation]]
-"""Findings by what was read, so that the tasks of a sweep read each thing once."""
+"""Findings by what was read, so that the tasks of a sweep read everything only once."""
 
 Asked = tuple[Config, str, Question]
-"""A first question, with the configuration whose judge scores it and the name of its prompt source."""
+"""A source's first question, with the configuration whose judge scores it and the name of the source."""
 
 
 def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: bool) -> list[Violation]:
     """Find what is wrong with what the run will read.
 
     Args:
-        model: folder with the policy's tokenizer; None if it is not on this machine: nothing is tokenised.
-        memory: of earlier calls.
-        here: whether files must be on this machine; else a missing one is a warning.
+        model: folder with the policy's tokenizer; None if it is not on this machine, so that nothing is tokenised.
+        memory: findings of earlier calls.
+        here: whether files must be on this machine; if not, a missing one is only a warning.
     """
     found: list[Violation] = []
     if engine_kind(config.rollout.engine).samples:
@@ -75,7 +75,7 @@ def _key(config: Config, here: bool) -> Iterator[Violation]:
 
 
 def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
-    """Read the prompts of training and evaluation, and have their judge score one of each, answered correctly."""
+    """Read the prompts for training and evaluation, and let their judge score one of each with the correct answer."""
     questions: list[Asked] = []
     is_complete = True
     for table, one in _sources_read(config).items():
@@ -88,7 +88,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             named = tuple(name for name in settings if not name.endswith((".format", ".fields")))
             if here:
                 yield Violation(named, missing(path, f"{table}.path"))
-            elif model is not None:  # else this machine has neither, and is none of the cluster's
+            elif model is not None:  # if it lacks the model too, this machine is not the cluster's
                 problem = f"{table}.path={one.path} is not on this machine, and was not read"
                 yield warning(named, problem, "the run needs it")
             continue
@@ -111,7 +111,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
 
 
 def _few_prompts(config: Config, num_prompts: int, settings: tuple[str, ...]) -> Iterator[Violation]:
-    """Warn of rows that are fewer than the prompts of a step."""
+    """Warn if there are fewer rows than prompts in a step."""
     if num_prompts < config.rollout.prompts_per_step:
         yield warning(
             ("rollout.prompts_per_step", *settings),
@@ -131,7 +131,7 @@ def _settings_of(config: Config, table: str) -> tuple[str, ...]:
 
 
 def _sources_read(config: Config) -> dict[str, SourceConfig]:
-    """Return the sources whose prompts are new to the run, by their table. Evaluation may draw what training draws."""
+    """Return the distinct sources of prompts by table: evaluation may draw from training's source."""
     if config.eval.interval_steps is None or not (config.eval.sets or config.data.kind.path == "file"):
         return config.prompt_sources
     return {**config.prompt_sources, **config.eval_sets}
@@ -140,11 +140,11 @@ def _sources_read(config: Config) -> dict[str, SourceConfig]:
 def _lengths(
     config: Config, model: Path | None, source: PromptSource, first: list[Question], settings: tuple[str, ...]
 ) -> Iterator[Violation]:
-    """Check that the first prompts have the right lengths, and that the tokenizer can put them.
+    """Check that the first prompts have the right lengths, and that the tokenizer can encode them.
 
     Args:
-        config: with the prompts of this source.
-        settings: that describe the source.
+        config: a configuration with the prompts of this source.
+        settings: the settings that describe the source.
     """
     data = config.data
     # No token of a shipped model is shorter than a byte; loading a tokenizer takes seconds.
@@ -179,8 +179,8 @@ def _lengths(
 
 
 def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iterator[Violation]:
-    """Build each judge once, and let it score its questions with sample responses: their own answers, unless its module
-    offers others.
+    """Build each judge once, and let it score its questions with sample responses: the questions' own answers, unless
+    the judge's module offers others.
 
     Args:
         is_complete: whether all sources could be read.
@@ -196,7 +196,7 @@ def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iter
     settings = (*judges, *(f"{table}.{field}" for table in _sources_read(config) for field in asked_about))
     is_reported = kind == "code" and any(not one.has_rows for one in config.prompt_sources.values())
     try:
-        if not is_reported:  # by checks/reward.py
+        if not is_reported:  # checks/reward.py reports it
             by_spec.append((JudgeSpec.of(config), []))
         for alone, name, question in questions:
             spec = JudgeSpec.of(alone)
@@ -208,7 +208,7 @@ def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iter
         yield Violation((*settings, "data.sources"), str(error))
         return
     for spec, asked in by_spec:
-        if is_complete or not spec.datasets:  # else it would fail for what could not be read
+        if is_complete or not spec.datasets:  # it would fail because of what could not be read
             yield from _judge_of(spec, asked, settings)
 
 
@@ -259,7 +259,7 @@ def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[V
 
 
 def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
-    """Read the first recorded step, and see that the last one is there."""
+    """Read the first recorded step, and check that the last one exists."""
     if config.rollout.recorded_from is None:
         return  # checks/rollout.py reports it
     folder, settings = Path(config.rollout.recorded_from).expanduser(), ("rollout.recorded_from", "rollout.engine")
@@ -282,7 +282,7 @@ def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Viola
 
 
 def _passed_on(config: Config) -> Iterator[Violation]:
-    """Compare the names of [megatron.extra] and [sglang.extra] with those that the installed packages declare."""
+    """Compare the names in [megatron.extra] and [sglang.extra] with the names that the installed packages declare."""
     if config.megatron.extra:
         yield from _unknown("megatron.extra", config.megatron.extra, "TransformerConfig", transformer_settings())
     if config.sglang.extra and engine_kind(config.rollout.engine).section == "sglang":
@@ -324,7 +324,7 @@ def server_arguments() -> frozenset[str]:
 
 
 def _sources(package: str, *patterns: str) -> Iterator[ast.Module]:
-    """Parse files of an installed package, which takes milliseconds where importing it takes seconds."""
+    """Parse files of an installed package: this takes milliseconds, importing it takes seconds."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in map(Path, folders or ()):

@@ -1,7 +1,7 @@
 """GPUs and models that plans can use without access to them.
 
-GPUs: dense peak rates of the SXM boards, from their makers' data sheets; programs reach less. Models: the config.json
-of the models in shipped recipes, in known_models.toml. An existing folder takes precedence.
+GPUs: dense peak rates of the SXM boards, from the makers' data sheets; programs reach less. Models: the config.json of
+each model in a shipped recipe, in known_models.toml. An existing folder takes precedence.
 """
 
 import math
@@ -26,12 +26,12 @@ class GPU:
 
     name: str
     memory_gib: float
-    bf16_flops: float  # per second, dense (data sheets of Hopper and Blackwell print twice that, "with sparsity")
+    bf16_flops: float  # per second, dense (Hopper and Blackwell data sheets print twice that, "with sparsity")
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float  # in one direction; data sheets print the sum of both
 
     def flops(self, dtype: str) -> float:
-        """Peak rate of matrix products: float32 runs as TF32, at half the rate of bfloat16."""
+        """Return the peak rate of matrix products: float32 runs as TF32, at half the rate of bfloat16."""
         return self.bf16_flops if dtype == "bfloat16" else self.bf16_flops / 2
 
 
@@ -46,9 +46,9 @@ GPUS = {
 
 
 def device_peak_flops(dtype: str) -> float | None:
-    """Return the peak rate of matrix products of this process's GPU, from the table; None if it is not in there.
+    """Return the peak rate of matrix products of this process's GPU from the table; None if the table lacks it.
 
-    Without a GPU: the best rate of a matrix product measured now, with this process's threads (some 0.1 s).
+    Without a GPU, measure the best rate of a matrix product with this process's threads (about 0.1 s).
     """
     import torch
 
@@ -72,7 +72,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = tomllib.loads(
 
 
 def known_config(path: str) -> dict[str, Any] | None:
-    """Return the known config.json for a folder missing on this machine; None for an unknown name.
+    """Return the known config.json for a folder that is missing on this machine; None for an unknown name.
 
     Example: known_config("models/Qwen3-32B")["num_hidden_layers"] is 64.
     """
@@ -92,7 +92,7 @@ _SOURCES = {
 
 
 def origin(path: str) -> str:
-    """Say how to get a known model that is missing on this machine; empty for another one."""
+    """Say how to get a known model that is missing on this machine; empty for an unknown one."""
     name = Path(path).name
     if name == "Qwen3-32B-64k":
         edited = 'set "max_position_embeddings": 65536 and "rope_scaling" of YaRN in config.json: recipes/qwen3-32b-64k'

@@ -1,4 +1,4 @@
-"""Checks of this machine: room and open files for a run (`bapo check`), ports (`bapo doctor`)."""
+"""Checks of this machine: disk space and open files for a run (`bapo check`), ports (`bapo doctor`)."""
 
 import resource
 import shutil
@@ -24,7 +24,7 @@ Grade = Literal["ok", "absent", "warning", "error"]
 class Finding:
     """One line of the doctor.
 
-    ok: fine. absent: missing, and not needed here. warning: works, but badly. error: the run will not work.
+    ok: fine. absent: missing, but not needed here. warning: works, but badly. error: the run will not work.
 
     Example: Finding("port 29500", "error", "on 127.0.0.1: Address already in use", "choose another port").
     """
@@ -46,14 +46,14 @@ _ROOM = ("run.dir", "checkpoint.interval_steps", "checkpoint.keep_last")
 
 
 def check_room(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
-    """Compare the free space of `run.dir` with a checkpoint, and warn if it is too little for all that are kept."""
+    """Check that `run.dir` has space for a checkpoint, and warn if it has too little for all that are kept."""
     folder = Path(config.run.dir)
     needed = checkpoint_bytes(config, model_shape(hf_config, own=own_family(config.model.family)))
-    num_kept = config.checkpoint.keep_last + 1  # an older one is deleted after the newer one is complete
+    num_kept = config.checkpoint.keep_last + 1  # an old one is deleted only once the new one is complete
     try:
         free = shutil.disk_usage(_existing(folder)).free
     except OSError:
-        return  # the run's folder is made before anything starts, and that error is told
+        return  # the run creates its folder before anything starts, and reports that error
     if config.checkpoint.interval_steps is None or free >= num_kept * needed:
         return
     problem = f"{free / GIB:.2f} GiB is free for run.dir={folder}, and a checkpoint takes {needed / GIB:.2f}"
@@ -65,7 +65,7 @@ def check_room(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest of its parents that exists."""
+    """Return the folder, or its nearest parent that exists."""
     return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
 
 
@@ -77,7 +77,7 @@ _OPEN_FILES = (  # what `open_files_needed` reads
 
 
 def open_files_needed(config: Config) -> int:
-    """Return the most files and connections that a process of a run may have open together: rank 0 has the most."""
+    """Return how many files and connections a process of a run may have open at a time: rank 0 has the most."""
     r = config.rollout
     num_requests = 0  # rounds send one request to each engine
     if r.overlap or r.abort_tail:
@@ -96,15 +96,15 @@ def check_open_files(config: Config) -> Iterator[Violation]:
     how = f"run `ulimit -n {needed}` before it"
     if hard != resource.RLIM_INFINITY and hard < needed:
         how = (
-            f"raise it to {needed}, and the hard limit of {hard} too: in /etc/security/limits.conf, as LimitNOFILE= of "
-            "a service, or with --ulimit nofile= of a container"
+            f"raise it to {needed}, and the hard limit of {hard} too: in /etc/security/limits.conf, with LimitNOFILE= "
+            "for a service, or with --ulimit nofile= for a container"
         )
     problem = f"a process may have {soft} files open here (ulimit -n), and trainer rank 0 needs up to {needed}"
     yield Violation(_OPEN_FILES, problem, how)
 
 
 def check_port(host: str, port: int) -> Finding:
-    """Check that a port of this machine is free to listen on."""
+    """Check that a port of this machine is free."""
     name = f"port {port}"
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

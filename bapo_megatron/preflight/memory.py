@@ -1,9 +1,9 @@
 """Memory of one trainer rank, by part, for this code: Megatron's local layers, `learner/attention.py` and
-`algorithms/logprobs.py`. Activations are the tensors autograd saves; tests compare them with measured peaks.
+`algorithms/logprobs.py`. Activations are the tensors that autograd saves; tests compare them with measured peaks.
 
 A step's peak is the largest of its three phases: forward and backward, update, weight sync.
 
-Shape legend: T packed tokens of this rank, U of the whole pack (T x context), H hidden, F feed-forward of this rank,
+Shape legend: T packed tokens of this rank, U in the whole pack (T x context), H hidden, F feed-forward of this rank,
     V vocabulary rows of this rank, Q and K query and key-value heads of this rank x head dimension D, C rows of a chunk
 """
 
@@ -24,7 +24,7 @@ _CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
 
 
 def layer_parameters(shape: ModelShape, layer: LayerShape, tensor: int) -> int:
-    """Count the parameters of one layer on one of `tensor` ranks; copies and experts are whole on every rank."""
+    """Count the parameters of one layer on one of `tensor` ranks; every rank has copies and experts in full."""
     return sum(_of_rank(entry, tensor) for entry in layer_entries(shape, layer))
 
 
@@ -81,13 +81,13 @@ def model_parameters(shape: ModelShape) -> int:
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of one training checkpoint: float32 weights and two moments, of a critic as well."""
+    """Return the bytes of one training checkpoint: float32 weights and two moments, also the critic's."""
     num_models = 1 if config.advantage.compares_responses else 2
     return num_models * _CHECKPOINT_BYTES * model_parameters(shape)
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Count the parameters that one token meets: of the experts, only those that are chosen for it."""
+    """Count the parameters that one token uses: only the experts that are chosen for it."""
     idle = 0
     for layer, count in runs(shape.layers):
         if isinstance(mlp := layer.mlp, Experts):
@@ -109,7 +109,7 @@ BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs
 # Assumed, not measured: CUDA context with cuBLAS workspaces, and NCCL's buffers for the groups of one rank.
 CONTEXT_BYTES = int(1.0 * GIB)
 NCCL_BYTES = int(1.0 * GIB)
-FP8_BYTES = 2  # of a weight: Transformer Engine keeps its FP8 value and, on Hopper, the transposed one
+FP8_BYTES = 2  # per weight: Transformer Engine keeps its FP8 value and, on Hopper, a transposed copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +128,16 @@ class TrainerMemory:
     batch: int
     context: int
     # forward and backward
-    activations: int  # kept between them, of all micro-batches under way
-    working: int  # of the layer that is being differentiated, or of the rows before the output layer
-    logits: int  # of one chunk of rows; 0 where a layer needs more
+    activations: int  # kept between forward and backward, for all micro-batches in progress
+    working: int  # for the layer that is being differentiated, or for the rows before the output layer
+    logits: int  # for one chunk of rows; 0 if a layer needs more
     # other phases
     update: int  # Adam's temporaries
-    sync: int  # buckets, and whole tensors that are gathered for them
+    sync: int  # buckets, and the full tensors gathered for them
 
     @property
     def total(self) -> int:
-        """Peak of a step."""
+        """The peak of a step."""
         always = self.weights + self.gradients + self.optimizer + self.reference + self.critic
         always += self.fp8 + self.batch + self.context
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
@@ -147,7 +147,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
     """Estimate the memory of a stage's fullest rank.
 
     Args:
-        gpu_bytes: memory of a GPU; None: a CPU, which has no CUDA context.
+        gpu_bytes: memory of a GPU; None means a CPU, which has no CUDA context.
     """
     on_gpu = gpu_bytes is not None
     p, item = config.parallel, ITEM_BYTES[config.model.dtype]
@@ -160,7 +160,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
         values = critic_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
         critic = values * (item + MASTER_BYTES) + -(-values // num_shards) * state
     layers = _Activations(config, shape, gpu_bytes)
-    # a parameter's gradient briefly exists beside the gradient buffer; without overlap, those of the vocabulary do not
+    # a parameter's gradient briefly exists outside the gradient buffer; without overlap, the vocabulary's does not
     largest = largest_parameter if p.overlap_communication else largest_in_layer
     working, logits = layers.backward() + largest(shape, p.tensor) * item, 0
     if stage == p.pipeline - 1 and layers.rows() + layers.logits() > working:
@@ -280,7 +280,7 @@ class _Activations:
         self._forwards_first = forwards_under_way(config, shape, gpu_bytes)
         self._item = ITEM_BYTES[config.model.dtype]
         self._T = microbatch_tokens(config)
-        self._rows = -(-self._T // p.tensor) if p.sequence else self._T  # of hidden states between the linears
+        self._rows = -(-self._T // p.tensor) if p.sequence else self._T  # rows of hidden states between the linears
         self._H = shape.hidden_size
         self._Q = shape.num_heads * shape.head_dim // p.tensor
         self._K = shape.num_kv_heads * shape.head_dim // p.tensor
@@ -294,19 +294,19 @@ class _Activations:
         layers = self._kept_by_chunk()
         rows = self._T * self._H * self._item * (2 if self._config.parallel.sequence else 1)  # before the vocabulary
         by_turns = layers * self._chunks_under_way(stage) + self._shared()
-        # less the rows of the one being differentiated: they are in `rows()`, or freed
+        # minus the rows of the micro-batch being differentiated: they are in `rows()`, or freed
         forwards_first = self._forwards_first * (layers + self._shared() + rows) - rows
         return max(by_turns, forwards_first)
 
     def _kept_by_chunk(self) -> int:
-        """Count the bytes that a chunk's layers keep for one micro-batch: inputs alone of those that are recomputed."""
+        """Count the bytes that a chunk's layers keep for one micro-batch; recomputed layers keep only their inputs."""
         num_recomputed = recomputed_layers(self._config, self._shape)
         inputs = num_recomputed * self._rows * self._H * self._item
         kept = runs(self._chunk[num_recomputed:])
         return inputs + sum(count * (self.layer(one) - self._recomputed_parts(one)) for one, count in kept)
 
     def _chunks_under_way(self, stage: int) -> int:
-        """Count chunks under way in Megatron's 1F1B schedules: fewer on later stages."""
+        """Count the chunks in progress in Megatron's 1F1B schedules: fewer on later stages."""
         p, num_microbatches = self._config.parallel, max_microbatches(self._config)
         if p.virtual_pipeline == 1:
             return min(p.pipeline - stage, num_microbatches)
@@ -316,9 +316,9 @@ class _Activations:
     def layer(self, layer: LayerShape) -> int:
         """Count the bytes of a layer for one micro-batch: two norms, attention, and the gated MLP."""
         hidden, num_heads = self._rows * self._H * self._item, self._heads()
-        norm = hidden + 4 * self._rows  # its input and 1 / rms
+        norm = hidden + 4 * self._rows  # the input and 1 / rms
         if self._shape.norm_plus_one and self._item < MASTER_BYTES:
-            norm += MASTER_BYTES * self._rows * self._H  # its input in float32
+            norm += MASTER_BYTES * self._rows * self._H  # the input in float32
         per_token = self._item * self._Q  # input of proj
         if self._on_gpu:
             per_token += self._item * 4 * self._shape.head_dim  # cos and sin of q and k
@@ -330,12 +330,12 @@ class _Activations:
         return int(2 * (norm + hidden) + queries_keys_values + per_token * self._T + parts)
 
     def _core_attention(self) -> float:
-        """Count the bytes of attention beside queries, keys and values: its output, log-sum-exp, what is gathered."""
+        """Count the bytes of attention besides queries, keys and values: output, log-sum-exp, gathered tensors."""
         context = self._config.parallel.context
         output = self._T * (self._item * self._Q + 4 * self._heads())
         if context == 1:
             return output
-        # two chunks of queries; keys are gathered, up to each
+        # two chunks of queries, each with the gathered keys up to its end
         return output + self._T * self._item * 2 * self._K * (context - 0.5) + self._mask() * self._item
 
     def _heads(self) -> int:
@@ -356,7 +356,7 @@ class _Activations:
         return int(sum(parts[name]() for name in chosen))
 
     def _mask(self) -> int:
-        """Count mask entries of both query chunks, for as many of the longest sequences as fill the pack."""
+        """Count mask entries of both query chunks, for a pack full of the longest sequences."""
         context = self._config.parallel.context
         longest = self._config.data.max_prompt_tokens + self._config.rollout.max_response_tokens
         pack = self._T * context
@@ -365,7 +365,7 @@ class _Activations:
         return int(pack / length * entries_of_one)
 
     def _shared(self) -> int:
-        """Count the bytes outside layers: final norm, token and position indices, rotation, boolean masks."""
+        """Count the bytes outside the layers: final norm, token and position indices, rotation, boolean masks."""
         context = self._config.parallel.context
         indices = 8 * self._T * (2 + 2 + 2 * (context + 0.5 if context > 1 else 1))
         hidden = self._rows * self._H * self._item
@@ -382,7 +382,7 @@ class _Activations:
             return gradients + self.layer(widest)
         return gradients + self._recomputed_parts(
             widest
-        )  # layers that keep their activations come first, and have freed them
+        )  # layers that keep their activations are differentiated first, and have freed them
 
     def rows(self) -> int:
         """Count the bytes of the output layer's input and its gradient while log-probs are differentiated."""

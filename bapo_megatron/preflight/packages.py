@@ -1,4 +1,4 @@
-"""Compare installed packages with setup.py's ranges and with the versions of requirements/. Imports none of them."""
+"""Compares installed packages with setup.py's ranges and with the versions in requirements/. Imports none of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Stack = Literal["cpu", "gpu"]
 Compliance = Literal["exact", "allowed", "not allowed", "missing"]
 
 GROUPS = ("core", "parquet", "gym", "gpu", "sglang", "sglang-needs")
-_EXTRAS = {"core": "train", "parquet": "parquet", "gym": "gym", "gpu": "gpu", "sglang-needs": "sglang"}  # of setup.py
-_MODULES = {"megatron-core": "megatron"}  # else the distribution's name, with underscores
+_EXTRAS = {"core": "train", "parquet": "parquet", "gym": "gym", "gpu": "gpu", "sglang-needs": "sglang"}  # in setup.py
+_MODULES = {"megatron-core": "megatron"}  # for others, the distribution's name with underscores
 _STACKS = {"cpu": "as tested", "gpu": "as docker/Dockerfile.gpu has them, untested"}
 
 
@@ -28,8 +28,8 @@ _STACKS = {"cpu": "as tested", "gpu": "as docker/Dockerfile.gpu has them, untest
 class InstalledPackage:
     """One package: the installed version, the allowed range, and the stack's own version.
 
-    exact: the stack's version (or an allowed one, if the stack has none). allowed: another version in the range.
-    not allowed: a version outside it.
+    exact: the stack's version (or any allowed one, if the stack has none). allowed: another version in the range.
+    not allowed: a version outside the range.
     """
 
     requirement: Requirement
@@ -43,9 +43,9 @@ class InstalledPackage:
 
 
 def requirements(group: str) -> list[Requirement]:
-    """Return a group's requirements: an extra of bapo-megatron, or the SGLang packages installed without theirs.
+    """Return a group's requirements: an extra of bapo-megatron, or the SGLang packages installed without dependencies.
 
-    core is the extra "train" with the base installation.
+    core is the extra "train" together with the base installation.
     """
     from packaging.requirements import Requirement
 
@@ -64,8 +64,8 @@ def pins(stack: Stack) -> dict[str, str]:
 
 
 def check_required() -> Finding:
-    """Check that every package a run imports is installed."""
-    if importlib.util.find_spec("packaging") is None:  # which reads the names of the others
+    """Check that every package that a run imports is installed."""
+    if importlib.util.find_spec("packaging") is None:  # it reads the names of the others
         return Finding("packages", "error", "packaging is not installed", "pip install packaging")
     if installed_version("bapo-megatron") is None:
         return Finding("packages", "error", "bapo-megatron is not installed, so its needs are unknown", "pip install .")
@@ -75,7 +75,7 @@ def check_required() -> Finding:
         names = ", ".join(r.name for r in missing)
         what = f"{names} {'is' if len(missing) == 1 else 'are'} not installed"
         return Finding("packages", "error", what, _pip_install(missing))
-    return Finding("packages", "ok", f"all {len(core)} that a run imports are installed")
+    return Finding("packages", "ok", f"all {len(core)} packages that a run imports are installed")
 
 
 def check_versions(stack: Stack) -> Finding:
@@ -90,7 +90,7 @@ def check_versions(stack: Stack) -> Finding:
         return Finding("versions", verdict, what, _pip_install([c.requirement for c in wrong]))
     what = f"{len(found) - len(other)} of {len(found)} {_STACKS[stack]}"
     if other:
-        what += f"; allowed, but others: {', '.join(map(str, other))}"
+        what += f"; allowed, but different: {', '.join(map(str, other))}"
     return Finding("versions", "ok", what)
 
 

@@ -8,7 +8,7 @@ from bapo_megatron.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Trainer ranks and engines of a job, evenly over its nodes.
+    """Trainer ranks and engines of a job, spread evenly over its nodes.
 
     Example: 2 nodes x 8 GPUs, 8 ranks, 4 servers x 2 GPUs: Placement(2, 2, 2, ranks_per_node=4, servers_per_node=2,
     first_server_gpu=4)
@@ -16,7 +16,7 @@ class Placement:
 
     num_nodes: int
     trainer_nodes: int  # the first ones
-    server_nodes: int  # the last ones; all where nodes are shared; 0 without engines of our own
+    server_nodes: int  # the last ones; all nodes if they are shared; 0 if the run starts no engines
     ranks_per_node: int
     servers_per_node: int
     first_server_gpu: int  # on each server node
@@ -27,7 +27,7 @@ class Placement:
 
 
 def place(config: Config) -> Placement:
-    """Place a run without errors in its configuration on nodes."""
+    """Place a run, whose configuration must have no errors, on nodes."""
     nodes, alone, servers = config.cluster.nodes, rollout_nodes(config), num_started(config.rollout)
     trainer_nodes = nodes - alone
     server_nodes = (alone or nodes) if servers else 0
@@ -43,7 +43,7 @@ def place(config: Config) -> Placement:
 
 
 def rollout_nodes(config: Config) -> int:
-    """Return the number of nodes that engines have for themselves."""
+    """Return the number of nodes that run only engines."""
     c, r = config.cluster, config.rollout
     if config.slurm.rollout_nodes is not None:
         return config.slurm.rollout_nodes

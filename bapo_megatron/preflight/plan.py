@@ -1,7 +1,7 @@
 """The plan of a run on a cluster: memory of each kind of GPU, work and time of a step, and whether it fits.
 
-Times are rooflines: "at least" divides by the data sheets' peak rates, "expected" by the share of them that programs
-usually reach (COMPUTE_SHARE, LINK_SHARE), which is assumed, not measured. Sampling also waits for messages.
+Times are rooflines: "at least" divides by the data sheets' peak rates, "expected" by the share that programs usually
+reach (COMPUTE_SHARE, LINK_SHARE), which is assumed, not measured. Sampling also waits for messages.
 """
 
 import math
@@ -21,10 +21,10 @@ from bapo_megatron.preflight.known import GIB, GPU, GPUS
 from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, max_microbatches, plans_forwards_first
 from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
 
-COMPUTE_SHARE = 0.4  # of the peak rate of matrix products
-LINK_SHARE = 0.7  # of NVLink, network and GPU memory bandwidth
-NETWORK_BYTES_PER_S = 50e9  # of one GPU, between machines, in one direction: 400 Gbit/s
-FULL = 0.95  # usable share of the memory; the allocator's fragments may take the rest
+COMPUTE_SHARE = 0.4  # share of the peak rate of matrix products
+LINK_SHARE = 0.7  # share of NVLink, network and GPU memory bandwidth
+NETWORK_BYTES_PER_S = 50e9  # per GPU, between machines, in one direction: 400 Gbit/s
+FULL = 0.95  # usable share of the memory; fragmentation may take the rest
 
 SPLIT = (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel")
 """Settings that decide how many GPUs trainer and servers take."""
@@ -37,7 +37,7 @@ CHOSEN = (
     "train.recompute",
     "optimizer.distributed",
 )
-"""Settings that `bapo plan --best` chooses, whatever they were."""
+"""Settings that `bapo plan --best` chooses, whatever their values are."""
 LAYOUT = (
     *RANKS,
     "parallel.virtual_pipeline",
@@ -83,7 +83,7 @@ MEMORY = (
     "sync.bucket_mib",
     "sglang.extra.mem_fraction_static",
 )
-"""Settings that the plan of memory computes with."""
+"""Settings that the memory plan uses."""
 SERVER_MEMORY = (
     "rollout.server_tensor_parallel",
     "rollout.engine",
@@ -103,7 +103,7 @@ SERVER_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A time by roofline."""
+    """A time from the roofline model."""
 
     least: float
     expected: float
@@ -115,11 +115,11 @@ class RunPlan:
 
     gpu: GPU
     gpu_memory_gib: float
-    trainer: TrainerMemory  # of the fullest rank
-    server: ServerMemory | None  # None: no SGLang servers
+    trainer: TrainerMemory  # the fullest rank's
+    server: ServerMemory | None  # None without SGLang servers
     tokens: work.StepTokens
-    flops: float  # of a step, all ranks
-    train: Seconds  # of a step
+    flops: float  # per step, over all ranks
+    train: Seconds  # per step
     rollout: Seconds | None
     sync: Seconds
     sync_bytes: int
@@ -144,9 +144,9 @@ class Balance:
 
 
 def step_balance(config: Config, plan: RunPlan) -> Balance | None:
-    """Put training and sampling together in the mode of `config.rollout`; None without SGLang servers.
+    """Combine training and sampling in the mode of `config.rollout`; None without SGLang servers.
 
-    By turns, each side waits for the other; overlapped, the faster side waits for the slower one.
+    In turns, each side waits for the other; overlapped, the faster side waits for the slower one.
     """
     if plan.rollout is None:
         return None
@@ -157,7 +157,7 @@ def step_balance(config: Config, plan: RunPlan) -> Balance | None:
 
 
 def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> RunPlan:
-    """Plan memory, work and time. response_tokens: average response length; None takes the maximum."""
+    """Plan memory, work and time. response_tokens: average response length; None means the maximum."""
     assert config.cluster.gpu is not None
     gpu = GPUS[config.cluster.gpu]
     memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
@@ -186,7 +186,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
 
 
 def check_machines(config: Config) -> Iterator[Violation]:
-    """Check that one machine can hold a tensor-parallel group and a server; `check_node_gpus` keeps them whole."""
+    """Check that one machine can hold a tensor-parallel group and a server; `check_node_gpus` keeps them together."""
     c, r = config.cluster, config.rollout
     if c.gpu is None:
         return
@@ -198,7 +198,7 @@ def check_machines(config: Config) -> Iterator[Violation]:
             yield Violation(
                 (setting, "cluster.gpus_per_node", "cluster.gpu"),
                 f"{setting}={size} is more than cluster.gpus_per_node={c.gpus_per_node}: ranks that share layers would "
-                "be on two machines, whose network is too slow for it",
+                "be on two machines, and the network between them is too slow for that",
                 f"set it to {c.gpus_per_node} or less",
             )
 
@@ -208,7 +208,7 @@ def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
     if config.cluster.gpu is None:
         return []
     found = memory_problems(config, make_plan(config, model_shape(hf_config, own=own_family(config.model.family))))
-    more = "`bapo plan` shows what it is made of"
+    more = "`bapo plan` shows its parts"
     if engine_kind(config.rollout.engine).on_gpus:
         more += ", and with --best finds a split of the GPUs that fits, or the smallest cluster"
     return [replace(v, remedy=f"{v.remedy}; {more}") for v in found]
@@ -220,13 +220,13 @@ def check_devices(config: Config) -> Iterator[Violation]:
     if c.gpu is not None and num_started(r) and not engine_kind(r.engine).on_gpus:
         yield warning(
             ("rollout.engine", "cluster.gpu"),
-            f'rollout.engine="{r.engine}" samples on CPUs, and leaves the {c.gpu.upper()} GPUs to the trainer',
+            f'rollout.engine="{r.engine}" samples on CPUs, so only the trainer uses the {c.gpu.upper()} GPUs',
             'set rollout.engine="sglang"',
         )
 
 
 def check_unused(config: Config) -> Iterator[Violation]:
-    """Warn of GPUs of one machine that neither trainer nor servers use; `check_node_gpus` counts those of several."""
+    """Warn of a single machine's GPUs that neither trainer nor servers use; `check_node_gpus` does so for several."""
     c, r = config.cluster, config.rollout
     idle = c.gpus_per_node - config.parallel.size - num_server_gpus(r)
     if c.gpu is not None and c.nodes == 1 and idle > 0:
@@ -276,7 +276,7 @@ def _train_seconds(
     computing = flops / config.parallel.size / gpu.flops(config.model.dtype)
     computing *= work.bubble(config, _num_microbatches(config, tokens))
     updates = t.minibatches_per_step * t.epochs_per_step
-    sharing, stage = p.tensor * p.context, p.tensor * p.context * p.data  # ranks in a row
+    sharing, stage = p.tensor * p.context, p.tensor * p.context * p.data  # consecutive ranks
     sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.nvlink_bytes_per_s
     sending += work.context_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, sharing)
     sending += work.pipeline_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, config.parallel.size)

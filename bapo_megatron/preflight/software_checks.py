@@ -1,4 +1,4 @@
-"""Checks of installed software, mostly without importing it, and of GPUs, through their driver."""
+"""Checks of installed software, mostly without importing it, and of GPUs through their driver."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from typing import Any
 
 from bapo_megatron_patches.megatron_core import SUPPORTED as MEGATRON_SUPPORTED
 
+from bapo_megatron.errors import plural
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding, Grade
 from bapo_megatron.preflight.packages import installed_version
@@ -17,8 +18,8 @@ from bapo_megatron.runtime.environment import trainer_variables
 
 _BF16_CAPABILITY = (8, 0)  # Ampere; fused attention and SGLang need it too
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
-_PYTHON_TIMEOUT_S = 60.0  # of a new process that imports Transformer Engine
-_TRIED_TOGETHER: frozenset[tuple[str, str]] = frozenset()  # Transformer Engine and torch that tests/gpu ran with
+_PYTHON_TIMEOUT_S = 60.0  # for a new process that imports Transformer Engine
+_TRIED_TOGETHER: frozenset[tuple[str, str]] = frozenset()  # Transformer Engine and torch versions that tests/gpu used
 
 # Asks Transformer Engine which attention it chooses for a pack, as its DotProductAttention does.
 _CHOOSE_ATTENTION = """
@@ -35,12 +36,12 @@ print(f"flash-attn {version}" if flash else f"cuDNN {int(kind)}" if fused else "
 
 @dataclass(frozen=True, slots=True)
 class NvidiaDriver:
-    """Facts from the NVIDIA driver. `problem`: why there are none."""
+    """Facts from the NVIDIA driver. `problem` says why there are none."""
 
     version: str = ""
     cuda: tuple[int, int] = (0, 0)  # the newest CUDA that it can run
-    gpus: tuple[tuple[str, int, int], ...] = ()  # name, bytes in all, bytes in use
-    visible: tuple[int, ...] = ()  # those of `gpus` that CUDA_VISIBLE_DEVICES leaves to a run
+    gpus: tuple[tuple[str, int, int], ...] = ()  # name, total bytes, bytes in use
+    visible: tuple[int, ...] = ()  # indexes into `gpus` that CUDA_VISIBLE_DEVICES leaves to a run
     problem: str = ""
 
 
@@ -79,12 +80,12 @@ def _text(value: str | bytes) -> str:
 
 
 def visible_indexes(setting: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
-    """Return the GPUs that CUDA shows to a process: those before the first invalid entry, or none if one is repeated
+    """Return the GPUs that CUDA shows to a process: all before the first invalid entry, or none if one is repeated
     (CUDA C++ Programming Guide, "CUDA Environment Variables"). A MIG instance counts as invalid.
 
     Args:
-        setting: CUDA_VISIBLE_DEVICES: indexes, or beginnings of UUIDs. None: unset, which shows all.
-        uuids: of all GPUs, in the driver's order, which is also CUDA's if all GPUs are of one model.
+        setting: CUDA_VISIBLE_DEVICES: indexes, or beginnings of UUIDs. None means unset, which shows all.
+        uuids: UUIDs of all GPUs, in the driver's order, which is also CUDA's if all GPUs are of one model.
 
     Example: visible_indexes("1,0", ["GPU-a", "GPU-b", "GPU-c"]) == (1, 0)
     """
@@ -151,7 +152,7 @@ def check_torch(facts: dict[str, Any], driver: NvidiaDriver) -> Iterator[Finding
         newest = f"{driver.cuda[0]}.{driver.cuda[1]}"
         yield Finding("torch", "error", f"{what}; the driver runs CUDA up to {newest}", "update one of them")
     elif facts["num_gpus"] == 0:
-        why = f"{what}; it sees none of the {len(driver.visible)} GPUs"
+        why = f"{what}; it sees 0 of {plural(len(driver.visible), 'GPU')}"
         yield Finding("torch", "error", why, "`python -c 'import torch; torch.cuda.init()'` shows why")
     else:
         yield Finding("torch", "ok", what)
@@ -162,7 +163,7 @@ def check_torch(facts: dict[str, Any], driver: NvidiaDriver) -> Iterator[Finding
 
 
 def check_chip(capability: Sequence[int]) -> Finding:
-    """Check that the GPU has bfloat16."""
+    """Check that the GPU supports bfloat16."""
     what = f"compute capability {'.'.join(map(str, capability))}"
     if tuple(capability) < _BF16_CAPABILITY:
         return Finding("chip", "error", f"{what} is too old: bfloat16 needs 8.0 (Ampere)", "use a newer GPU")
@@ -175,11 +176,11 @@ def check_attention(
     """Check which attention Transformer Engine chooses for packs ("thd"), with the variables of a trainer rank.
 
     Args:
-        heads, kv_heads: of one tensor rank.
+        heads, kv_heads: heads of one tensor rank.
         length: tokens of the longest sequence.
-        is_split: with context parallelism.
+        is_split: whether there is context parallelism.
     """
-    pack = f"packs of {length} tokens, {heads} heads of {head_dim}"
+    pack = f"packs of {length} tokens, {plural(heads, 'head')} of {head_dim}"
     arguments = json.dumps([heads, kv_heads, head_dim, length, is_split])
     chosen, problem = run_python(_CHOOSE_ATTENTION, arguments, environment=trainer_variables(sglang_extra))
     if problem:
@@ -188,7 +189,7 @@ def check_attention(
         advice = 'install flash-attn, or set model.implementation="local"'
         return Finding("attention", "error", f"{pack}: no fused kernel", advice)
     if chosen == "unfused":
-        advice = "unset NVTE_UNFUSED_ATTN, and a run fails instead of using memory for all pairs of tokens"
+        advice = "unset NVTE_UNFUSED_ATTN to make a run fail instead of using memory for all pairs of tokens"
         return Finding("attention", "warning", f"{pack}: unfused", advice)
     return Finding("attention", "ok", f"{pack}: {chosen}")
 
@@ -199,12 +200,12 @@ def check_megatron(has_gpu: bool) -> Finding:
         return Finding("megatron-core", "error", "is not installed", f"pip install megatron-core=={MEGATRON_SUPPORTED}")
     if installed == MEGATRON_SUPPORTED:
         return Finding("megatron-core", "ok", installed)
-    advice = f"{MEGATRON_SUPPORTED} is what is tested"
+    advice = f"{MEGATRON_SUPPORTED} is the tested version"
     return Finding("megatron-core", "warning" if has_gpu else "error", installed, advice)
 
 
 def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
-    """Check that Transformer Engine imports, and whether this chip has FP8."""
+    """Check that Transformer Engine can be imported, and whether this chip has FP8."""
     name, installed = "Transformer Engine", installed_version("transformer-engine")
     if installed is None:
         verdict: Grade = "error" if needed else "absent"
@@ -226,12 +227,12 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
 
 
 def run_python(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Run code in a new process; return the last line of its output, and that of its traceback ("" on success)."""
+    """Run code in a new process; return the last lines of its output and of its traceback ("" on success)."""
     command = [sys.executable, "-c", code, *arguments]
     variables = os.environ | (environment or {})
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PYTHON_TIMEOUT_S, env=variables)
     except subprocess.TimeoutExpired:
         return "", f"not done after {_PYTHON_TIMEOUT_S:g} s"
-    said, told = (text.strip().splitlines() or ["it ended without a word"] for text in (done.stdout, done.stderr))
+    said, told = (text.strip().splitlines() or ["it ended without output"] for text in (done.stdout, done.stderr))
     return (said[-1], "") if done.returncode == 0 else ("", told[-1])

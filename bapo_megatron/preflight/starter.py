@@ -35,10 +35,10 @@ from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
 
-_FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could be read as math, too
-_ASKED = ("question", "problem")  # columns of bare questions, which do not say how to answer
+_FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
+_ASKED = ("question", "problem")  # columns with bare questions, which do not say how to answer
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .,'-]+[^\W\d_]+)*[.]?")
-_MAX_MEASURED = 10_000  # prompts; longer ones after them are skipped
+_MAX_MEASURED = 10_000  # prompts to measure; a run skips longer ones after them
 _CPU_SHARE = 0.8  # usable share of the memory without GPUs
 
 Table = dict[str, Any]
@@ -73,7 +73,7 @@ def this_hardware() -> Hardware:
 
 @dataclass(frozen=True, slots=True)
 class WrittenConfig:
-    """A configuration that was written, and its first prompt."""
+    """A written configuration, and its first prompt."""
 
     file: Path
     table: Table
@@ -81,7 +81,7 @@ class WrittenConfig:
     answer: Any
 
     def __str__(self) -> str:
-        """Return what was found in the data, and how the first prompt is put."""
+        """Describe what was found in the data, and how the model sees the first prompt."""
         data = self.table["data"]
         columns = "".join(f", {field} = {column!r}" for field, column in data.get("fields", {}).items())
         judge = self.table.get("reward", {}).get("kind", "math")
@@ -99,12 +99,12 @@ def write_config(
     Args:
         model: a value of model.path.
         data: a file, the name of a data set on the hub, or the dotted path of a function, with prompts in a format of
-            `data.format` or in columns of usual names.
-        output: new file; None: <model>.toml in the working directory.
-        settings: what the user sets, such as "data.fields.prompt=question".
+            `data.format` or in columns with usual names.
+        output: new file; None means <model>.toml in the working directory.
+        settings: the user's own settings, such as "data.fields.prompt=question".
 
     Raises:
-        UserError: model and data cannot be used, the model does not fit, or the file exists.
+        UserError: model or data cannot be used, the model does not fit, or the file exists.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name.lower()).strip("-._") or "run"
     file = output or Path(f"{name}.toml")
@@ -117,7 +117,7 @@ def write_config(
         merge(given, value)
     load_tables({"": given})
     table, (prompt, question) = _table(model, data, name if output is None else _run_name(file, name), hardware, given)
-    if file.parent.resolve() != Path.cwd():  # relative paths begin in the working folder
+    if file.parent.resolve() != Path.cwd():  # relative paths start from the working folder
         _make_absolute(table)
     config = load_tables({str(file): table})
     if errors := [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]:
@@ -132,7 +132,7 @@ def write_config(
 
 
 def _make_absolute(table: Table) -> None:
-    """Let the paths of model and data hold in any working folder."""
+    """Make the paths of model and data valid in any working folder."""
     model, data = Path(table["model"]["path"]).expanduser(), table["data"]
     if model.is_dir() and table["model"]["path"] not in SHIPPED_MODELS:
         table["model"]["path"] = str(model.absolute())
@@ -145,7 +145,7 @@ def _run_name(file: Path, default: str) -> str:
 
 
 def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) -> tuple[Table, tuple[str, Question]]:
-    """Return the settings, and the first prompt as it is put and as it was read."""
+    """Return the settings, and the first prompt as the model sees it and as it was read."""
     folder = resolve_model_path(model, weights=False)
     hf_config = load_hf_config(folder)
     shape = model_shape(hf_config, folder)
@@ -187,7 +187,7 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
 
 
 def _read(data: Path, given: Table) -> tuple[Table, list[Question]]:
-    """Return source, format and columns, and the rows. Raises DataError if none fit: the reason of the plainest."""
+    """Return source, format, columns and rows. Raises DataError, with the plainest's reason, if no format fits."""
     source, what, rows = _rows(data, given)
     problems = []
     fields = given.get("fields", {})
@@ -224,7 +224,7 @@ def _rows(data: Path, given: Table) -> tuple[Table, str, list[Row]]:
 
 
 def _kind_of(data: Path) -> str:
-    """Return the value of data.source for what DATA names: what is here is a file."""
+    """Return the value of data.source for what DATA names; an existing path is a file."""
     if data.expanduser().exists():
         return "jsonl"
     if is_dotted(str(data)):
@@ -233,7 +233,7 @@ def _kind_of(data: Path) -> str:
 
 
 def _named_columns(rows: Sequence[Row], fields: Table) -> list[Table]:
-    """Return how the columns of a first row may be read, if their names are usual ones."""
+    """Return the possible readings of the first row's columns, if they have usual names."""
     if not rows:
         return []
     (row,) = rows
@@ -255,11 +255,11 @@ def _judge_for(answers: Sequence[Any]) -> str:
 
 
 def _put(questions: Sequence[Question], tokenizer: Any, system_prompt: str | None, data: Path) -> list[list[int]]:
-    """Return the tokens of the prompts, in the chat template if there is one."""
+    """Return the prompts' tokens, in the chat template if there is one."""
     if not tokenizer.chat_template:
         if chat := next((question for question in questions if question.messages), None):
             raise UserError(
-                f"{chat.where}: the prompt is a conversation, and this model has no chat template for it; take a "
+                f"{chat.where}: the prompt is a conversation, and this model has no chat template for it; use a "
                 "model that was trained to chat"
             )
         return tokenizer([question.text for question in questions], verbose=False)["input_ids"]
@@ -273,23 +273,23 @@ def _rounded_up(num_tokens: int) -> int:
 
 
 def _on_cpu(table: Table, shape: ModelShape, hardware: Hardware, num_prompts: int) -> Table:
-    """Add a trainer of one rank and an embedded engine; a single GPU trains, as a server would need another."""
+    """Add a trainer of one rank and an embedded engine; a single GPU trains, since a server would need another."""
     merge(table, {"rollout": {"prompts_per_step": min(4, num_prompts)}, "train": {"max_tokens_per_microbatch": 2048}})
     config = load_tables({"": table})
     trainer = fullest_rank(config, shape).total / GIB
     engine = 4 * model_parameters(shape) / GIB  # its float32 weights
     if hardware.num_gpus and trainer <= hardware.gpu_memory_gib:
-        trainer = 0.0  # not of the machine's memory
+        trainer = 0.0  # it uses GPU memory
     if trainer + engine > _CPU_SHARE * hardware.memory_gib:
         raise UserError(
             f"{table['model']['path']} does not fit this machine: the trainer needs {trainer:.1f} GiB and the engine "
-            f"{engine:.1f} GiB of {hardware.memory_gib:.1f} GiB; take a smaller model, or a machine with GPUs"
+            f"{engine:.1f} GiB of {hardware.memory_gib:.1f} GiB; use a smaller model, or a machine with GPUs"
         )
     return table
 
 
 def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardware) -> Table:
-    """Give half of the GPUs to SGLang servers, as few for each as hold the model; the trainer gets the fastest layout.
+    """Give half of the GPUs to SGLang servers, each with as few as hold the model; the trainer gets the fastest layout.
 
     Raises:
         UserError: no layout fits.
@@ -305,7 +305,7 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwa
             "cluster": {"gpu": hardware.gpu or "a100", "gpus_per_node": hardware.num_gpus},
         },
     )
-    if hardware.gpu is None:  # rates of an A100, its own memory
+    if hardware.gpu is None:  # assume an A100's rates, with this GPU's memory
         table["cluster"]["gpu_memory_gib"] = round(hardware.gpu_memory_gib, 1)
     problems = ["there is no layout for this model"]
     for tensor in (n for n in range(1, num_served + 1) if num_served % n == 0 and shape.num_heads % n == 0):

@@ -1,6 +1,6 @@
-"""Other settings: faster layouts, a better split of the GPUs over trainer and servers, and less memory.
+"""Better settings: faster layouts, a better split of the GPUs between trainer and servers, and less memory.
 
-What is within a tenth of the fastest counts as equally fast, as the assumed rates tell no better; the plainest wins.
+Times within a tenth of the fastest count as equal, since the assumed rates are no more exact; the plainest layout wins.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, plans_forwards_first
 from bapo_megatron.preflight.plan import Balance, RunPlan, make_plan, step_balance
 
-_FASTER = 0.9  # share of a time: a smaller gain cannot be told apart
+_FASTER = 0.9  # share of a time: a smaller gain is within the estimate's error
 _LIGHTER = 0.97  # share of the present memory: a smaller gain is not worth a change
-_ROOMY = 0.9  # of a GPU's memory: a plan is an estimate, and what it leaves free forgives its errors
+_ROOMY = 0.9  # share of a GPU's memory: a plan is an estimate, and free memory absorbs its errors
 _MIN_CHUNK_TOKENS = 64
 _MOST_NODES = 32
 
@@ -32,14 +32,14 @@ Change = dict[str, dict[str, Any]]  # values by section and setting
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Overrides and the plan they lead to."""
+    """Overrides, and the resulting plan."""
 
     overrides: tuple[str, ...]
     plan: RunPlan
 
 
 def suggest(config: Config, hf_config: dict[str, Any], present: RunPlan, count: int = 3) -> list[Suggestion]:
-    """Find the fastest layouts that `bapo check` accepts; of those that are equally fast, the plainest come first.
+    """Find the fastest layouts that `bapo check` accepts; among equally fast ones, the plainest come first.
 
     Args:
         hf_config: the model's config.json.
@@ -59,12 +59,12 @@ def suggest(config: Config, hf_config: dict[str, Any], present: RunPlan, count: 
 
 
 def _order(time_s: float, fastest_s: float, plainness: tuple[float, ...]) -> tuple[Any, ...]:
-    """Return what to sort by: first the equally fast ones from plain to odd, then the others by their times."""
+    """Return a sort key: first the equally fast layouts from plain to odd, then the others by time."""
     return (0, *plainness, time_s) if _FASTER * time_s <= fastest_s else (1, time_s)
 
 
 def _plainness(config: Config, plan: RunPlan) -> tuple[float, ...]:
-    """Return what to sort layouts by: memory to spare, powers of two, then little communication.
+    """Return a sort key for layouts: memory to spare, powers of two, then little communication.
 
     Tensor ranks, which stay on one machine and all compute, come before stages and context ranks.
     """
@@ -77,7 +77,7 @@ def _plainness(config: Config, plan: RunPlan) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GPUSplit:
-    """A split of the cluster's GPUs over trainer and servers, and the plan it leads to."""
+    """A split of the cluster's GPUs between trainer and servers, and the resulting plan."""
 
     change: Change
     config: Config
@@ -92,13 +92,13 @@ class GPUSplit:
 
 
 def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int | None = None) -> GPUSplit | None:
-    """Find the plainest of the splits with the shortest expected step that `bapo check` accepts.
+    """Find the split with the shortest expected step that `bapo check` accepts; among equals, the plainest.
 
-    The configuration's own layout does not matter. None if nothing fits.
+    The configuration's own layout does not matter. The result is None if nothing fits.
 
     Args:
-        config: with SGLang servers and `cluster.gpu`.
-        response_tokens: average response length; None takes the maximum.
+        config: a configuration with SGLang servers and `cluster.gpu`.
+        response_tokens: average response length; None means the maximum.
     """
     shape = model_shape(hf_config, own=own_family(config.model.family))
     found = [
@@ -110,9 +110,9 @@ def best_split(config: Config, hf_config: dict[str, Any], response_tokens: int |
 
 
 def smallest_cluster(config: Config, hf_config: dict[str, Any]) -> int | None:
-    """Return the fewest nodes, more than the present ones, with room for trainer and servers; None above 32.
+    """Return the smallest number of nodes, above the present one, that has room for trainer and servers; None above 32.
 
-    One node more makes one size of the trainer possible: all nodes but one.
+    Each further node makes one more size of the trainer possible: all nodes except one.
     """
     shape = model_shape(hf_config, own=own_family(config.model.family))
     for nodes in range(config.cluster.nodes + 1, _MOST_NODES + 1):
@@ -135,9 +135,9 @@ class Alternative:
 
 
 def alternatives(split: GPUSplit, hf_config: dict[str, Any]) -> Iterator[Alternative]:
-    """Yield what each choice of a split was made against: half of a size, or twice a size of 1.
+    """Yield the alternative to each choice of a split: half of a size, or 2 instead of 1.
 
-    What `bapo check` does not accept is left out.
+    Alternatives that `bapo check` does not accept are left out.
     """
     config, shape = split.config, model_shape(hf_config, own=own_family(split.config.model.family))
     response = split.plan.tokens.response
@@ -179,7 +179,7 @@ def _alternative(
 
 
 def trainer_sizes(config: Config) -> Iterator[int]:
-    """Yield numbers of trainer ranks that leave GPUs to servers: of several machines, whole ones."""
+    """Yield numbers of trainer ranks that leave GPUs for servers; with several machines, only whole ones."""
     c = config.cluster
     unit = c.gpus_per_node if c.nodes > 1 else 1
     yield from range(unit, c.nodes * c.gpus_per_node, unit)
@@ -188,7 +188,7 @@ def trainer_sizes(config: Config) -> Iterator[int]:
 def fitting_splits(
     config: Config, shape: ModelShape, ranks: int, response_tokens: int | None = None
 ) -> Iterator[GPUSplit]:
-    """Yield the splits with so many trainer ranks that fit: each of the fastest layouts, each size of servers."""
+    """Yield the splits with `ranks` trainer ranks that fit: each of the fastest layouts with each size of servers."""
     sizes = list(_servers(config, ranks))
     if not sizes:
         return
@@ -253,7 +253,7 @@ def _overrides(config: Config, change: Change) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Lighter:
-    """Command-line overrides, and the fullest rank's bytes with them."""
+    """Command-line overrides, and the fullest rank's memory with them, in bytes."""
 
     overrides: tuple[str, ...]
     total: int

@@ -1,4 +1,4 @@
-"""One call of a loss of the user's own, on a made-up micro-batch: its mistakes show before a run starts."""
+"""One call of a user's own loss on a made-up micro-batch, so that its mistakes show before a run starts."""
 
 import inspect
 import traceback
@@ -20,11 +20,11 @@ _REMEDY = "correct the function"
 
 
 def try_loss(config: Config, hf_config: dict[str, Any] | None, *, elsewhere: bool) -> Iterator[Violation]:
-    """Call the loss, if it is one of the user's own, and its update rule. Imports torch.
+    """Call the loss, if it is the user's own, and its update rule. Imports torch.
 
     Args:
-        hf_config: the model's config.json, for the streams of its family; None if it is not known.
-        elsewhere: whether the run is for another machine: a function may need its GPUs.
+        hf_config: the model's config.json, for the streams of its family; None if unknown.
+        elsewhere: whether the run is for another machine, whose GPUs a function may need.
     """
     loss = config.loss
     if not isinstance(loss, CustomLoss):
@@ -49,7 +49,7 @@ def try_loss(config: Config, hf_config: dict[str, Any] | None, *, elsewhere: boo
 
 
 def _inputs(config: Config, hf_config: dict[str, Any] | None) -> "LossInputs":
-    """Make two responses of two tokens; the last token is masked."""
+    """Make a micro-batch with two responses of two tokens; the last token is masked."""
     import dataclasses
 
     import torch
@@ -106,7 +106,7 @@ def _problem(loss: CustomLoss, inputs: "LossInputs", record: Any) -> str | None:
     if not isinstance(record, TokenLoss):
         shape = f" of shape {list(record.shape)}" if isinstance(record, Tensor) else ""
         return (
-            f"returned a {type(record).__name__}{shape} {_WHERE}, not a TokenLoss of one value for each token: "
+            f"returned a {type(record).__name__}{shape} {_WHERE}, not a TokenLoss with one value for each token: "
             "`return inputs.plain(loss_R)`"
         )
     loss_R = record.loss_R
@@ -117,12 +117,12 @@ def _problem(loss: CustomLoss, inputs: "LossInputs", record: Any) -> str | None:
         return "returned a loss_R that does not depend on inputs.log_probs_R, so that nothing would be learned"
     missing = [metric for metric in loss.metrics if not hasattr(record, metric.of)]
     if missing:
-        return f"returned a {type(record).__name__} without {missing[0].of}, of which {missing[0].key} is made"
+        return f"returned a {type(record).__name__} without {missing[0].of}, which {missing[0].key} needs"
     return None
 
 
 def _line(loss: CustomLoss, error: Exception) -> str:
-    """Name the line of the user's file at which an error arose, else the last line."""
+    """Name the line of the user's file at which an error arose, or else the last line of the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     file = _place(loss)[0]
     frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
@@ -135,7 +135,7 @@ def _definition(loss: CustomLoss) -> str:
 
 
 def _place(loss: CustomLoss) -> tuple[str, int]:
-    """Return the file and the line where the function is defined; ("", 0) if they are not known."""
+    """Return the file and the line where the function is defined; ("", 0) if unknown."""
     function = inspect.unwrap(loss.own.function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)

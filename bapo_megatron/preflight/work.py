@@ -1,6 +1,6 @@
 """Arithmetic of one step: floating-point operations, bytes between GPUs, and memory and speed of an SGLang server.
 
-All responses have the length that the caller gives; attention is causal. Decoding is a roofline of memory reads and
+All responses have the length that the caller passes; attention is causal. Decoding is a roofline of memory reads and
 matrix products.
 """
 
@@ -33,7 +33,7 @@ class StepTokens:
 
     @classmethod
     def of(cls, config: Config, response_tokens: int | None = None) -> StepTokens:
-        """Count a step's tokens; `response_tokens`: average response length, None: the maximum."""
+        """Count a step's tokens; `response_tokens` is the average response length, None means the maximum."""
         r = config.rollout
         response = min(response_tokens or r.max_response_tokens, r.max_response_tokens)
         return cls(r.prompts_per_step * r.samples_per_prompt, config.data.max_prompt_tokens, response)
@@ -60,13 +60,13 @@ def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_pa
     passes = 3 + recomputed_share(config, shape, tokens)  # a backward pass takes two
     trained = epochs * (passes * layers + 4 * output)  # logits are always computed again
     critic = 0.0
-    if not config.advantage.compares_responses:  # a pass for values, then its updates; its head is one row
+    if not config.advantage.compares_responses:  # the critic scores values, then updates; its head is one row
         critic = (1 + config.critic.epochs_per_step * passes) * layers
     return trained + scoring_passes * (layers + output) + critic
 
 
 def recomputed_share(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
-    """Return the share of the layers' forward FLOPs that the backward pass makes again."""
+    """Return the share of the layers' forward FLOPs that the backward pass repeats."""
     layers_per_chunk = shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline)
     whole = recomputed_layers(config, shape) / layers_per_chunk
     attention = shape.num_layers * 2 * shape.num_heads * shape.head_dim * tokens.per_sequence
@@ -88,7 +88,7 @@ def num_scoring_passes(config: Config, forwards_first: bool) -> int:
 
 
 def bubble(config: Config, num_microbatches: int) -> float:
-    """Return the slowdown of a pass by the pipeline bubble, for Megatron's schedules (interleaved if virtual)."""
+    """Return how much the pipeline bubble slows a pass, for Megatron's schedules (interleaved if virtual)."""
     p = config.parallel
     return 1 + (p.pipeline - 1) / (p.virtual_pipeline * num_microbatches)
 
@@ -116,7 +116,7 @@ def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens
 
 def pipeline_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
     """Count the bytes one rank sends per step, averaged over stages: hidden states to the next chunk of layers, their
-    gradients to the previous one. With sequence parallelism each tensor rank sends its share, else all of them."""
+    gradients to the previous one. With sequence parallelism each tensor rank sends its share, otherwise everything."""
     p = config.parallel
     chunks_before_others = (p.pipeline * p.virtual_pipeline - 1) / p.pipeline
     crossings = chunks_before_others * (2 * config.train.epochs_per_step + scoring_passes)
@@ -130,7 +130,7 @@ def _hidden_bytes(config: Config, shape: ModelShape, tokens: StepTokens) -> floa
 
 
 def _passes(config: Config, shape: ModelShape, scoring_passes: int, recomputed: float) -> float:
-    """Count forward passes and backward passes, each of which sends as much as a forward pass.
+    """Count forward and backward passes; a backward pass sends as much as a forward pass.
 
     Args:
         recomputed: share of a layer's messages that its recomputed modules send again.
@@ -155,7 +155,7 @@ def spans_nodes(config: Config, num_consecutive: int) -> bool:
     """Return whether a group's ranks span machines, in a placement that `bapo check` accepts.
 
     Args:
-        num_consecutive: consecutive ranks that contain the group, a divisor of the number of all ranks. The order is
+        num_consecutive: consecutive ranks that contain the group; divides the number of all ranks. The order is
             tensor, context, data, pipeline (learner/parallel.py): tensor x context share sequences, tensor x context x
             data sum gradients.
 
@@ -165,7 +165,7 @@ def spans_nodes(config: Config, num_consecutive: int) -> bool:
     return on_node < config.parallel.size and on_node % num_consecutive != 0
 
 
-DEFAULT_MEM_FRACTION = 0.85  # of [sglang.extra] mem_fraction_static; SGLang chooses 0.8 to 0.9 by GPU where it is unset
+DEFAULT_MEM_FRACTION = 0.85  # if [sglang.extra] lacks mem_fraction_static, SGLang chooses 0.8 to 0.9, by GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +173,13 @@ class ServerMemory:
     """Bytes on one GPU of a server, and the number of concurrent responses."""
 
     weights: int
-    kv_cache: int  # negative: the weights alone are too large
+    kv_cache: int  # negative if the weights alone are too large
     kv_bytes_per_token: int
-    concurrency: int  # full-length responses at once, limited by memory, settings and work; 0: not even one fits
+    concurrency: int  # concurrent full-length responses, limited by memory, settings and work; 0 if not even one fits
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose keys and values fit."""
+        """Number of tokens whose keys and values fit."""
         return max(0, self.kv_cache) // self.kv_bytes_per_token
 
 
@@ -197,20 +197,20 @@ def server_memory(config: Config, shape: ModelShape, gpu_memory_gib: float) -> S
 
 
 def _concurrency(config: Config, kv_tokens: int, length: int) -> int:
-    """Count the responses that one server samples at once."""
+    """Count the responses that one server samples at the same time."""
     r = config.rollout
     waiting = -(-(r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt // r.num_servers)
     return min(kv_tokens // length, r.max_concurrent_requests, waiting)
 
 
 def decode_steps(config: Config, memory: ServerMemory, tokens: StepTokens) -> float:
-    """Count the tokens that a server samples one after the other in a step; infinite if not one response fits."""
+    """Count the tokens that a server samples one after the other in a step; infinite if no response fits."""
     concurrency = _concurrency(config, memory.kv_tokens, tokens.per_sequence)
     if concurrency == 0:
         return math.inf
     waves = tokens.num_sequences / config.rollout.num_servers / concurrency
     if not (config.rollout.abort_tail or config.rollout.overlap):
-        waves = max(1.0, waves)  # the step waits for its last response; otherwise other groups fill the gap
+        waves = max(1.0, waves)  # the step waits for its last response; in other modes, other groups fill the gap
     return waves * tokens.response
 
 
@@ -225,11 +225,11 @@ def decode_seconds(config: Config, shape: ModelShape, gpu: GPU, memory: ServerMe
     return decode_steps(config, memory, tokens) * max(reading, multiplying)
 
 
-ALL_REDUCE_S = 10e-6  # assumed: a small message between the GPUs of one server, over NVLink
+ALL_REDUCE_S = 10e-6  # assumed, for a small message between the GPUs of one server over NVLink
 
 
 def decode_messages_seconds(config: Config, shape: ModelShape, memory: ServerMemory, tokens: StepTokens) -> float:
-    """Estimate the time of the messages between a server's GPUs: two all-reduces for each layer and token."""
+    """Estimate the time for messages between a server's GPUs: two all-reduces for each layer and token."""
     if config.rollout.server_tensor_parallel == 1:
         return 0.0
     return decode_steps(config, memory, tokens) * 2 * shape.num_layers * ALL_REDUCE_S

@@ -212,8 +212,8 @@ def test_a_share_of_memory_is_between_0_and_1(value: str) -> None:
         (["rollout.engine=sglang", "rollout.top_p=0.9"], "rollout.top_p=0.9: the SGLang server returns log-probs of"),
         (["rollout.engine=sglang", "rollout.top_k=4097"], "rollout.top_k, such as rollout.top_k=1024"),
         (["rollout.engine=sglang", "eval.interval_steps=1", "eval.top_p=0.9"], "set eval.top_k, such as"),
-        (["rollout.top_k=3"], 'set loss.proximal="learner" to clip changes only'),
-        (["rollout.top_p=0.9", "loss.name=gspo"], 'set loss.proximal="learner" to clip changes only'),
+        (["rollout.top_k=3"], 'set loss.proximal="learner" to clip only changes'),
+        (["rollout.top_p=0.9", "loss.name=gspo"], 'set loss.proximal="learner" to clip only changes'),
     ],
 )
 def test_a_cut_needs_its_log_probs_and_another_ratio(settings: list[str], message: str) -> None:

@@ -304,7 +304,7 @@ def test_the_script_starts_the_trainer_again_on_nodes_that_are_up(tmp_path: Path
     [
         ([("run-1.json stop", 137)], UP, "the trainer ended with exit code 137"),
         ([("run-1.json over", 137)], UP, "the trainer ended with exit code 137"),
-        ([("run-1.json", 137)], N2_DOWN.replace("n4 mix", "n4 down"), "the trainer needs 2 node(s), and 1 are up"),
+        ([("run-1.json", 137)], N2_DOWN.replace("n4 mix", "n4 down"), "the trainer needs 2 nodes (up: 1)"),
         ([("", 1), ("", 1)], UP, "trainer rank 0 has not begun in two attempts in a row"),
         ([("run-1.json", 137), ("run-2.json over", 137)], UP, "the trainer ended with exit code 137"),
     ],
@@ -367,7 +367,7 @@ def test_several_nodes_on_one_machine_are_one_error_that_points_to_the_verb(
     recipe = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"]
     assert main([verb, "cluster.nodes=16"] if verb == "demo" else [verb, *recipe]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("bapo: cluster.nodes=16, and this would start everything on one machine")
+    assert line.startswith("bapo: cluster.nodes=16, but this command starts everything on one machine")
     assert "submit it with `bapo slurm`" in line
 
 

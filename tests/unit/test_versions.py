@@ -260,13 +260,13 @@ def test_the_doctors_line_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         "ok",
         f"{num} of {num} as tested",
     )
-    assert "allowed, but others: torch 2.13.0 (2.14.1)" in packages.check_versions("gpu").what
+    assert "allowed, but different: torch 2.13.0 (2.14.1)" in packages.check_versions("gpu").what
 
     fake(monkeypatch, numpy="2.0.0")
     line = packages.check_versions("cpu")
     assert (line.verdict, line.what) == (
         "ok",
-        f"{num - 1} of {num} as tested; allowed, but others: numpy 2.0.0 (2.4.6)",
+        f"{num - 1} of {num} as tested; allowed, but different: numpy 2.0.0 (2.4.6)",
     )
 
     fake(monkeypatch, transformers="4.57.1")

@@ -1,4 +1,4 @@
-"""Whether settings fit together: one file for each subject, called by `check_settings` in all.py.
+"""Checks whether settings fit together: one file for each subject, called by `check_settings` in all.py.
 
-`violations_of` in preflight/check.py calls that, and functions.py and slurm.py itself.
+`violations_of` in preflight/check.py calls `check_settings`, and calls functions.py and slurm.py directly.
 """

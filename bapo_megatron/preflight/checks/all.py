@@ -1,4 +1,4 @@
-"""All checks of settings against each other and the model. Numbers and a working alternative in each message."""
+"""All checks of settings against each other and the model. Each message has numbers and a working alternative."""
 
 from collections.abc import Collection
 from typing import Any
@@ -30,15 +30,15 @@ def check_settings(
     machine: Machine | None = None,
     given: Collection[str] | None = None,
 ) -> list[Violation]:
-    """Find all violations across sections, layout first. Engine and family can be loaded: see `check_functions`.
+    """Find all violations across sections, layout first. Engine and family must be loadable: see `check_functions`.
 
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
-        reference_config: the config.json of `loss.reference_path`, if a KL term has one.
-        num_gpus: GPUs of this machine that a run may use; 0 is a run on CPUs.
-        starts_here: whether the run starts on this machine: then it must have the GPUs that the run needs.
+        reference_config: the config.json of `loss.reference_path`, if the KL term has one.
+        num_gpus: GPUs of this machine that a run may use; 0 means a run on CPUs.
+        starts_here: whether the run starts on this machine, which must then have the GPUs that the run needs.
         machine: its facts for FP8; None leaves them unchecked.
-        given: settings to warn of if they have no effect; None stands for all.
+        given: settings to warn of if they have no effect; None means all.
     """
     own = own_family(config.model.family)
     shape = None if hf_config is None or unsupported(hf_config, own) else model_shape(hf_config, own=own)

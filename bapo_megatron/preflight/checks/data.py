@@ -7,7 +7,7 @@ from bapo_megatron.config.schema import Config, SourceConfig
 
 
 def check_data(config: Config) -> Iterator[Violation]:
-    """Check the sources of training's prompts."""
+    """Check the sources of training prompts."""
     data = config.data
     if data.sources and data.path is not None:
         yield Violation(
@@ -18,18 +18,18 @@ def check_data(config: Config) -> Iterator[Violation]:
     if data.system_prompt is not None and not data.chat_template:
         yield Violation(
             ("data.chat_template", "data.system_prompt"),
-            "data.system_prompt is used by the chat template only",
+            "data.system_prompt is used only by the chat template",
             "set data.chat_template=true, or leave data.system_prompt out",
         )
     for table, one in config.prompt_sources.items():
         yield from check_source(table, one)
 
 
-_PATHS = {"file": "a file with one JSON object a line", "data set": 'the name of a data set, such as "openai/gsm8k"'}
+_PATHS = {"file": "a file with one JSON object per line", "data set": 'the name of a data set, such as "openai/gsm8k"'}
 
 
 def check_source(table: str, one: SourceConfig) -> Iterator[Violation]:
-    """Check one source of prompts, described by `table`: whether it names what it draws from, and nothing else."""
+    """Check one source of prompts, described by `table`: it must name what it draws from, and nothing else."""
     decided_by = (f"{table}.source", *(["data.sources"] if table == "data" else []))  # [data] is read without sources
     if one.kind.path is not None and one.path is None:
         problem = f'{table}.source="{one.source}" needs {table}.path'

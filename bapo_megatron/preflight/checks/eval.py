@@ -1,4 +1,4 @@
-"""Evaluation within the run."""
+"""Checks of evaluation during the run."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ EVALUATES = ("eval.sets", "eval.interval_steps")
 
 
 def check_eval(config: Config) -> Iterator[Violation]:
-    """Check the sets of prompts of evaluations within the run."""
+    """Check the sets of prompts for evaluation during the run."""
     if config.eval.interval_steps is None:
         return
     for table, one in config.eval_sets.items() if config.eval.sets else ():

@@ -13,7 +13,7 @@ from bapo_megatron.errors import UserError
 
 
 def check_functions(config: Config) -> Iterator[Violation]:
-    """Load the functions at dotted paths. A judge is loaded in a process of its own, by preflight/inputs.py."""
+    """Load the functions at dotted paths, except judges: preflight/inputs.py loads them in a separate process."""
     advantage, rollout, loss = config.advantage.kind, config.rollout, config.loss
     try_to: dict[str, Callable[[], object]] = {
         "rollout.engine": lambda: check_engine(rollout.engine),

@@ -1,4 +1,4 @@
-"""Settings that have no effect because of others: a table, and the warnings and errors made from it."""
+"""Settings that have no effect because of others: a table, and the warnings and errors that follow from it."""
 
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -16,16 +16,16 @@ from bapo_megatron.config.schema_loss import ClipBoundConfig
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Settings that only act under a condition.
+    """Settings that act only under a condition.
 
     Example: Idle("run.standby", "run.max_restarts", lambda c: c.run.max_restarts > 0, "run.max_restarts=3")
     """
 
     settings: str  # names, separated by blanks; "bapo.*" is a whole section
-    on: str  # names of the settings that `act` reads
+    on: str  # settings that `act` reads
     act: Callable[[Config], bool]
-    needed: str  # for them to act, as a user sets it
-    refused: str | None = None  # why whoever sets them would be misled: an error in place of a warning
+    needed: str  # what a user must set for them to act
+    refused: str | None = None  # why setting them would mislead; makes it an error instead of a warning
 
 
 _BOUNDS = "loss.name loss.search_bounds"
@@ -188,15 +188,15 @@ IDLE = (
         'cluster.gpu="h100" or another kind',
     ),
 )
-"""Each setting is judged by its first row here that does not act."""
+"""A setting is reported by the first row that says it does not act."""
 
 
 def idle_settings(config: Config, given: Collection[str] | None = None) -> Iterator[Violation]:
     """Find settings that differ from their defaults and have no effect.
 
     Args:
-        given: settings to consider, tables included; None considers all. Shipped configurations are made to be
-            combined, so that parts of one may have no effect together with another.
+        given: settings and tables to consider; None means all. Shipped configurations are meant to be combined, so
+            parts of one may have no effect together with another.
     """
     told: set[str] = set()
     for row in IDLE:
@@ -234,7 +234,7 @@ def _changed(config: Config, settings: str) -> Iterator[tuple[str, Any]]:
 
 
 def _default(section: BaseModel) -> BaseModel:
-    """Return the section as it is where nothing is set, but for a preset, which chooses the defaults."""
+    """Return the section with its defaults. A preset is kept, since it selects them."""
     if isinstance(section, ClipBoundConfig):
         return ClipBoundConfig.model_validate({"preset": section.preset})
     return type(section).model_construct()

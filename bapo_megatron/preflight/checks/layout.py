@@ -1,4 +1,4 @@
-"""Trainer ranks, GPUs, and the batch that is divided among them."""
+"""Checks of trainer ranks, GPUs, and the batch that is divided among them."""
 
 import math
 from collections.abc import Iterator
@@ -27,21 +27,21 @@ def check_layout(config: Config) -> Iterator[Violation]:
     if p.virtual_pipeline > 1 and p.pipeline == 1:
         yield Violation(
             ("parallel.virtual_pipeline", "parallel.pipeline"),
-            f"parallel.virtual_pipeline={p.virtual_pipeline} cuts pipeline stages into chunks and needs "
+            f"parallel.virtual_pipeline={p.virtual_pipeline} splits pipeline stages into chunks and needs "
             "parallel.pipeline above 1",
             "set parallel.virtual_pipeline=1",
         )
     if config.train.schedule == "forwards_first" and p.pipeline > 1:
         yield Violation(
             ("train.schedule", "parallel.pipeline"),
-            f'train.schedule="forwards_first" is not possible with parallel.pipeline={p.pipeline}, whose stages pass '
-            "micro-batches on in an order of their own",
+            f'train.schedule="forwards_first" is not possible with parallel.pipeline={p.pipeline}, whose stages have '
+            "their own order of micro-batches",
             'set train.schedule="auto"',
         )
     if config.optimizer.distributed and p.data * p.context == 1 and config.cluster.gpu is None:
         yield warning(
             ("optimizer.distributed", "parallel.data", "parallel.context", "cluster.gpu"),
-            "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is one",
+            "optimizer.distributed=true splits Adam's state over parallel.data x context ranks, and there is only one",
             "set optimizer.distributed=false",
         )
     if p.sequence and p.tensor == 1:
@@ -53,7 +53,7 @@ def check_layout(config: Config) -> Iterator[Violation]:
 
 
 def check_gpu_count(config: Config, num_gpus: int) -> Iterator[Violation]:
-    """Count GPUs: each rank and server needs its own, as NCCL refuses a group with two members on one."""
+    """Check the number of GPUs: each rank and server needs its own, as NCCL refuses groups with two members on one."""
     c, r, ranks = config.cluster, config.rollout, config.parallel.size
     on_servers = num_server_gpus(r)
     needed = ranks + on_servers
@@ -76,7 +76,7 @@ def check_gpu_count(config: Config, num_gpus: int) -> Iterator[Violation]:
 
 
 def check_batch(config: Config) -> Iterator[Violation]:
-    """Check the division of a batch: into mini-batches, over data ranks, and by age."""
+    """Check how a batch is divided into mini-batches and over data ranks, and how old its samples get."""
     r, t, data = config.rollout, config.train, config.parallel.data
     num_sequences = r.prompts_per_step * r.samples_per_prompt
     sequences = ("train.minibatches_per_step", "rollout.prompts_per_step", "rollout.samples_per_prompt")
@@ -128,14 +128,14 @@ def check_batch(config: Config) -> Iterator[Violation]:
 
 
 def nearest_divisor(number: int, wanted: int, at_most: int | None = None) -> int:
-    """Return the divisor of `number` nearest to `wanted`, of those up to `at_most`; the smaller of two."""
+    """Return the divisor of `number`, up to `at_most`, that is nearest to `wanted`; the smaller one of two."""
     smaller = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = [n for small in smaller for n in (small, number // small) if n <= (at_most or number)]
     return min(divisors, key=lambda n: (abs(n - wanted), n))
 
 
 def check_sync(config: Config) -> Iterator[Violation]:
-    """Check that the other ranks have the patience to wait for a weight update."""
+    """Check that the other ranks wait long enough for a weight update."""
     wait_s, patience_s = config.sync.timeout_s, config.parallel.timeout_s
     if config.parallel.size > 1 and 4 * wait_s > patience_s:
         yield warning(

@@ -1,4 +1,4 @@
-"""Updates: the loss and its KL term, the learning rate, the critic."""
+"""Checks of the updates: the loss and its KL term, the learning rate, the critic."""
 
 from collections.abc import Collection, Iterator
 
@@ -14,17 +14,17 @@ def check_loss(config: Config) -> Iterator[Violation]:
     if loss.scores_proximal and train.minibatches_per_step * train.epochs_per_step == 1:
         yield warning(
             ("train.minibatches_per_step", "train.epochs_per_step", "loss.proximal"),
-            'loss.proximal="learner" clips the ratio to the weights that the step began with, which is 1 in its only '
+            'loss.proximal="learner" clips the ratio to the weights at the start of the step, which is 1 in its only '
             "update: nothing is ever clipped",
             "set train.minibatches_per_step=2 or more to let the bounds act",
         )
     if config.loss.searches_bounds and config.bapo.scope == "microbatch":
         yield warning(
             ("bapo.scope", "loss.name", "loss.search_bounds"),
-            'bapo.scope="microbatch" gives every micro-batch bounds of its own, as the authors\' recipe does: results '
+            'bapo.scope="microbatch" gives every micro-batch its own bounds, as the authors\' recipe does: results '
             f"depend on train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} and on the number of "
             "data and context ranks",
-            'set bapo.scope="exact" for results that do not',
+            'set bapo.scope="exact" to avoid this',
         )
 
 
@@ -35,15 +35,15 @@ def check_kl(config: Config) -> Iterator[Violation]:
         if loss.kl_target is not None:
             yield Violation(
                 ("loss.kl_coef", "loss.kl_target"),
-                f"loss.kl_target={loss.kl_target:g} multiplies loss.kl_coef, which is 0 and would stay so",
+                f"loss.kl_target={loss.kl_target:g} multiplies loss.kl_coef, which is 0 and would stay 0",
                 "set loss.kl_coef=0.1, or leave loss.kl_target out",
             )
         return
     if loss.kl_estimator == "k1":
         yield warning(
             ("loss.kl_estimator", "loss.kl_coef"),
-            'loss.kl_estimator="k1" has a gradient of 0 on average, on samples of the policy itself: as a term of the '
-            "loss it adds noise and holds nothing back",
+            'loss.kl_estimator="k1" has a gradient of 0 on average on samples of the policy itself: as a term of the '
+            "loss it adds noise and does not restrain the policy",
             'set loss.kl_estimator="k2" or "k3"',
         )
 
@@ -64,7 +64,7 @@ def check_schedule(config: Config, given: Collection[str] | None) -> Iterator[Vi
     )
     remedy = f"set optimizer.warmup_updates={num_updates // 10} or so"
     if optimizer.schedule == "constant":
-        is_given = given is None or "optimizer.warmup_updates" in given  # else this is a short trial of a recipe
+        is_given = given is None or "optimizer.warmup_updates" in given  # if not, this is a short trial of a recipe
         if is_given and optimizer.warmup_updates > num_updates and not config.train.rollout_only:
             yield warning(
                 settings,
@@ -83,7 +83,7 @@ def check_schedule(config: Config, given: Collection[str] | None) -> Iterator[Vi
 
 
 def check_critic(config: Config) -> Iterator[Violation]:
-    """Find settings of groups that a critic does not need, and a critic that trains for the whole run."""
+    """Find settings for groups that a critic does not need, and a critic whose warm-up lasts for the whole run."""
     advantage, critic, r = config.advantage, config.critic, config.rollout
     if advantage.compares_responses:
         return
@@ -97,8 +97,8 @@ def check_critic(config: Config) -> Iterator[Violation]:
     if critic.warmup_steps >= config.train.num_steps and not config.train.rollout_only:
         yield warning(
             ("train.num_steps", "critic.warmup_steps", "advantage.kind", "train.rollout_only"),
-            f"critic.warmup_steps={critic.warmup_steps} of train.num_steps={config.train.num_steps} steps train the "
-            "critic only: the policy would never change",
+            f"critic.warmup_steps={critic.warmup_steps} of train.num_steps={config.train.num_steps} steps train only "
+            "the critic: the policy would never change",
             "set train.num_steps above it",
         )
     if r.keep_group == "informative":

@@ -1,6 +1,6 @@
-"""The model: its family, its split over ranks and servers, its longest sequence, its precision.
+"""Checks of the model: its family, its split over ranks and servers, its longest sequence, its precision.
 
-What the trainer cannot do, learner/fit.py and learner/precision.py refuse.
+learner/fit.py and learner/precision.py refuse what the trainer cannot do.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
 
 
 def check_dtype(config: Config, num_gpus: int, *, starts_here: bool) -> Iterator[Violation]:
-    """Check that there is a GPU for bfloat16: an error where the run starts, else a warning."""
+    """Check that there is a GPU for bfloat16: an error if the run starts here, otherwise a warning."""
     if config.model.dtype == "bfloat16" and not num_gpus:
         problem, remedy = 'model.dtype="bfloat16" needs a GPU, and none is visible here', 'set it to "float32" on CPUs'
         severity: Severity = "error" if starts_here else "warning"
@@ -66,10 +66,10 @@ def check_dtype(config: Config, num_gpus: int, *, starts_here: bool) -> Iterator
 
 
 def precision_warnings(config: Config, num_gpus: int) -> Iterator[Violation]:
-    """Warn of FP8 settings, and of a backend of log-probs.
+    """Warn of FP8 settings and a log-prob backend that need a GPU or care.
 
     Args:
-        num_gpus: that a run may use.
+        num_gpus: GPUs that a run may use.
     """
     p, r = config.precision, config.rollout
     if not num_gpus and p.uses_fp8:
@@ -88,8 +88,8 @@ def precision_warnings(config: Config, num_gpus: int) -> Iterator[Violation]:
     if p.uses_fp8 and p.recipe == "delayed":
         yield warning(
             ("precision.recipe", "precision.fp8"),
-            'precision.recipe="delayed" learns its scales from training passes, from 1 on, and checkpoints lack them: '
-            "log-probs before the first update of each start are coarse",
+            'precision.recipe="delayed" starts with scales of 1, learns them from training passes, and does not save '
+            "them in checkpoints: after each start, log-probs are coarse until the first update",
             'set precision.recipe="tensorwise"',
         )
     if not num_gpus and config.train.logprob_backend == "triton":

@@ -1,4 +1,4 @@
-"""Packages and keys of metric sinks."""
+"""Checks of the packages and keys that metric sinks need."""
 
 import netrc
 import os
@@ -10,7 +10,7 @@ from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client"}
-"""Modules by the extra that installs them: a sink, or the endpoint of monitor.prometheus_port."""
+"""The module of each extra that serves a sink or the endpoint of monitor.prometheus_port."""
 
 
 def check_monitor(config: Config) -> Iterator[Violation]:
@@ -37,7 +37,7 @@ def check_monitor(config: Config) -> Iterator[Violation]:
 
 
 def _has_wandb_key() -> bool:
-    """Return whether W&B finds a key where it looks for one, or needs none."""
+    """Return whether W&B finds a key in its usual places, or needs none."""
     if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -48,6 +48,6 @@ def _has_wandb_key() -> bool:
         try:
             if host and host in netrc.netrc(file).hosts:
                 return True
-        except (OSError, netrc.NetrcParseError):  # W&B asks for a key there, too
+        except (OSError, netrc.NetrcParseError):  # W&B would ask for a key then, too
             continue
     return False

@@ -1,4 +1,4 @@
-"""The judge, and the shaping of its rewards."""
+"""Checks of the judge, and of the shaping of its rewards."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from bapo_megatron.config.schema import Config, RewardConfig
 
 
 def check_reward(config: Config) -> Iterator[Violation]:
-    """Check the settings of judging and shaping against each other."""
+    """Check the settings for judging and shaping against each other."""
     reward, r = config.reward, config.rollout
     if reward.overlong_buffer_tokens > r.max_response_tokens:
         yield Violation(
@@ -20,8 +20,8 @@ def check_reward(config: Config) -> Iterator[Violation]:
     if r.truncated == "mask" and reward.overlong_penalty:
         yield warning(
             ("rollout.truncated", "reward.overlong_penalty"),
-            'rollout.truncated="mask" keeps truncated responses out of the loss, so that reward.overlong_penalty='
-            f"{reward.overlong_penalty:g} teaches little",
+            'rollout.truncated="mask" keeps truncated responses out of the loss, so reward.overlong_penalty='
+            f"{reward.overlong_penalty:g} has little effect",
             'set rollout.truncated="keep" or reward.overlong_penalty=0',
         )
     if r.keep_group == "informative" and r.samples_per_prompt == 2:
@@ -66,7 +66,7 @@ def check_reward(config: Config) -> Iterator[Violation]:
 
 
 def _parts(reward: RewardConfig) -> Iterator[Violation]:
-    """Check which judges give the parts of the reward that have weights."""
+    """Check that judges give all the parts of the reward that have weights."""
     weights = ("reward.weights", "reward.judges", "reward.kind")
     if reward.judges and reward.kind != "auto":
         yield Violation(

@@ -1,4 +1,4 @@
-"""Sampling, and the servers that sample."""
+"""Checks of sampling, and of the servers that sample."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -11,7 +11,7 @@ from bapo_megatron.errors import plural
 
 
 def check_rollout(config: Config) -> Iterator[Violation]:
-    """Check lengths and numbers of responses and groups against each other."""
+    """Check the lengths and numbers of responses and groups against each other."""
     r = config.rollout
     if r.tokens_per_round is not None and r.tokens_per_round > r.max_response_tokens:
         yield Violation(
@@ -38,20 +38,20 @@ def check_rollout(config: Config) -> Iterator[Violation]:
 
 
 def check_shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
-    """Warn of sampling and training at once on the same cores."""
+    """Warn of sampling and training at the same time on the same cores."""
     r = config.rollout
     shares = num_started(r) and not engine_kind(r.engine).on_gpus and not num_gpus and config.cluster.gpu is None
     if r.overlap and shares:
         yield warning(
             ("rollout.overlap", "rollout.engine", "cluster.gpu"),
-            "rollout.overlap=true, but trainer and engines share the cores of this machine, which each of them keeps "
-            "busy by turns: steps take a little longer (docs/performance.md)",
-            "set rollout.overlap=false, unless you try out a run whose engines will have devices of their own",
+            "rollout.overlap=true, but trainer and engines share the cores of this machine and already keep them "
+            "busy in turns: overlapping makes steps slightly slower (docs/performance.md)",
+            "set rollout.overlap=false, unless you are trying out a run whose engines will have their own devices",
         )
 
 
 def check_servers(config: Config) -> Iterator[Violation]:
-    """Check what the engine needs, and what is passed on to its servers."""
+    """Check what the engine needs, and the settings that are passed on to its servers."""
     r, kind = config.rollout, engine_kind(config.rollout.engine)
     if kind.needs == "urls" and not r.urls:
         yield Violation(
@@ -115,7 +115,7 @@ def server_address(url: str) -> tuple[str, int] | None:
 
 
 def check_cut(config: Config) -> Iterator[Violation]:
-    """Check that the engine returns the log-probs that top_p and top_k need; warn of the ratios that they lead to."""
+    """Check that the engine returns the log-probs that top_p and top_k need; warn of the resulting ratios."""
     r, kind = config.rollout, engine_kind(config.rollout.engine)
     for table, cut in ({"rollout": r} | config.eval_sets).items():
         if not kind.samples or (cut.top_p == 1 and cut.top_k is None):
@@ -125,20 +125,20 @@ def check_cut(config: Config) -> Iterator[Violation]:
         if not kind.cuts:
             yield Violation(
                 settings,
-                f"{given}: the {kind.title} does not return log-probs of the distribution that a cut leaves",
+                f"{given}: the {kind.title} does not return log-probs of the distribution after the cut",
                 f'leave {table}.top_p and {table}.top_k out, or set rollout.engine="embedded"',
             )
         elif kind.max_cut_tokens is not None and (cut.top_k is None or cut.top_k > kind.max_cut_tokens):
             yield Violation(
                 settings,
-                f"{given}: the {kind.title} returns log-probs of the distribution that a cut leaves only with a top_k "
-                f"of at most {kind.max_cut_tokens}",
+                f"{given}: the {kind.title} returns log-probs of the distribution after the cut only with a top_k of "
+                f"at most {kind.max_cut_tokens}",
                 f"set {table}.top_k, such as {table}.top_k=1024",
             )
     if r.is_cut and config.loss.ratio_options is not None and not config.loss.scores_proximal:
         yield warning(
             ("loss.proximal", "loss.name", "rollout.top_p", "rollout.top_k"),
-            "with rollout.top_p and rollout.top_k, the ratio of a token on policy is the kept mass, below 1: clipping "
-            "sees the cut as a change of the policy (docs/bapo.md)",
-            'set loss.proximal="learner" to clip changes only',
+            "with rollout.top_p and rollout.top_k, the ratio of an on-policy token is the kept mass, below 1: clipping "
+            "treats the cut as a change of the policy (docs/bapo.md)",
+            'set loss.proximal="learner" to clip only changes',
         )

@@ -1,4 +1,4 @@
-"""A SLURM job: its nodes, image, shares and time limit."""
+"""Checks of a SLURM job: its nodes, image, shares and time limit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from bapo_megatron.preflight.placement import place, rollout_nodes
 
 WHOLE_NODES = '"--exclusive", "--mem=0"'
 _SERVERS = ("rollout.engine", "rollout.server_tensor_parallel", "cluster.gpu", "cluster.gpus_per_node")
-_NODES = ("slurm.rollout_nodes", "cluster.nodes", "rollout.num_servers", *_SERVERS)  # decide where engines are
+_NODES = ("slurm.rollout_nodes", "cluster.nodes", "rollout.num_servers", *_SERVERS)  # decide where engines run
 
 
 def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violation]:
@@ -25,7 +25,7 @@ def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violatio
 
 
 def check_placement(config: Config) -> list[Violation]:
-    """Check that trainer ranks and engines spread evenly over the nodes, and have GPUs there."""
+    """Check that trainer ranks and engines spread evenly over the nodes, with GPUs for all."""
     return list(check_nodes(config)) or list(check_node_gpus(config))
 
 
@@ -33,7 +33,7 @@ def several_nodes(config: Config) -> Violation:
     """Refuse a run on several nodes, for commands that start everything on this machine."""
     return Violation(
         ("cluster.nodes",),
-        f"cluster.nodes={config.cluster.nodes}, and this would start everything on one machine",
+        f"cluster.nodes={config.cluster.nodes}, but this command starts everything on one machine",
         "submit it with `bapo slurm` and the same arguments (docs/slurm.md), or set cluster.nodes=1",
     )
 
@@ -74,7 +74,7 @@ def check_nodes(config: Config) -> Iterator[Violation]:
 
 
 def _nearest_nodes(config: Config) -> int | None:
-    """Return the number of nodes nearest to the present one over which the run spreads evenly, with GPUs for all."""
+    """Return the nearest number of nodes over which the run spreads evenly, with GPUs for all."""
     most = config.parallel.size + num_started(config.rollout)
     counts = sorted(range(1, most + 1), key=lambda nodes: abs(nodes - config.cluster.nodes))
     return next((nodes for nodes in counts if _spreads(config, nodes)), None)
@@ -91,7 +91,7 @@ def _spreads(config: Config, nodes: int) -> bool:
 
 
 def check_node_gpus(config: Config) -> Iterator[Violation]:
-    """Check a run that `check_nodes` accepts: a node has as many GPUs as are needed there."""
+    """Check that each node has the GPUs that it needs, for a run that `check_nodes` accepts."""
     if config.cluster.gpu is None:
         return
     placement, r, gpus = place(config), config.rollout, config.cluster.gpus_per_node
@@ -160,11 +160,11 @@ def _jobs(config: Config) -> Iterator[Violation]:
     if config.slurm.spare_nodes and not config.run.max_restarts:
         yield Violation(
             ("slurm.spare_nodes", "run.max_restarts"),
-            f"slurm.spare_nodes={config.slurm.spare_nodes} would be idle: run.max_restarts=0 starts nothing again",
+            f"slurm.spare_nodes={config.slurm.spare_nodes} would be idle: run.max_restarts=0 allows no restart",
             "set run.max_restarts=3, or slurm.spare_nodes=0",
         )
     if config.run.standby:
-        yield warning(("run.standby",), "run.standby has no effect in a job: bapo train alone has ranks on standby")
+        yield warning(("run.standby",), "run.standby has no effect in a job: only bapo train has ranks on standby")
     if config.checkpoint.interval_steps is None and (config.slurm.requeues or config.slurm.chain > 1):
         yield warning(
             ("checkpoint.interval_steps", "slurm.options", "slurm.chain"),
@@ -174,7 +174,7 @@ def _jobs(config: Config) -> Iterator[Violation]:
 
 
 def check_shares(config: Config) -> Iterator[Violation]:
-    """Warn of a job with GPUs whose share of CPUs and memory is the cluster's default: often one CPU a rank."""
+    """Warn of a job with GPUs whose share of CPUs and memory is the cluster's default: often one CPU per rank."""
     options = [option.partition("=")[0].split()[0] for option in config.slurm.options]
     cpus = {"--exclusive", "--cpus-per-task", "-c", "--cpus-per-gpu"} & {*options}
     memory = {"--exclusive", "--mem", "--mem-per-cpu", "--mem-per-gpu"} & {*options}
@@ -186,13 +186,13 @@ def check_shares(config: Config) -> Iterator[Violation]:
         yield warning(
             settings,
             f"the job asks for GPUs, and leaves {' and '.join(missing)} to the cluster's default, which is often one "
-            "CPU a rank",
+            "CPU per rank",
             f"add {WHOLE_NODES} to slurm.options for whole nodes, or --cpus-per-task and --mem",
         )
 
 
 def check_time(config: Config, step_s: float | None) -> Iterator[Violation]:
-    """Check the time limit against the seconds of a step; None if those are not known yet."""
+    """Check the time limit against the seconds of a step, if they are known."""
     s, interval = config.slurm, config.checkpoint.interval_steps
     if s.time_limit is None:
         return
@@ -200,8 +200,8 @@ def check_time(config: Config, step_s: float | None) -> Iterator[Violation]:
     if s.stop_before_end_s >= limit_s:
         yield Violation(
             ("slurm.stop_before_end_s", "slurm.time_limit"),
-            f"slurm.stop_before_end_s={s.stop_before_end_s} is not below slurm.time_limit={s.time_limit}, so that the "
-            "run would be stopped as it starts",
+            f"slurm.stop_before_end_s={s.stop_before_end_s} is not below slurm.time_limit={s.time_limit}, so the run "
+            "would be stopped as soon as it starts",
             f"set slurm.stop_before_end_s={max(1, limit_s // 4)}, or a longer limit",
         )
     elif step_s is not None:
