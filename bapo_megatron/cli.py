@@ -116,7 +116,7 @@ CONFIGURATION = argument(
     help="TOML files or names of shipped configurations (demo), merged in order; then settings to change, "
     "such as parallel.tensor=2",
 )
-FAMILY = argument("--family", default="auto", metavar="PATH", help="model.family: the path of a family of your own")
+FAMILY = argument("--family", default="auto", metavar="PATH", help="model.family: the path of your own family")
 MODEL = (
     argument(
         "model",
@@ -164,8 +164,8 @@ VERBS = (
                 "data",
                 type=Path,
                 metavar="DATA",
-                help="prompts: a file (JSON lines, a JSON list, CSV or Parquet), a name on the Hugging Face hub, or a "
-                "function of your own, my_module:my_rows; see docs/data.md",
+                help="prompts: a file (JSON lines, a JSON list, CSV or Parquet), a name on the Hugging Face hub, or "
+                "your own function, my_module:my_rows; see docs/data.md",
             ),
             argument(
                 "settings",

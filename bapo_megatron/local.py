@@ -31,7 +31,7 @@ from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
-from bapo_megatron.errors import EngineError, UserError, escaped
+from bapo_megatron.errors import EngineError, UserError, escaped, plural
 from bapo_megatron.monitor.console import Screen, header, shown_path
 from bapo_megatron.monitor.stall import hanging_ranks, last_words
 from bapo_megatron.runs.folder import RunDir
@@ -164,7 +164,7 @@ def _announce(config: Config) -> bool:
     num_steps = config.train.num_steps
     screen.facts(
         {
-            "finished": f"{shown_path(coming.path)}: all {num_steps} steps are done",
+            "finished": f"{shown_path(coming.path)}: {num_steps} of {plural(num_steps, 'step')} done",
             "report": shown_path(coming.path / "report.html"),
             "continue": f"{_resume_command(coming)} train.num_steps={2 * num_steps}",
         }

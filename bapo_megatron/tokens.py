@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bapo_megatron.errors import plural
+
 Array = np.ndarray
 
 
@@ -190,7 +192,7 @@ class JoinedRows:
         for name, num in counts.items():
             rows, start = self._arrays.get(name, np.empty(0)), self._num_taken[name]
             if type(num) is not int or not 0 <= num <= len(rows) - start:
-                raise ValueError(f"stream {name}: {len(rows)} rows are there, and {start} + {num} are needed")
+                raise ValueError(f"stream {name}: has {plural(len(rows), 'row')}, needs {start} + {num}")
             taken[name] = rows[start : start + num]
             self._num_taken[name] += num
         return taken
@@ -199,7 +201,7 @@ class JoinedRows:
         """Raise ValueError if rows are left that were not taken."""
         for name, rows in self._arrays.items():
             if len(rows) != self._num_taken[name]:
-                raise ValueError(f"stream {name}: {len(rows)} rows are there, and {self._num_taken[name]} are needed")
+                raise ValueError(f"stream {name}: has {plural(len(rows), 'row')}, needs {self._num_taken[name]}")
 
 
 def encoded_rows(rows: Array) -> list[Any] | str:

@@ -65,8 +65,8 @@ def snapshot(path: str, *, setting: str, weights: bool = True) -> Path:
         folder = f"models/{name.partition('/')[2]}"
         at = f" --revision {revision}" if revision else ""
         problem = (
-            f"it is not in this machine's cache, and {constants.ENDPOINT} does not give it ({_reason(error)}); where "
-            f"there is a network, run `hf download {name}{at} --local-dir {folder}`, and set {setting}={folder}"
+            f"it is not in this machine's cache, and {constants.ENDPOINT} does not provide it ({_reason(error)}); on a "
+            f"machine with a network, run `hf download {name}{at} --local-dir {folder}`, and set {setting}={folder}"
         )
     raise CheckpointError(f"{setting} = {path!r}: {problem}")
 

@@ -39,7 +39,7 @@ RETIRED: dict[str, tuple[Any, str]] = {
     "slurm.requeue": (True, _OPTION % '["--no-requeue"]'),
     "slurm.exclusive": (False, _OPTION % '["--exclusive", "--mem=0"]'),
     "sync.backend": ("auto", f"{_LEAVE_OUT}; it follows from the engines, and sync.channel=disk needs none"),
-    "monitor.grad_spike": (10.0, "set monitor.grad_norm_alarm, a limit of its own, or leave it out"),
+    "monitor.grad_spike": (10.0, "set monitor.grad_norm_alarm, a separate limit, or leave it out"),
     "monitor.profile_ranks": ([0], f"{_LEAVE_OUT}; trainer rank 0 and each engine write a trace"),
     "monitor.prometheus_host": (
         "127.0.0.1",

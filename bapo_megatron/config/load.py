@@ -465,7 +465,7 @@ def _losses_with(setting: str) -> str:
 
 
 def _loss_name(tag: str) -> str:
-    return "a loss of your own" if tag == CUSTOM else f'loss.name="{tag}"'
+    return "your own loss" if tag == CUSTOM else f'loss.name="{tag}"'
 
 
 def _source(path: paths.Path, origins: Origins) -> str:

@@ -108,7 +108,7 @@ class _WithoutOptions:
 
 
 class CustomLoss(LossConfig):
-    """A function of your own, `loss(inputs: LossInputs, options: MyOptions) -> TokenLoss`, or a `Loss` with one. If
+    """Your own function, `loss(inputs: LossInputs, options: MyOptions) -> TokenLoss`, or a `Loss` with one. If
     `MyOptions` is a Section or another pydantic model, it checks [loss.options]; otherwise the function gets a dict. A
     function without options has one parameter."""
 
@@ -167,7 +167,7 @@ class CustomLoss(LossConfig):
         found = LOSS.load(self.name)
         own = self._with_options(found if isinstance(found, Loss) else Loss(found))
         if own.rule is not None and self.search_bounds:
-            raise LOSS.error(self.name, "it has an update rule of its own: leave loss.search_bounds out")
+            raise LOSS.error(self.name, "it has its own update rule: leave loss.search_bounds out")
         if getattr(own.rule, "masks", False) and own.reads != "update":
             raise LOSS.error(self.name, f'its rule masks tokens, which needs reads="update", not "{own.reads}"')
         for metric in own.metrics:
@@ -214,7 +214,7 @@ class CustomLoss(LossConfig):
 def _problem(metric: Metric) -> str:
     """Return what is wrong with a user's own metric; empty if nothing is."""
     if metric.key in METRICS:
-        return "is one of the package's: give it a key of its own"
+        return "is one of the package's: give it another key"
     if not metric.tokens or not metric.of:
         return 'needs tokens="mean" or "max", and as `of` a field of the record'
     return "" if not metric.panel or " / " in metric.panel else 'needs a panel like "The update / Clip fraction"'

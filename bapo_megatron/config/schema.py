@@ -640,7 +640,7 @@ class SlurmConfig(Section):
     def _are_lines(cls, lines: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         for line in lines:
             if "\n" in line or not line.strip():
-                raise ValueError("must be lines of text, each in an entry of its own")
+                raise ValueError("must be lines of text, each in its own entry")
             if info.field_name == "options" and not line.startswith("-"):
                 raise ValueError(f'must be options of sbatch, such as "--constraint=nvlink", got "{line}"')
         return lines

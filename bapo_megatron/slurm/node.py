@@ -41,7 +41,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.monitor.console import Screen, header
 from bapo_megatron.preflight.placement import place
 from bapo_megatron.runs.folder import RunDir
@@ -62,7 +62,7 @@ class TrainerStart:
 
     number: int = 1
     failed_at_s: float = 0.0  # Unix time at which the previous start ended; 0 for the first one
-    exit_code: int = 0  # of the previous start; 0 for the first one
+    exit_code: int = 0  # the previous start's; 0 for the first one
 
     @property
     def file(self) -> str:
@@ -199,7 +199,8 @@ def _run_first_rank(
 ) -> int:
     """Tell all others where to meet, and run rank 0."""
     if run_dir.is_finished:
-        print(f"bapo: all {config.train.num_steps} steps of {run_dir.path} are done")
+        num_steps = config.train.num_steps
+        print(f"bapo: {run_dir.path} is finished: {num_steps} of {plural(num_steps, 'step')} done")
         for name in (start.file, RUN):
             meeting.tell(name, {"is_over": True})
         return 0

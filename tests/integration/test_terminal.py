@@ -102,7 +102,7 @@ def test_ctrl_c_saves_and_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest
     resumed = [*BAPO, *shlex.split(command)[1:]]
     done = run(*resumed, f"train.num_steps={num_saved}", environment=without_torch(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert f"finished   runs/mine: all {num_saved} steps are done" in done.stdout
+    assert f"finished   runs/mine: {num_saved} of {num_saved} steps done" in done.stdout
     fewer = run(*resumed, f"train.num_steps={num_saved - 1}")
     assert fewer.returncode == 2
     assert f"it has done {num_saved} steps, and train.num_steps is {num_saved - 1}" in fewer.stderr

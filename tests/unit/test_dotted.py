@@ -260,7 +260,7 @@ def test_a_loss_of_the_users_own_has_no_settings_that_its_function_cannot_read(
 ) -> None:
     (line,) = check(capsys, f"loss.name=own_parts:{name}", f"loss.{setting}")
     key = setting.partition("=")[0]
-    assert line.startswith(f'bapo: loss.{key} is not a setting of a loss of your own, but of loss.name="bapo", ')
+    assert line.startswith(f'bapo: loss.{key} is not a setting of your own loss, but of loss.name="bapo", ')
 
 
 def test_options_that_are_ratio_options_are_read_by_the_learner_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,7 @@ IDLE = (
         "data.options",
         "data.source",
         lambda c: not c.data.has_rows or c.data.is_own_function,
-        "a procedural data.source, or a function of your own",
+        "a procedural data.source, or your own function",
     ),
     Idle("data.size", "data.source", lambda c: not c.data.has_rows, "a procedural data.source"),
     Idle(
