@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bapo_megatron.errors import plural
-
 Array = np.ndarray
 
 
@@ -192,7 +190,7 @@ class JoinedRows:
         for name, num in counts.items():
             rows, start = self._arrays.get(name, np.empty(0)), self._num_taken[name]
             if type(num) is not int or not 0 <= num <= len(rows) - start:
-                raise ValueError(f"stream {name}: has {plural(len(rows), 'row')}, needs {start} + {num}")
+                raise ValueError(f"stream {name}: rows needed: {start} + {num}, found: {len(rows)}")
             taken[name] = rows[start : start + num]
             self._num_taken[name] += num
         return taken
@@ -201,7 +199,7 @@ class JoinedRows:
         """Raise ValueError if rows are left that were not taken."""
         for name, rows in self._arrays.items():
             if len(rows) != self._num_taken[name]:
-                raise ValueError(f"stream {name}: has {plural(len(rows), 'row')}, needs {self._num_taken[name]}")
+                raise ValueError(f"stream {name}: rows needed: {self._num_taken[name]}, found: {len(rows)}")
 
 
 def encoded_rows(rows: Array) -> list[Any] | str:
