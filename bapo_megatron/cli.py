@@ -273,10 +273,7 @@ VERBS = (
         (
             argument("runs", type=Path, nargs="+", metavar="RUN", help="run directory, such as runs/demo"),
             argument(
-                "--output",
-                type=Path,
-                metavar="FILE",
-                help="default: RUN/report.html; or runs/comparison.html for several",
+                "--output", type=Path, metavar="FILE", help="default: RUN/report.html; for many, runs/comparison.html"
             ),
             argument(
                 "--serve", action="store_true", help="follow one run in the browser until Ctrl-C, on loopback only"

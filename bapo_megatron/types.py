@@ -301,7 +301,7 @@ class Ended:
 
     reason: FinishReason
     reward: float | None
-    problem: Literal["timeout", "error"] | None = None  # what its judge or environment ran into
+    problem: Literal["timeout", "error"] | None = None  # what went wrong in its judge or environment
     message: str = ""  # describes the problem, if there is one; otherwise the judge's reason
     parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name, unweighted
 

@@ -48,9 +48,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if bare:
         values = {i: next((text for text in arguments[i + 1 : i + 2] if "=" not in text), "VALUE") for i in bare}
         raise ConfigError("\n".join(f"{arguments[i]} needs a =: write {arguments[i]}={values[i]}" for i in bare))
-    overrides = [
-        a for a in arguments if "=" in a and not os.path.isfile(a)
-    ]  # Path.is_file raises if the name is too long
+    overrides = [a for a in arguments if "=" in a and not os.path.isfile(a)]  # Path.is_file raises if it is long
     return [a for a in arguments if a not in overrides], overrides
 
 

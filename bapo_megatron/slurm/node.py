@@ -8,7 +8,7 @@ folder that all nodes share:
 
     run.json          by trainer rank 0: the run directory, for the engine nodes
     run-<n>.json      by trainer rank 0: the ranks' rendezvous in attempt n of this job, or a note that all is done
-    engines-<i>.json  by engine node i: the URLs of its healthy engines; when all are there, training begins
+    engines-<i>.json  by engine node i: the URLs of its healthy engines; training begins when all are ready
     key               by trainer rank 0: the engines' key, readable only by this user, while ranks may need it
     stop              by the batch script or the user: save and stop at the end of the current step (runtime/ranks.py)
     stopped           by trainer rank 0: the run was saved and stopped
@@ -103,7 +103,7 @@ class Meeting:
                 file.write(key)
 
     def shared_key(self) -> str:
-        """Return the engines' key; it is there before the file `run.json`."""
+        """Return the engines' key; it is written before the file `run.json`."""
         return self._key_file.read_text()
 
     def forget_key(self) -> None:

@@ -234,9 +234,7 @@ def _check_tasks(config: Config, here: bool | None) -> Iterator[Violation]:
             found = [*reading.violations, *_check(task, here, read, reading.unread)]
             if task.run.name != name and "run.name" not in reading.unread:
                 found.append(Violation(("run.name",), f"the run of this task is {name}", "leave run.name out"))
-            if not any(
-                v.severity == "error" for v in (*of_job, *found)
-            ):  # with an error, one of them may have no placement
+            if not any(v.severity == "error" for v in (*of_job, *found)):  # with one, placement may fail
                 found += unmet_needs(config, task)
         for violation in found:
             if violation not in of_job:
