@@ -257,7 +257,7 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
 
 def _memory(memory: TrainerMemory, where: str, limit: str = "") -> Iterator[str]:
     yield (
-        f"memory     GiB of a {where}, the fullest: pipeline stage {memory.stage}, {memory.num_parameters:,} parameters"
+        f"memory     GiB on the fullest {where}: pipeline stage {memory.stage}, {memory.num_parameters:,} parameters"
     )
     for name, value, note in memory_parts(memory):
         yield f"           {name:<12}{value / GIB:8.2f}  {note}".rstrip()
@@ -278,15 +278,15 @@ def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
         ("weights", memory.weights, ""),
         ("gradients", memory.gradients, "float32"),
         ("optimizer", memory.optimizer, "Adam's moments and float32 weights"),
-        *([("reference", memory.reference, "weights of the KL term's policy")] if memory.reference else []),
+        *([("reference", memory.reference, "weights of the KL term's reference")] if memory.reference else []),
         *([("critic", memory.critic, "its weights, gradients and optimizer")] if memory.critic else []),
         *([("FP8 operands", memory.fp8, "assumed")] if memory.fp8 else []),
         ("batch", memory.batch, "token ids, log-probs, advantages"),
         ("CUDA, NCCL", memory.context, "assumed"),
         ("activations", memory.activations, "kept for the backward pass"),
-        ("working", memory.working, "of the layer, or rows, being differentiated"),
+        ("working", memory.working, "for the layer, or rows, being differentiated"),
         ("logits", memory.logits, "one chunk"),
-        ("or: update", memory.update, "not at the same time as the three before"),
+        ("or: update", memory.update, "not at the same time as the previous three"),
         ("or: buckets", memory.sync, "not at the same time as activations, on rank 0"),
     ]
 
