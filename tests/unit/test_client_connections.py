@@ -102,7 +102,7 @@ def test_a_packed_reply_is_refused_unread(packing: str) -> None:
         assert request.headers["Accept-Encoding"] == "identity"
         return web.Response(body=gzip.compress(b"[" * 10**6), headers={"Content-Encoding": packing})
 
-    with pytest.raises(EngineError, match=rf"the reply is packed \({packing}\)"):
+    with pytest.raises(EngineError, match=rf"the reply is compressed \({packing}\)"):
         ask(answer, lambda engine: engine.generate(REQUEST))
 
 

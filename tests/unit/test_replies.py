@@ -189,7 +189,7 @@ def test_scores_are_read() -> None:
         ({"input_token_logprobs": [None, None, [-1, 8]]}, "input_token_logprobs: Expected `array`, got `null`"),
         ({"input_token_logprobs": [None, [-math.inf, 7], [-1, 8]]}, "not a finite number <= 0"),
         ({"input_token_logprobs": [None, [0.5, 7], [-1, 8]]}, "not a finite number <= 0"),
-        ({"input_top_logprobs": [None, [[-0.5, 7]], [[-0.25, 3]]]}, "has not 2 entries for each token"),
+        ({"input_top_logprobs": [None, [[-0.5, 7]], [[-0.25, 3]]]}, "does not have 2 entries for each token"),
         ({"input_top_logprobs": [None, [[-0.5, 7], [-2, "a"]], LIKELIEST[2]]}, "input_top_logprobs: Expected `int`"),
     ],
 )
