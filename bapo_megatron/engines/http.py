@@ -34,6 +34,7 @@ from bapo_megatron.errors import (
     RequestRefusedError,
     UnreachableEngineError,
     escaped,
+    plural,
 )
 from bapo_megatron.tokens import Array, Rows, read_only
 
@@ -134,7 +135,7 @@ class HttpEngine:
             self._check_vocabulary(request)
         bodies = [_generate_body(request) for request in requests]
         body: dict[str, Any] = {name: [b[name] for b in bodies] for name in ("rid", "input_ids", "sampling_params")}
-        what = f"{len(requests)} requests from {requests[0].rid} to {requests[-1].rid}"
+        what = f"{plural(len(requests), 'request')} from {requests[0].rid} to {requests[-1].rid}"
         body["return_logprob"] = True
         if any(request.is_cut for request in requests):
             body["return_sampling_mask"] = True
@@ -143,7 +144,7 @@ class HttpEngine:
         raw = await self.send_request("POST", "/generate", body, what=what, max_bytes=max_reply_bytes(requests))
         decoded = decode(raw, REPLIES)
         if not isinstance(decoded, list) or len(decoded) != len(requests):
-            raise EngineError(f"{self.url}, {what}: the reply is not a list of {len(requests)} results")
+            raise EngineError(f"{self.url}, {what}: the reply is not a list of {plural(len(requests), 'result')}")
         return [self._result(reply, request) for reply, request in zip(decoded, requests, strict=True)]
 
     def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
@@ -417,7 +418,9 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     if reason not in _FINISH_REASONS:
         raise _BadReplyError(f"finish_reason {shortened(finish)} is not one of {_FINISH_REASONS}")
     if len(token_ids) > request.max_new_tokens:
-        raise _BadReplyError(f"{len(token_ids)} tokens were returned, at most {request.max_new_tokens} were asked for")
+        raise _BadReplyError(
+            f"{plural(len(token_ids), 'token')} returned, but at most {request.max_new_tokens} were asked for"
+        )
     if not token_ids and reason != "abort":
         raise _BadReplyError(f"no token was returned, and finish_reason is {shortened(reason)}")
     if not _are_tokens(token_ids, vocab_size):
@@ -425,7 +428,9 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
         raise _BadReplyError(f"token id {shortened(foreign)} is outside the vocabulary of {vocab_size}")
     num_prompt_tokens = _count(meta, "prompt_tokens", len(request.token_ids))
     if num_prompt_tokens != len(request.token_ids):
-        raise _BadReplyError(f"it continues {num_prompt_tokens} prompt tokens, but {len(request.token_ids)} were sent")
+        raise _BadReplyError(
+            f"it continues {plural(num_prompt_tokens, 'prompt token')}, but {len(request.token_ids)} were sent"
+        )
     logprobs = _tempered_logprobs(meta, token_ids)
     return GenerateResult(
         rid=request.rid,
@@ -505,7 +510,7 @@ def _tempered_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[floa
     if not isinstance(entries, list):
         raise _BadReplyError("the reply has no output_token_logprobs")
     if len(entries) != len(token_ids):
-        raise _BadReplyError(f"{len(entries)} log-probs for {len(token_ids)} tokens")
+        raise _BadReplyError(f"output_token_logprobs has length {len(entries)}, output_ids has length {len(token_ids)}")
     if entries and not isinstance(entries[0], _Entry):
         try:
             entries = msgspec.convert(entries, list[_Entry])
@@ -533,7 +538,9 @@ def _cut_logprobs(meta: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
     except msgspec.ValidationError as problem:
         raise _BadReplyError(f"output_token_sampling_logprobs: {problem}") from None
     if len(logprobs_T) != num_tokens:
-        raise _BadReplyError(f"{len(logprobs_T)} output_token_sampling_logprobs for {num_tokens} tokens")
+        raise _BadReplyError(
+            f"output_token_sampling_logprobs has length {len(logprobs_T)}, output_ids has length {num_tokens}"
+        )
     is_good_T = (logprobs_T >= -_MAX_FLOAT) & (logprobs_T <= _LOGPROB_SLACK)
     if not is_good_T.all():
         index = int(is_good_T.argmin())
@@ -562,7 +569,7 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
     raw = meta.get("weight_versions")
     if not isinstance(raw, list):
         raise _BadReplyError("the reply has no weight_versions; the server is older than SGLang 0.5.23")
-    uncovered = f"weight_versions {shortened(raw)} do not cover the {num_tokens} output tokens in order"
+    uncovered = f"weight_versions {shortened(raw)} do not cover the {plural(num_tokens, 'output token')} in order"
     spans: list[VersionSpan] = []
     covered = 0
     for entry in raw:

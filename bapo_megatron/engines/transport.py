@@ -6,7 +6,7 @@ from typing import Any
 
 from bapo_megatron.engines.base import Folder, GroupSeat
 from bapo_megatron.engines.wire import Bucket, TensorSpec
-from bapo_megatron.errors import EngineError, UnreachableEngineError
+from bapo_megatron.errors import EngineError, UnreachableEngineError, plural
 
 _MAX_WEIGHTS_REPLY = 64 << 20  # bytes: name and digest of each weight, for each rank; 100 B of experts take 24 MiB
 
@@ -61,7 +61,7 @@ class HttpTransport:
             "group_name": self._seat.group,
             "load_format": "flattened_bucket" if self._seat.is_flat else None,
         }
-        what = f"{len(specs)} weights from {specs[0].name} to {specs[-1].name}"  # SGLang's refusal names none
+        what = f"{plural(len(specs), 'weight')} from {specs[0].name} to {specs[-1].name}"  # SGLang's refusal names none
         reply = as_dict(await self._call("POST", "/update_weights_from_distributed", body, what=what))
         if reply.get("success") is not True:
             raise EngineError(f"{self._url}/update_weights_from_distributed, {what}: the reply does not confirm them")

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, plural
 
 DIGEST = "xxh3_128"  # digest of a tensor's bytes; measured on one core: 9.8 GiB/s, SHA-256 0.3 GiB/s, a copy 5 GiB/s
 
@@ -99,7 +99,9 @@ def unpack_bucket(data: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[str, 
         ValueError: the specs do not describe these bytes, or an offset is not aligned.
     """
     if sum(spec.num_bytes for spec in specs) != data.numel():
-        raise ValueError(f"the bucket holds {data.numel()} bytes, its tensors {sum(s.num_bytes for s in specs)}")
+        raise ValueError(
+            f"the bucket holds {plural(data.numel(), 'byte')}, its tensors {sum(s.num_bytes for s in specs)}"
+        )
     tensors, offset = [], 0
     for spec in specs:
         if offset % spec.torch_dtype.itemsize:

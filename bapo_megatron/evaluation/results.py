@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from bapo_megatron.errors import plural
 from bapo_megatron.estimates import bootstrap, majority_at_k, pass_at_k, powers_up_to, wilson_interval
 
 _PASSES = 1.0  # the lowest reward of a response that passes
@@ -148,7 +149,7 @@ class Evaluation:
     def table(self) -> str:
         """Format the estimates and the problems, hardest first, for the console."""
         num = len(self.problems[0].responses)
-        lines = [f"{len(self.problems)} problems, {num} responses to each", ""]
+        lines = [f"{plural(len(self.problems), 'problem')}, {plural(num, 'response')} to each", ""]
         lines.append(f"{'':<18}{'estimate':>10}   95 % interval")
         for name, e in self.estimates.items():
             digits = 1 if name == "response_tokens" else 3
@@ -156,7 +157,10 @@ class Evaluation:
             lines.append(f"{name:<18}{e.value:>10.{digits}f}   {interval}")
         timeouts, errors = self.count("timeout"), self.count("error")
         if timeouts or errors:
-            lines += ["", f"counted as wrong: {timeouts} verifier timeouts, {errors} verifier errors"]
+            lines += [
+                "",
+                f"counted as wrong: {plural(timeouts, 'verifier timeout')}, {plural(errors, 'verifier error')}",
+            ]
         return "\n".join([*lines, "", *self._problem_lines()])
 
     def _problem_lines(self) -> list[str]:

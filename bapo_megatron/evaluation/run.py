@@ -20,7 +20,7 @@ from bapo_megatron.convert import hf_folder, is_hf
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.key import new_key
 from bapo_megatron.engines.start import EngineShare, running_engines
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -161,7 +161,10 @@ class Asking:
                 problems += self.problems(prompts, judged)
                 passed = sum(p.num_passed for p in problems)
                 num = sum(len(p.responses) for p in problems)
-                tell(f"{len(problems)} of {len(self.prompts)} problems, {passed} of {num} responses pass")
+                tell(
+                    f"{len(problems)} of {plural(len(self.prompts), 'problem')}, "
+                    f"{passed} of {plural(num, 'response')} pass"
+                )
         return tuple(problems)
 
     def judged(self, samples: Sequence[Sample]) -> list[Judged]:

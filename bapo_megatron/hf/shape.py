@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.families import (
     ACTIVATIONS,
     COMMON_DEFAULTS,
@@ -269,7 +269,7 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
         return
     heads, kv_heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads", sizes["num_attention_heads"])
     if heads % kv_heads:
-        yield f"{heads} attention heads cannot share {kv_heads} key-value heads"
+        yield f"{plural(heads, 'attention head')} cannot share {plural(kv_heads, 'key-value head')}"
     if (sizes.get("head_dim") or sizes["hidden_size"] // heads) % 2:
         yield "an odd head dimension cannot be rotated in pairs"
     if get("hidden_act") not in ACTIVATIONS:
@@ -406,20 +406,22 @@ def validate_layout(
 def layout_problems(shape: ModelShape, tensor: int, pipeline: int, virtual_pipeline: int) -> dict[str, tuple[str, str]]:
     """Return problems and remedies, keyed by the setting of [parallel] that does not fit the model."""
     problems = {}
-    split = [("attention heads", shape.num_heads), ("key-value heads", shape.num_kv_heads)]
-    split += [("feed-forward rows", size) for size in shape.ffn_sizes]
+    split = [("attention head", shape.num_heads), ("key-value head", shape.num_kv_heads)]
+    split += [("feed-forward row", size) for size in shape.ffn_sizes]
     heads, layers, stage = shape.num_heads, shape.num_layers, shape.num_layers // pipeline
-    if bad := [f"{count} {what}" for what, count in split if count % tensor]:
+    if bad := [plural(count, what) for what, count in split if count % tensor]:
         works = _choices(n for n in range(1, heads + 1) if all(count % n == 0 for _, count in split))
         problem = f"parallel.tensor={tensor} does not divide {', '.join(bad)}"
         problems["tensor"] = (problem, f"parallel.tensor can be {works}")
     if layers % pipeline:
         works = _choices(n for n in range(1, layers + 1) if layers % n == 0)
-        problem = f"parallel.pipeline={pipeline} does not divide {layers} layers"
+        problem = f"parallel.pipeline={pipeline} does not divide {plural(layers, 'layer')}"
         problems["pipeline"] = (problem, f"parallel.pipeline can be {works}")
     elif stage % virtual_pipeline:
         works = _choices(n for n in range(1, stage + 1) if stage % n == 0)
-        problem = f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {stage} layers of a stage"
+        problem = (
+            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {plural(stage, 'layer')} of a stage"
+        )
         problems["virtual_pipeline"] = (problem, f"it can be {works}")
     return problems
 

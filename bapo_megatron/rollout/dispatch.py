@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine, GenerateRequest, GenerateResult
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import EngineError, RequestRefusedError
+from bapo_megatron.errors import EngineError, RequestRefusedError, plural
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
 from bapo_megatron.tokens import Rows, TokenStream
 from bapo_megatron.types import NeedsTokens, Sample, Segment, TurnEnd
@@ -117,7 +117,7 @@ class Dispatcher:
                 self.pool.replied(engine)
             if problem is None or not self.pool.is_live(engine):
                 return
-        self.fence(engine, f"{problem} (gave up after {self._config.max_retries + 1} attempts)")
+        self.fence(engine, f"{problem} (gave up after {plural(self._config.max_retries + 1, 'attempt')})")
 
     async def _attempt(
         self, samples: list[Sample], engine: Engine, step: int, accept: Accept
@@ -128,7 +128,7 @@ class Dispatcher:
         opened = {request.rid: engine for request in requests}
         self.open_requests |= opened
         role = f"engine {engine.url}"
-        HEARTBEAT.beat(role, f"asked for {len(requests)} responses, call {call}")
+        HEARTBEAT.beat(role, f"asked for {plural(len(requests), 'response')}, call {call}")
         try:
             results = await engine.generate_many(requests)
             HEARTBEAT.beat(role, f"answered call {call}")

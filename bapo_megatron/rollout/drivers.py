@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, TurnJson
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
@@ -52,7 +52,7 @@ async def advanced(driver: Driver, samples: Sequence[Sample], max_response_token
     """
     found = await driver.advance(samples)
     if len(found) != len(samples):
-        raise UserError(f"{_named(driver)} returned {len(found)} samples for {len(samples)}")
+        raise UserError(f"{_named(driver)} returned {plural(len(found), 'sample')} for {len(samples)}")
     for before, after in zip(samples, found, strict=True):
         if problem := _problem(before, after, max_response_tokens):
             where = f"sample {before.sample_id} of prompt {before.prompt.prompt_id}"
@@ -65,13 +65,13 @@ def _problem(before: Sample, after: Any, max_response_tokens: int) -> str | None
     if not isinstance(after, Sample) or after.sample_id != before.sample_id:
         return f"it returned {after!r:.200}"
     if after.num_sampled_tokens != before.num_sampled_tokens:
-        return f"it changed {before.num_sampled_tokens} sampled tokens to {after.num_sampled_tokens}"
+        return f"it changed {plural(before.num_sampled_tokens, 'sampled token')} to {after.num_sampled_tokens}"
     match after.need:
         case Ended(reason=reason, reward=reward):
             if (reward is None) != (reason == "failed"):
                 return f"it ended by {reason!r} {'without' if reward is None else 'with'} a reward"
         case NeedsEnvironment():
-            return f"the sample still waits for its environment, with {after.num_given_tokens} given tokens"
+            return f"the sample still waits for its environment, with {plural(after.num_given_tokens, 'given token')}"
         case NeedsTokens(trajectory=place):
             known = before.trajectories[place : place + 1]
             if place >= len(after.trajectories):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bapo_megatron.config.schema import Config, EvalSet
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import EngineError, NoEngineLeftError
+from bapo_megatron.errors import EngineError, NoEngineLeftError, plural
 from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
 from bapo_megatron.rollout.drivers import Driver, advanced
 from bapo_megatron.types import NeedsEnvironment, NeedsTokens, Prompt, Sample
@@ -119,8 +119,9 @@ class Evaluator:
         self.deadline_s = max(rollout.request_timeout_s * (rollout.max_retries + 2), answer_s)
         """The longest time without `progress` in `sample`; after it, something hangs."""
         self.what = (
-            f"the engines' {num_samples} responses to {num_prompts} problems (deadline: {self.deadline_s:g} s, "
-            f"rollout.request_timeout_s = {rollout.request_timeout_s:g} for each of rollout.max_retries + 2 tries)"
+            f"the engines' {plural(num_samples, 'response')} to {plural(num_prompts, 'problem')} "
+            f"(deadline: {self.deadline_s:g} s, rollout.request_timeout_s = {rollout.request_timeout_s:g} for each of "
+            "rollout.max_retries + 2 tries)"
         )
         """Description used in timeout errors."""
 

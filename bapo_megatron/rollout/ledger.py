@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from bapo_megatron.errors import plural
 from bapo_megatron.types import Natural, NeedsTokens, Sample
 
 SampleState = Literal["queued", "running", "partial", "finished"]
@@ -96,7 +97,7 @@ class Ledger:
         sample_id, num_tokens = sample.sample_id, sample.num_sampled_tokens
         grown = num_tokens - self._tokens.get(sample_id, 0)
         if grown < 0:
-            raise LedgerError(f"sample {sample_id} shrank by {-grown} tokens")
+            raise LedgerError(f"sample {sample_id} shrank by {plural(-grown, 'token')}")
         if not isinstance(sample.need, NeedsTokens):
             self._move(sample_id, "finished")
         else:
@@ -173,29 +174,31 @@ class Ledger:
         n = self.num_tokens
         if n["generated"] != n["trained"] + n["dropped"] + held.num_tokens:
             raise LedgerError(
-                f"{n['generated']} tokens generated, but {n['trained']} trained + {held.num_tokens} buffered + "
-                f"{n['dropped']} dropped"
+                f"{plural(n['generated'], 'token')} generated, but {n['trained']} trained + {held.num_tokens} buffered "
+                f"+ {n['dropped']} dropped"
             )
         g = self.num_given
         if g["given"] != g["trained"] + g["dropped"] + held.num_given:
             raise LedgerError(
-                f"{g['given']} tokens given by environments, but {g['trained']} trained + {held.num_given} buffered + "
-                f"{g['dropped']} dropped"
+                f"{plural(g['given'], 'token')} given by environments, but {g['trained']} trained + "
+                f"{held.num_given} buffered + {g['dropped']} dropped"
             )
         s = self.num_samples
         if s["dropped"] != self.dropped.total():
-            raise LedgerError(f"{s['dropped']} samples dropped, but {self.dropped.total()} by reason")
+            raise LedgerError(f"{plural(s['dropped'], 'sample')} dropped, but {self.dropped.total()} by reason")
         if self._num_in.total() != len(self._states):
             raise LedgerError(f"{self._num_in.total()} samples have a state, but {len(self._states)} have an entry")
         if s["admitted"] != s["trained"] + s["dropped"] + held.num_samples or held.num_samples != len(self._states):
             raise LedgerError(
-                f"{s['admitted']} samples admitted, but {s['trained']} trained + {held.num_samples} buffered + "
-                f"{s['dropped']} dropped; {len(self._states)} have an entry"
+                f"{plural(s['admitted'], 'sample')} admitted, but {s['trained']} trained + {held.num_samples} "
+                f"buffered + {s['dropped']} dropped; {len(self._states)} have an entry"
             )
         for sample in changed:
             booked = self._tokens.get(sample.sample_id)
             if not self.is_running(sample.sample_id) and booked != sample.num_sampled_tokens:
-                raise LedgerError(f"sample {sample.sample_id} has {sample.num_sampled_tokens} tokens, not {booked}")
+                raise LedgerError(
+                    f"sample {sample.sample_id} has {plural(sample.num_sampled_tokens, 'token')}, not {booked}"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value. A running sample is saved as it was before its request, which is sent again."""
@@ -226,7 +229,7 @@ class Ledger:
     def _count_given(self, sample: Sample) -> None:
         num_given, num_before = sample.num_given_tokens, self._given.get(sample.sample_id, 0)
         if num_given < num_before:
-            raise LedgerError(f"sample {sample.sample_id} lost {num_before - num_given} given tokens")
+            raise LedgerError(f"sample {sample.sample_id} lost {plural(num_before - num_given, 'given token')}")
         if num_given:
             self._given[sample.sample_id] = num_given
             self.num_given["given"] += num_given - num_before

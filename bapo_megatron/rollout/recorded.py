@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.config.families import own_family, token_streams
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
+from bapo_megatron.errors import CheckpointError, DataError, plural, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import explaining_os_errors, regular_file
@@ -58,8 +58,8 @@ def read_groups(folder: Path, step: int, streams: Sequence[TokenStream] = ()) ->
     if not path.exists():
         num_steps = len(list(folder.glob("step-*.jsonl.gz")))
         raise DataError(
-            f"{path} is missing: {folder} holds {num_steps} recorded steps; set train.num_steps to that or less, or "
-            "rollout.recorded_from to the `rollouts` folder of a run with rollout.record=true"
+            f"{path} is missing: {folder} holds {plural(num_steps, 'recorded step')}; set train.num_steps to that or "
+            "less, or rollout.recorded_from to the `rollouts` folder of a run with rollout.record=true"
         )
     groups = []
     try:

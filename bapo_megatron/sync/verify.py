@@ -13,7 +13,7 @@ from typing import Any
 from bapo_megatron.engines.base import Capabilities, Engine
 from bapo_megatron.engines.http import shortened
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
-from bapo_megatron.errors import CheckpointError, EngineError
+from bapo_megatron.errors import CheckpointError, EngineError, plural
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -55,7 +55,9 @@ def check_weights(
     held = checksum["ranks"][0]["checksums"]
     wrong = sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
     if wrong:
-        raise EngineError(f"{url} holds other weights than were sent: {len(wrong)} differ, such as {wrong[0]!r}")
+        raise EngineError(
+            f"{url} holds other weights than were sent: {plural(len(wrong), 'difference')}, such as {wrong[0]!r}"
+        )
 
 
 def minority(checksums: Mapping[str, Mapping[str, Any]]) -> dict[str, EngineError]:
@@ -117,7 +119,9 @@ def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> 
     lacking, extra = (fused[name] for name in fused.keys() - held), held - fused.keys()
     for names, fault in ((sorted(lacking), "lacks"), (sorted(extra), "has, unlike the policy,")):
         if names:
-            raise EngineError(f"{url} serves another model: it {fault} {len(names)} weights, such as {names[0]!r}")
+            raise EngineError(
+                f"{url} serves another model: it {fault} {plural(len(names), 'weight')}, such as {names[0]!r}"
+            )
 
 
 def _fused(name: str) -> str:

@@ -466,7 +466,7 @@ def test_released_memory_is_given_back() -> None:
         engine.call(engine.restore).result(HANG_S)
         with pytest.raises(BadRequestError, match="memory was not released"):
             engine.call(engine.restore).result(HANG_S)
-        with pytest.raises(BadRequestError, match="weights were lost"):
+        with pytest.raises(BadRequestError, match="not pushed again"):
             engine.call(lambda: engine.publish("2")).result(HANG_S)
     finally:
         stop(engine)

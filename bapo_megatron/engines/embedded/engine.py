@@ -29,6 +29,7 @@ from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
 from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams, sampled_rows
+from bapo_megatron.errors import plural
 from bapo_megatron.hf.streams import ServedTokens
 from bapo_megatron.runtime.trace import Trace
 from bapo_megatron.tokens import TokenStream, encoded_rows
@@ -203,8 +204,8 @@ class BatchingEngine:
         total = len(prompt_ids) + params.max_new_tokens
         if total > self.max_context:
             raise BadRequestError(
-                f"input_ids: {len(prompt_ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the context of "
-                f"{self.max_context} tokens"
+                f"input_ids: {plural(len(prompt_ids), 'token')} and max_new_tokens={params.max_new_tokens} exceed the "
+                f"context of {self.max_context} tokens"
             )
         if min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
             raise BadRequestError(f"input_ids: token ids must be in [0, {spec.vocab_size})")
@@ -296,7 +297,7 @@ class BatchingEngine:
         """
         if self._rows:
             raise BadRequestError(
-                f"{len(self._rows)} requests are held with their cache: pause with mode=retract first"
+                f"the pause holds {plural(len(self._rows), 'request')} in the cache: pause with mode=retract first"
             )
         self.is_torn = self.is_released = True
         self.lost = set(self.model.named_weights)
@@ -329,7 +330,8 @@ class BatchingEngine:
         """
         if self.lost:
             raise BadRequestError(
-                f"{len(self.lost)} weights were lost with the released memory, such as {min(self.lost)!r}: push all"
+                f"the released memory held {plural(len(self.lost), 'weight')} not pushed again, such as "
+                f"{min(self.lost)!r}: push all"
             )
         self.is_torn = False
         self.version = self.version if version is None else version

@@ -36,7 +36,7 @@ from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.engines.key import take_key
-from bapo_megatron.errors import UserError, escaped
+from bapo_megatron.errors import UserError, escaped, plural
 from bapo_megatron.runtime.web import Guard
 from bapo_megatron.tokens import TokenStream
 
@@ -301,7 +301,7 @@ class Server:
         if rids is None:
             rids = [uuid.uuid4().hex for _ in prompts]
         if len(params) != len(prompts):
-            raise BadRequestError(f"sampling_params: {len(params)} entries for {len(prompts)} prompts")
+            raise BadRequestError(f"sampling_params: {len(params)} for {plural(len(prompts), 'prompt')}")
         if (num_samples := sum(p.n for p in params)) > (limit := protocol.MAX_SEQUENCES):
             raise BadRequestError(f"sampling_params: {num_samples} samples in a request, more than {limit}; send fewer")
         if len(rids) != len(prompts) or len(set(rids)) != len(rids):

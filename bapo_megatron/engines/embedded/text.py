@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from bapo_megatron.engines.embedded.engine import BatchingEngine
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -66,7 +66,8 @@ class TextModel:
             engine = BatchingEngine(model, max_running=max_running, max_context=context, num_threads=num_threads)
         except OSError as error:
             raise UserError(
-                f"no memory for {max_running} responses of {context} tokens ({error.strerror}); lower --max-context"
+                f"no memory for {plural(max_running, 'response')} of {context} tokens ({error.strerror}); lower "
+                "--max-context"
             ) from error
         return cls(engine, load_tokenizer(folder, own), name)
 
@@ -94,7 +95,7 @@ class TextModel:
         left = self.engine.max_context - len(prompt_ids)
         if left < 1:
             raise BadRequestError(
-                f"the prompt has {len(prompt_ids)} tokens, which leaves no room in a context of "
+                f"the prompt has {plural(len(prompt_ids), 'token')}, which leaves no room in a context of "
                 f"{self.engine.max_context}"
             )
         return left

@@ -21,7 +21,7 @@ from bapo_megatron.engines.embedded.protocol import (
 )
 from bapo_megatron.engines.update_group import UpdateGroup, reach_store
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack_bucket
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.reader import weight_files
 
 _MAX_WEIGHT = 1e15  # products of two such values can be summed within float32
@@ -203,7 +203,7 @@ class WeightUpdater:
                     raise CheckpointError(f"{name} holds nan, or a value beyond {_MAX_WEIGHT:g}: it is broken")
                 missing.discard(name)
         if missing:
-            raise CheckpointError(f"{len(missing)} weights are missing, such as {min(missing)!r}")
+            raise CheckpointError(f"{plural(len(missing), 'weight')} missing, such as {min(missing)!r}")
 
     def _checked(self, body: UpdateWeightsBody) -> list[TensorSpec]:
         if not self._in_session:
