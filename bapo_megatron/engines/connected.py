@@ -194,7 +194,7 @@ class ConnectedEngines:
 
 
 def _lacking(client: object) -> list[str]:
-    """Return the members of `Engine`and its transport that an object does not have."""
+    """Return the members of `Engine` and its transport that an object does not have."""
     transport = getattr(client, "transport", None)
     of_transport = [f"transport.{name}" for name in _OF_TRANSPORT if not hasattr(transport, name)]
     return [name for name in _MEMBERS if not hasattr(client, name)] + of_transport

@@ -412,7 +412,7 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     if not isinstance(token_ids, list):
         raise _BadReplyError("the reply has no output_ids")
     if (rid := meta.get("id", request.rid)) != request.rid:
-        raise _BadReplyError(f"the reply is of request {shortened(rid)}")
+        raise _BadReplyError(f"the reply is for request {shortened(rid)}")
     finish = meta.get("finish_reason")
     reason = finish.get("type") if isinstance(finish, dict) else None
     if reason not in _FINISH_REASONS:

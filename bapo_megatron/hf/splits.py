@@ -99,7 +99,7 @@ class EvenRows:
     Example: Rows(("kkv", "v")) for a first tensor that itself consists of k, k and v rows, each split evenly.
     """
 
-    parts: tuple[str, ...] | None = None  # letters of the sizes of each tensor's parts; None means one part
+    parts: tuple[str, ...] | None = None  # letters of the sizes of each tensor's parts; None means one part each
 
     def shard(self, entry: Entry, rank: int, size: int) -> Shard:
         return _stacked(entry, _even_rows(entry, self.parts, rank, size))

@@ -37,6 +37,6 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if token_id >= vocab_size:
         raise CheckpointError(
-            f"tokenizer and model disagree: token {token!r} has id {token_id}, and the model's vocabulary has "
+            f"tokenizer and model disagree: token {token!r} has id {token_id}, but the model's vocabulary has "
             f"{vocab_size} (model.path); use the tokenizer that belongs to the checkpoint"
         )

@@ -129,7 +129,7 @@ class Scheduler:
 
     async def _answer_all(self) -> bool:
         """Ask the driver about all waiting samples, and book its answers in the order of their prompts, whichever
-        comes first. Return whether there were any."""
+        arrives first. Return whether there were any."""
         answers = await asyncio.gather(*(self.ask(samples) for samples in self.book.waiting()))
         for samples in answers:
             self.book_answers(samples)

@@ -166,7 +166,7 @@ def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> No
         if making is not None:
             is_done.fill_(bool(wait([making], timeout=sign_of_life_s).done))
         dist.broadcast(is_done, src=0)
-        if making is None:  # on rank 0 the engines' answers beat
+        if making is None:  # rank 0 beats with the engines' answers
             HEARTBEAT.beat(TRAINER, "sign of life of rank 0")
 
 

@@ -61,7 +61,7 @@ class StalenessBound:
     in the next one (age 2, then 3): its initial slack is 1.
     """
 
-    max_age: int | None  # in optimizer updates; None means no bound
+    max_age: int | None  # optimizer updates; None means no bound
     updates_per_step: int
     groups_per_step: int
 

@@ -145,7 +145,7 @@ class RankZeroChannel:
     """Implements `Channel`: all ranks gather whole weights on rank 0, which sends them."""
 
     def __init__(self, sender: Sender | None, pause_mode: PauseMode = "retract") -> None:
-        """Send with `sender`, None on every rank but the first, which pauses engines in this mode."""
+        """`sender` pauses engines in this mode; it is None on every rank but the first."""
         self.pause_mode = pause_mode
         self._sender = sender
 

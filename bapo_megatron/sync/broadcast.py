@@ -240,9 +240,9 @@ class BucketSender:
     def _break_off(self, flight: Flight, problem: Exception | None) -> dict[str, EngineError]:
         """Leave the group, wait for the engines' replies, and return the failures of the engines at fault.
 
-        An engine that does not answer is at fault, even if it waits for another. One that only lost the broadcast is
-        not. If no other is, the ones at fault confirmed a bucket without proof of receiving it, as the broadcast did
-        not end. If all have proofs, the ones at fault lost what others received.
+        An engine that does not answer is at fault, even if it waits for another; one that only lost the broadcast is
+        not. Failing these, engines that confirmed a bucket without proof of receiving it are at fault: the broadcast
+        did not end. If all have proofs, engines that lost what others received are at fault.
         """
         self.group.abandon()
         flight.works.clear()  # over gloo each work holds the connections, and the other engines wait for these to close

@@ -21,7 +21,7 @@ RESULT_FAULTS = {  # of one result among many: what is done to it -> what the cl
     "bad count": "cached_tokens None is not a count",
     "other tokens": "does not belong to token",
     "foreign token": "is outside the vocabulary",
-    "other request": "is of request",
+    "other request": "is for request",
     "other prompt": "prompt tokens?, but",
     "bad version": "weight version inf is not a whole number",
 }

@@ -113,7 +113,7 @@ def _versions_are_numbers(reply: Reply) -> bool:
 
 RULES: dict[str, Callable[[Reply], bool]] = {
     "no output_ids": lambda r: isinstance(r.top.get("output_ids"), list),
-    "is of request": lambda r: r.meta.get("id", r.request.rid) == r.request.rid,
+    "is for request": lambda r: r.meta.get("id", r.request.rid) == r.request.rid,
     "finish_reason": lambda r: r.reason in ("stop", "length", "abort"),
     "were asked for": lambda r: len(r.tokens) <= r.request.max_new_tokens,
     "no token was returned": lambda r: bool(r.tokens) or r.reason == "abort",

@@ -244,7 +244,7 @@ def test_a_good_reply_is_read() -> None:
         ("weight_versions", [{"version": "v4", "start": 0, "end": 3}], "'v4' is not a whole number"),
         ("weight_versions", [{"version": 1.5, "start": 0, "end": 3}], "1.5 is not a whole number"),
         ("weight_versions", [{"version": float("inf"), "start": 0, "end": 3}], "inf is not a whole number"),
-        ("id", "another", "the reply is of request 'another'"),
+        ("id", "another", "the reply is for request 'another'"),
         ("prompt_tokens", 1, "it continues 1 prompt token, but 2 were sent"),
     ],
 )

@@ -118,7 +118,7 @@ class Model:
         weight = self.named_weights.get(spec.name)
         held = "no weight of this name" if weight is None else TensorSpec.of(spec.name, weight)
         if held != spec:
-            raise CheckpointError(f"{spec} was sent, and the model has {held}")
+            raise CheckpointError(f"{spec} was sent, but the model has {held}")
 
     @torch.inference_mode()
     def prefill(

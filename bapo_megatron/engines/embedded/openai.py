@@ -126,7 +126,7 @@ class OpenAIRoutes:
         if given and isinstance(given[0], int):
             given = [given]
         if not given or len(given) * body.n > _MAX_CHOICES:
-            raise BadRequestError(f"prompt: 1 to {_MAX_CHOICES} prompts x n are possible, got {len(given) * body.n}")
+            raise BadRequestError(f"prompt: prompts x n must be 1 to {_MAX_CHOICES}, got {len(given) * body.n}")
         prompts = [self._model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
         limits = [min(body.max_tokens or _DEFAULT_COMPLETION_TOKENS, self._model.room(ids)) for ids in prompts]
 

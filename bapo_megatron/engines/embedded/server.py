@@ -268,9 +268,11 @@ class Server:
         """Answer with log-probs of the prompt tokens after `start`; as in SGLang, `start` has an entry without one."""
         self.engine.new_sequence("", token_ids, protocol.SamplingParams(max_new_tokens=0))  # checks them
         if start > len(token_ids) - 2:
-            raise BadRequestError(f"logprob_start_len: {start} leaves none of {len(token_ids)} tokens to score")
+            raise BadRequestError(
+                f"logprob_start_len: {start} leaves none of {plural(len(token_ids), 'token')} to score"
+            )
         if top_k > (vocab_size := self.engine.model.spec.vocab_size):
-            raise BadRequestError(f"top_logprobs_num: {top_k} of a vocabulary of {vocab_size}")
+            raise BadRequestError(f"top_logprobs_num: {top_k} exceeds the vocabulary of {vocab_size}")
         scores = await self._command(lambda: self.engine.score(token_ids, start + 1, top_k))
         if scores is None:
             message = "the weights are not whole: ask again after the update"
