@@ -1,4 +1,4 @@
-"""The engine seam: the interface of a server. One contract suite runs against every implementation."""
+"""The interface of one rollout server. Every implementation passes the same contract suite."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bapo_megatron.tokens import Array, Rows, TokenStream
 PauseMode = Literal["abort", "retract", "in_place"]
 
 Extra = Literal["weight_manifest", "weight_digests", "score", "release"]
-"""What a server can do beyond sampling: `WeightTransport.manifest` answers; `WeightTransport.digests` has a digest of
-each weight as it was sent (engines/wire.py), and `take` of each that it received; `Engine.score` answers;
-`Engine.release` does."""
+"""What a server can do beyond sampling. "weight_manifest": `WeightTransport.manifest` answers. "weight_digests":
+`WeightTransport.digests` returns the digest of each weight as sent (engines/wire.py), and `take` the digest of each as
+received. "score" and "release": `Engine.score` and `Engine.release` answer."""
 
 Transport = Literal["gloo", "nccl", "disk"]
-"""A way of weights into a server: a process group with this backend, or a folder that both sides see."""
+"""How weights reach a server: through a process group with this backend, or a folder that both sides see."""
 
 _SGLANG = ("gloo", "nccl", "disk")
 
@@ -31,15 +31,15 @@ def _is_name(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The abilities that one server names."""
+    """What one server says it can do."""
 
-    streams: frozenset[str]  # of models and plugins: replies can carry their rows
+    streams: frozenset[str]  # streams of models and plugins whose rows its replies can carry
     transports: frozenset[str]  # `Transport`
     extras: frozenset[str]  # `Extra`
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Capabilities:
-        """Read the capabilities from a `server_info`; one that names none is SGLang's.
+        """Read the capabilities from a `server_info`. A server that names none has SGLang's.
 
         Example: {"capabilities": ["score"], "transports": ["gloo"], "streams": ["routes"]}
         """
@@ -52,16 +52,16 @@ class Capabilities:
 class GroupSeat:
     """A server's place in a process group whose rank 0 sends the weights (engines/update_group.py)."""
 
-    group: str  # its name
+    group: str  # the group's name
     host: str  # where the group's store listens
     port: int
-    first_rank: int  # of the server's
+    first_rank: int  # the server's first rank
     world_size: int
     backend: GroupBackend
 
     @property
     def is_flat(self) -> bool:
-        """Whether a bucket comes as one buffer of bytes (engines/wire.py), instead of a broadcast for each weight."""
+        """Whether a bucket arrives as one buffer of bytes (engines/wire.py) rather than one broadcast per weight."""
         return self.backend == "nccl"
 
 
@@ -73,7 +73,7 @@ class Folder:
 
 
 class WeightTransport(Protocol):
-    """The way of weights into one server. An update is `begin`, `take` of every bucket, `end`; or `take` of a folder.
+    """How weights reach one server. An update is `begin`, `take` of every bucket, `end`; or `take` of a folder.
 
     All methods are coroutines with a deadline, and raise `EngineError` naming the server.
     """
@@ -83,16 +83,16 @@ class WeightTransport(Protocol):
         ...
 
     async def begin(self) -> None:
-        """Begin an update; one that broke off before is dropped, since all its weights are replaced."""
+        """Begin an update. An unfinished one is dropped, since all its weights will be replaced."""
         ...
 
     async def take(self, weights: Bucket | Folder, *, version: int | None, keeps_cache: bool = False) -> dict[str, str]:
-        """Take the next weights. The trainer broadcasts those of a bucket while this call is in progress.
+        """Take the next weights. The trainer broadcasts a bucket's weights while this call is in progress.
 
         Args:
-            weights: a bucket announces them in the order of their bytes; a folder holds all.
-            version: with the last bucket, or a folder: publishes the weights.
-            keeps_cache: what requests have computed so far with older weights stays in use.
+            weights: a bucket lists its weights in byte order; a folder holds all of them.
+            version: given with the last bucket or with a folder; publishes the weights.
+            keeps_cache: keep using what requests have already computed with older weights.
 
         Returns the digest of each weight of a bucket as it arrived, if the server has the extra "weight_digests".
         """
@@ -122,14 +122,14 @@ class GenerateRequest:
     temperature: float
     stop_token_ids: tuple[int, ...]
     seed: int  # the same seed, tokens and weights give the same continuation
-    top_p: float = 1.0  # sample from the likeliest tokens whose tempered probabilities sum to this or just above
-    top_k: int | None = None  # and from no more than this many; None: all
-    streams: tuple[TokenStream, ...] = ()  # of models and plugins: their rows are to be returned
-    num_fed: int = 1  # leading tokens whose rows of fed streams are there already; the first token has none
+    top_p: float = 1.0  # sample from the fewest likeliest tokens whose tempered probabilities sum to at least this
+    top_k: int | None = None  # and from at most this many; None means all
+    streams: tuple[TokenStream, ...] = ()  # streams of models and plugins whose rows to return
+    num_fed: int = 1  # leading tokens whose rows of fed streams the client already has; the first token has none
 
     @property
     def is_cut(self) -> bool:
-        """Whether tokens may be left out, so that the server is asked for log-probs of the rest, renormalised."""
+        """Whether sampling may leave tokens out; the server then returns log-probs renormalised over the rest."""
         return self.top_p < 1 or self.top_k is not None
 
 
@@ -146,7 +146,7 @@ class VersionSpan:
 class GenerateResult:
     """Sampled tokens. `spans` cover all of them, in order.
 
-    `behaviour_logprobs` are of the distribution sampled from: tempered, cut by `top_p` and `top_k`, and renormalised.
+    `behaviour_logprobs` are for the distribution sampled from: tempered, cut by `top_p` and `top_k`, and renormalised.
     """
 
     rid: str
@@ -156,12 +156,12 @@ class GenerateResult:
     finish_reason: Literal["stop", "length", "abort"]
     num_prompt_tokens: int
     num_cached_tokens: int
-    rows: Rows = field(default_factory=dict)  # of the request's streams: fed ones from token `num_fed` of its input on
+    rows: Rows = field(default_factory=dict)  # rows of the request's streams; fed ones start at input token `num_fed`
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Log-probs of N given tokens, not tempered, and the likeliest tokens in their places, best first."""
+    """Untempered log-probs of N given tokens, and the likeliest tokens at each position, best first."""
 
     logprobs_N: Array  # float32
     top_ids_NK: Array  # int32
@@ -175,8 +175,8 @@ class EngineState:
     url: str
     is_up: bool  # it answers
     is_live: bool  # it samples: not fenced off
-    version: int  # of its weights; -1: the ones it started with, or unknown
-    num_running: int  # requests that it samples
+    version: int  # weight version; -1 means the initial weights, or unknown
+    num_running: int  # requests being sampled
     num_waiting: int
 
 
@@ -196,30 +196,30 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
-        """Sample all requests in one call, so that batches do not depend on the time of arrival.
+        """Sample all requests in one call, so that batches do not depend on when requests arrive.
 
         Returns a result or an error per request, in order. Raises EngineError if the call itself failed.
         """
         ...
 
     async def score(self, token_ids: Sequence[int], first: int, top_k: int) -> TokenScores:
-        """Score given tokens from number `first` (at least 1) to the last; needs the extra "score".
+        """Score the given tokens from index `first` (at least 1) to the last; needs the extra "score".
 
         Args:
-            top_k: number of likeliest tokens to return in each place; may be 0.
+            top_k: number of likeliest tokens to return at each position; may be 0.
         """
         ...
 
     async def release(self) -> None:
-        """Give back the memory of weights and cache; needs the extra "release" and a pause that keeps no cache."""
+        """Free the memory of weights and cache; needs the extra "release" and a pause that keeps no cache."""
         ...
 
     async def restore(self) -> None:
-        """Take the memory back. Weights are lost: a push must follow before `resume`."""
+        """Allocate the memory again. The weights are lost: push them before `resume`."""
         ...
 
     async def abort(self, rid: str | None = None) -> None:
-        """End one request, or all (None); they return with finish_reason "abort" and what they have so far."""
+        """End one request, or all (None). Each returns with finish_reason "abort" and its tokens so far."""
         ...
 
     async def pause(self, mode: PauseMode) -> None: ...
@@ -234,14 +234,14 @@ class Engine(Protocol):
 
     async def server_info(self) -> dict[str, Any]: ...
     async def load(self) -> tuple[int, int, int]:
-        """Return the weight version (-1: the weights it started with), and the requests running and waiting."""
+        """Return the weight version (-1 means the initial weights) and the numbers of running and waiting requests."""
         ...
 
     async def start_profile(self, folder: str) -> None:
-        """Start a trace that `stop_profile` writes into a folder of the server's machine."""
+        """Start a trace; `stop_profile` writes it into a folder on the server's machine."""
         ...
 
     async def stop_profile(self) -> None: ...
     async def close(self) -> None:
-        """Leave the server. The client is not used afterwards."""
+        """Close the client; it cannot be used afterwards."""
         ...

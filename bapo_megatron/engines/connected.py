@@ -1,6 +1,6 @@
-"""The engines of a run as its first process holds them: clients, their pool, and the event loop that runs both.
+"""The engines of a run, as its first process holds them: clients, their pool, and the event loop that runs both.
 
-The event loop has a thread of its own, so that HTTP replies are read while the trainer works.
+The event loop has its own thread, so that HTTP replies are read while the trainer works.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 _STATES_INTERVAL_S = 5.0
 _INFO_TIMEOUT_S = 60.0
-_DOWN_S = 30.0  # silence after which an engine that ran before is down
+_DOWN_S = 30.0  # an engine that ran before and stays silent this long is down
 _MEMBERS = ("url", *(name for name in vars(Engine) if not name.startswith("_")))
 _OF_TRANSPORT = tuple(name for name in vars(WeightTransport) if not name.startswith("_"))
 
@@ -40,7 +40,7 @@ class LoopThread:
         HEARTBEAT.loops["rollout"] = self._loop
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
-        """Start the coroutine and return at once."""
+        """Start the coroutine and return immediately."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(
@@ -53,10 +53,10 @@ class LoopThread:
         """Return the coroutine's result.
 
         Args:
-            timeout_s: deadline without `progress`; with it, longest time in which no count may change.
-            what: description used in timeout errors.
-            progress: returns counts that change meanwhile; asked every `timeout_s`, so a hang is found after one to two
-                of these.
+            timeout_s: the deadline; with `progress`, the longest time during which no count may change.
+            what: named in timeout errors.
+            progress: returns counts that change while the coroutine runs. Polled every `timeout_s`, so a hang is found
+                after one to two of these.
 
         Raises:
             EngineError: nothing came back, and nothing changed, within `timeout_s`.
@@ -82,7 +82,7 @@ class ConnectedEngines:
     def __init__(self, clients: Sequence[Engine], loop: LoopThread) -> None:
         self.pool = EnginePool(clients)
         self.loop = loop
-        self.states: list[EngineState] = []  # the latest of `watch`; any thread may read them
+        self.states: list[EngineState] = []  # as `watch` last saw them; any thread may read them
         self._clients = clients
         self._watches: list[concurrent.futures.Future[None]] = []
 
@@ -97,14 +97,15 @@ class ConnectedEngines:
         *,
         may_have_failed: bool = False,
     ) -> ConnectedEngines:
-        """Return the engines at these urls, which ask for this key, once all are healthy.
+        """Return the engines at these URLs once all are healthy.
 
         Args:
-            streams: of the model, that the engines are to return.
-            may_have_failed: whether they have run for a while; then some may be down, and are fenced off.
+            key: what the engines ask for.
+            streams: the model's streams, which the engines must return.
+            may_have_failed: the engines have run for a while; those that are down are fenced off.
 
         Raises:
-            EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s; none is left.
+            EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s, or none is left.
             UserError: the engine's kind names a client that does not fit, or an engine lacks a stream.
         """
         timeout_s = startup_limit_s(config)
@@ -114,7 +115,7 @@ class ConnectedEngines:
             clients = [make_client(url, config, vocab_size, key) for url in urls]
         except UserError:
             raise
-        except Exception as error:  # a function of the user's may fail in any way
+        except Exception as error:  # a user's function may fail in any way
             raise ENGINE_CLIENT.error(path, f"it failed: {type(error).__name__}: {error}") from error
         for client in clients:
             if lacking := _lacking(client):
@@ -134,7 +135,7 @@ class ConnectedEngines:
         return engines
 
     def watch(self, *, with_states: bool) -> None:
-        """Start to notice fenced engines that are healthy again, and to ask all for their states every few seconds."""
+        """Start to watch for fenced engines that recover, and to ask every engine for its state every few seconds."""
         self._watches = [self.loop.submit(self.pool.watch())]
         if with_states:
             self._watches.append(self.loop.submit(self._ask_states()))
@@ -147,7 +148,7 @@ class ConnectedEngines:
         self.loop.close()
 
     async def _fence_those_down(self, timeout_s: float) -> None:
-        """Fence the engines that stay silent for a while; one that answers later comes back with the next push.
+        """Fence the engines that stay silent for a while. One that answers later comes back with the next push.
 
         Raises:
             EngineError: none answers within `timeout_s`, or one refuses the key.
@@ -169,7 +170,7 @@ class ConnectedEngines:
             raise EngineError(f"no rollout engine is left: {self.pool.describe()}")
 
     def _check_streams(self, client: Engine, streams: Sequence[TokenStream]) -> None:
-        """Raise UserError if an engine lacks a stream without which a token cannot be trained."""
+        """Raise UserError if an engine lacks a stream that training needs."""
         if needed := [stream.name for stream in streams if stream.missing is None]:
             found = self.loop.run(client.capabilities(), _INFO_TIMEOUT_S, f"the capabilities of {client.url}")
             if lacking := [name for name in needed if name not in found.streams]:
@@ -193,7 +194,7 @@ class ConnectedEngines:
 
 
 def _lacking(client: object) -> list[str]:
-    """Return the members of `Engine`, and of its transport, that an object does not have."""
+    """Return the members of `Engine` and its transport that an object does not have."""
     transport = getattr(client, "transport", None)
     of_transport = [f"transport.{name}" for name in _OF_TRANSPORT if not hasattr(transport, name)]
     return [name for name in _MEMBERS if not hasattr(client, name)] + of_transport
@@ -203,7 +204,7 @@ def http_client(url: str, config: RolloutConfig, vocab_size: int, key: str | Non
     """Return the client of one server that speaks SGLang's API.
 
     Args:
-        key: what the server asks for. None means that it asks for nothing.
+        key: what the server asks for. None means nothing.
     """
     return HttpEngine(
         url,
@@ -217,7 +218,7 @@ async def wait_healthy(engine: Engine, timeout_s: float) -> None:
     """Return once the engine answers its health check.
 
     Raises:
-        EngineError: it does not within `timeout_s`, or refuses the key.
+        EngineError: it is not healthy within `timeout_s`, or refuses the key.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -1,8 +1,8 @@
 """A rollout engine behind HTTP: SGLang, or the embedded engine, which speaks the same API.
 
-Every reply is checked before it is used; a bad one is an `EngineError` that names server and request. The dispatcher
-repeats requests. Replies of many tokens are decoded into typed entries and checked as arrays: rank 0 reads every token
-of a step (benchmarks/replies.py).
+Every reply is checked before it is used; a bad one becomes an `EngineError` that names server and request. Retrying
+is up to the dispatcher. Replies of many tokens are decoded into typed entries and checked as arrays: rank 0 reads every
+token of a step (benchmarks/replies.py).
 """
 
 import asyncio
@@ -34,39 +34,40 @@ from bapo_megatron.errors import (
     RequestRefusedError,
     UnreachableEngineError,
     escaped,
+    plural,
 )
 from bapo_megatron.tokens import Array, Rows, read_only
 
 _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0
-IDLE_S = 1.0  # after which a connection is not used again: uvicorn closes it after 5 s, and would lose a request
-_LOGPROB_SLACK = 1e-4  # a log-prob of exactly 0 may come out this much above it
+IDLE_S = 1.0  # an idle connection is not reused after this time: uvicorn closes it after 5 s, and would lose a request
+_LOGPROB_SLACK = 1e-4  # rounding may put a log-prob of exactly 0 this much above it
 _MAX_FLOAT = sys.float_info.max
-_UNVERSIONED = "default"  # a server's name of the weights it started with
-_REFUSALS = (400, 401, 403, 404, 405, 413, 422)  # the request is wrong; 408 and 429 ask for it later
+_UNVERSIONED = "default"  # what a server calls the weights it started with
+_REFUSALS = (400, 401, 403, 404, 405, 413, 422)  # the request is wrong; 408 and 429 mean try again later
 _LOST_BROADCAST = "Failed to receive weights"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
 _FINISH_REASONS = ("stop", "length", "abort")
 _JSON_HEADERS = {"Content-Type": "application/json"}
-_MAX_DIGITS = 18  # of a weight version
-_MAX_SHOWN = 1000  # bytes of an answer in a message
+_MAX_DIGITS = 18  # digits of a weight version
+_MAX_SHOWN = 1000  # bytes of an answer shown in a message
 # The longest valid replies, in bytes, with room to spare:
 _MAX_REPLY = 4 << 20  # SGLang's /server_info repeats its arguments for each data-parallel rank, 20 kB each
-_MAX_REPLY_BASE = 16 << 10  # of one request: all that does not grow with its tokens
-_MAX_REPLY_TOKEN = 256  # of an output token: its id twice, its log-probs and its text
-_MAX_REPLY_KEPT = 12  # of a token that a cut keeps: SGLang lists their ids
-_MAX_REPLY_NUMBER = 32  # of a number in JSON; the bytes of a larger row grow by a third
-_MAX_KEPT = 4096  # of them per output token: SGLang's limit
+_MAX_REPLY_BASE = 16 << 10  # per request: all that does not grow with its tokens
+_MAX_REPLY_TOKEN = 256  # per output token: its id twice, its log-probs and its text
+_MAX_REPLY_KEPT = 12  # per token that a cut keeps: SGLang lists their ids
+_MAX_REPLY_NUMBER = 32  # per number in JSON; the bytes of a larger row grow by a third
+_MAX_KEPT = 4096  # tokens kept per output token: SGLang's limit
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """An output token's log-prob; the token's text, which may follow, is not read. Millions live at once: no GC."""
+    """An output token's log-prob; the token's text, which may follow, is not read. Millions exist at a time: no GC."""
 
     logprob: float
     token_id: int
 
 
 class _Meta(TypedDict, total=False):
-    """The fields of `meta_info` that are read. Those of type Any are checked by `parse_reply`."""
+    """The fields of `meta_info` that are read. `parse_reply` checks the fields of type Any."""
 
     id: Any
     finish_reason: Any
@@ -105,8 +106,8 @@ class HttpEngine:
         """Make a client that connects with its first call.
 
         Args:
-            vocab_size: bounds the token ids that are accepted. None means that it is unknown.
-            key: what the server asks for. None means that it asks for nothing.
+            vocab_size: bounds the accepted token ids. None means unknown.
+            key: what the server asks for. None means nothing.
         """
         self.url = url.rstrip("/")
         self._timeout_s = request_timeout_s
@@ -134,22 +135,22 @@ class HttpEngine:
             self._check_vocabulary(request)
         bodies = [_generate_body(request) for request in requests]
         body: dict[str, Any] = {name: [b[name] for b in bodies] for name in ("rid", "input_ids", "sampling_params")}
-        what = f"{len(requests)} requests from {requests[0].rid} to {requests[-1].rid}"
+        what = f"{plural(len(requests), 'request')} from {requests[0].rid} to {requests[-1].rid}"
         body["return_logprob"] = True
         if any(request.is_cut for request in requests):
             body["return_sampling_mask"] = True
-        if requests[0].streams:  # a run asks for the same ones each time
+        if requests[0].streams:  # all requests of a run ask for the same streams
             body |= {"return_rows": bodies[0]["return_rows"], "num_fed": [b["num_fed"] for b in bodies]}
         raw = await self.send_request("POST", "/generate", body, what=what, max_bytes=max_reply_bytes(requests))
         decoded = decode(raw, REPLIES)
         if not isinstance(decoded, list) or len(decoded) != len(requests):
-            raise EngineError(f"{self.url}, {what}: the reply is not a list of {len(requests)} results")
+            raise EngineError(f"{self.url}, {what}: the reply is not a list of {plural(len(requests), 'result')}")
         return [self._result(reply, request) for reply, request in zip(decoded, requests, strict=True)]
 
     def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
         try:
             return parse_reply(reply, request, self._vocab_size)
-        except _UnfitServerError as problem:  # to ask again, or another time, would not help
+        except _UnfitServerError as problem:  # asking again, or later, would not help
             raise RequestRefusedError(f"{self.url}, request {request.rid}: {problem}") from None
         except _BadReplyError as problem:
             return EngineError(f"{self.url}, request {request.rid}: {problem}")
@@ -168,7 +169,7 @@ class HttpEngine:
             "input_ids": request.token_ids,
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
-            "logprob_start_len": first - 1,  # its own entry holds no log-prob
+            "logprob_start_len": first - 1,  # the entry of this token itself holds no log-prob
             "top_logprobs_num": top_k,
         }
         what, num_scored = f"scores of tokens {first} to {len(token_ids) - 1}", len(token_ids) - first
@@ -213,7 +214,7 @@ class HttpEngine:
         return True
 
     async def check_health(self) -> None:
-        """Ask the server and its engine for a sign of life; raise EngineError without one.
+        """Ask the server and its engine for a sign of life. Raises EngineError without one.
 
         SGLang's /health samples a token, which a paused server cannot do: after a failed push it would never be healthy
         again. /server_info asks the engine too.
@@ -223,12 +224,12 @@ class HttpEngine:
     async def server_info(self) -> dict[str, Any]:
         """Return the server's description of itself, always with `weight_version`."""
         info = as_dict(await self._call("GET", "/server_info"))
-        # SGLang's /server_info repeats the arguments of its start; the version in force is in /model_info.
+        # SGLang's /server_info repeats its start arguments; the current version is in /model_info.
         model_info = as_dict(await self._call("GET", "/model_info"))
         return info | {"weight_version": model_info.get("weight_version")}
 
     async def load(self) -> tuple[int, int, int]:
-        """Return the weight version (-1: its first) and the requests running and waiting, of all parallel parts."""
+        """Return the weight version (-1: the initial one), and running and waiting requests, of all parallel parts."""
         model = as_dict(await self._call("GET", "/model_info", timeout_s=_HEALTH_TIMEOUT_S))
         reply = as_dict(await self._call("GET", "/v1/loads", timeout_s=_HEALTH_TIMEOUT_S))
         loads = reply.get("loads")
@@ -248,7 +249,7 @@ class HttpEngine:
         await self._call("POST", "/stop_profile")
 
     def _check_vocabulary(self, request: GenerateRequest) -> None:
-        """Check the token ids: SGLang would read past its embedding. Raises EngineError."""
+        """Check the token ids, since SGLang would read past its embedding. Raises EngineError."""
         if self._vocab_size is None or _are_tokens(request.token_ids, self._vocab_size):
             return
         foreign = next(i for i in request.token_ids if not _are_tokens([i], self._vocab_size))
@@ -284,10 +285,10 @@ class HttpEngine:
         what: str | None = None,
         timeout_s: float | None = None,
     ) -> bytes:
-        """Return the body of the reply. It may come from this server alone, as it is, in at most `max_bytes`.
+        """Return the body of the reply: unencoded, from this server itself, at most `max_bytes`.
 
         Raises:
-            EngineError: any status but 200, another encoding, or more bytes; follows no redirect.
+            EngineError: any status but 200, another encoding, or more bytes. Redirects are not followed.
         """
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
@@ -305,7 +306,7 @@ class HttpEngine:
             ) as response:
                 if (encoding := response.headers.get("Content-Encoding", "identity").lower()) != "identity":
                     raise EngineError(
-                        f"{where}: the reply is packed ({escaped(encoding[:20])}), which was not asked for"
+                        f"{where}: the reply is compressed ({escaped(encoding[:20])}), which was not asked for"
                     )
                 if 300 <= response.status < 400:
                     target = escaped(response.headers.get("Location", "nowhere")[:200])
@@ -339,7 +340,7 @@ class HttpEngine:
 
 
 def max_reply_bytes(requests: Sequence[GenerateRequest]) -> int:
-    """Return the most bytes that a valid reply to these requests has."""
+    """Return the most bytes that a valid reply to these requests can have."""
     return sum(
         _MAX_REPLY_BASE
         + request.max_new_tokens
@@ -351,7 +352,7 @@ def max_reply_bytes(requests: Sequence[GenerateRequest]) -> int:
 
 
 async def _start_of(content: aiohttp.StreamReader, num_bytes: int) -> bytes:
-    """Read to the end, or until there are this many bytes, which are then cut off."""
+    """Read to the end, but return at most this many bytes."""
     parts, missing = [], num_bytes
     async for part in content.iter_any():
         parts.append(part[:missing])
@@ -362,7 +363,7 @@ async def _start_of(content: aiohttp.StreamReader, num_bytes: int) -> bytes:
 
 
 def decode(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
-    """Return the typed reply; if it has another form, such as NaN for a number, the JSON value, None without one."""
+    """Return the typed reply; if its form differs (NaN for a number, say), the plain JSON value; None if not JSON."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -393,11 +394,11 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
 
 
 class _BadReplyError(ValueError):
-    """The fault of a reply."""
+    """A fault in a reply."""
 
 
 class _UnfitServerError(_BadReplyError):
-    """A fault that its server repeats: it does not return the log-probs of a cut, or a stream as it is declared."""
+    """A fault that the server will repeat: it does not return the log-probs of a cut, or a stream as declared."""
 
 
 def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:
@@ -411,13 +412,15 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
     if not isinstance(token_ids, list):
         raise _BadReplyError("the reply has no output_ids")
     if (rid := meta.get("id", request.rid)) != request.rid:
-        raise _BadReplyError(f"the reply is of request {shortened(rid)}")
+        raise _BadReplyError(f"the reply is for request {shortened(rid)}")
     finish = meta.get("finish_reason")
     reason = finish.get("type") if isinstance(finish, dict) else None
     if reason not in _FINISH_REASONS:
         raise _BadReplyError(f"finish_reason {shortened(finish)} is not one of {_FINISH_REASONS}")
     if len(token_ids) > request.max_new_tokens:
-        raise _BadReplyError(f"{len(token_ids)} tokens were returned, at most {request.max_new_tokens} were asked for")
+        raise _BadReplyError(
+            f"{plural(len(token_ids), 'token')} returned, but at most {request.max_new_tokens} were asked for"
+        )
     if not token_ids and reason != "abort":
         raise _BadReplyError(f"no token was returned, and finish_reason is {shortened(reason)}")
     if not _are_tokens(token_ids, vocab_size):
@@ -425,7 +428,9 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
         raise _BadReplyError(f"token id {shortened(foreign)} is outside the vocabulary of {vocab_size}")
     num_prompt_tokens = _count(meta, "prompt_tokens", len(request.token_ids))
     if num_prompt_tokens != len(request.token_ids):
-        raise _BadReplyError(f"it continues {num_prompt_tokens} prompt tokens, but {len(request.token_ids)} were sent")
+        raise _BadReplyError(
+            f"it continues {plural(num_prompt_tokens, 'prompt token')}, but {len(request.token_ids)} were sent"
+        )
     logprobs = _tempered_logprobs(meta, token_ids)
     return GenerateResult(
         rid=request.rid,
@@ -440,13 +445,13 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
 
 
 def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
-    """Return the rows of the request's streams, fed ones from token `num_fed` of its input on."""
+    """Return the rows of the request's streams; fed ones start at input token `num_fed`."""
     sent, rows = as_dict(meta.get("rows")), {}
     for stream in request.streams if num_new else ():
         num_rows = num_new + (len(request.token_ids) - request.num_fed if stream.on == "fed" else 0)
         if stream.name not in sent:
             if stream.missing is None:
-                raise _UnfitServerError(f"stream {stream.name}: the reply has no rows of it")
+                raise _UnfitServerError(f"stream {stream.name}: the reply has no rows for it")
             rows[stream] = read_only(stream.filled(num_rows))
             continue
         try:
@@ -457,11 +462,11 @@ def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
 
 
 def parse_scores(meta: dict[str, Any], num_scored: int, top_k: int) -> TokenScores:
-    """Read the log-probs of a prompt's last tokens; a first entry, of the token before them, is not read."""
+    """Read the log-probs of a prompt's last tokens; the first entry, for the token before them, is skipped."""
     entries = [[entry] for entry in _entries(meta, "input_token_logprobs", num_scored, list[_Entry])]
     likeliest = _entries(meta, "input_top_logprobs", num_scored, list[list[_Entry]]) if top_k else [[]] * num_scored
     if any(len(row) != top_k for row in likeliest):
-        raise _BadReplyError(f"input_top_logprobs has not {top_k} entries for each token")
+        raise _BadReplyError(f"input_top_logprobs does not have {top_k} entries for each token")
     logprobs_N1, top_logprobs_NK = _input_logprobs(entries), _input_logprobs(likeliest)
     top_ids_NK = np.array([[entry.token_id for entry in row] for row in likeliest], np.int32)
     return TokenScores(read_only(logprobs_N1[:, 0]), read_only(top_ids_NK), read_only(top_logprobs_NK))
@@ -505,7 +510,7 @@ def _tempered_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[floa
     if not isinstance(entries, list):
         raise _BadReplyError("the reply has no output_token_logprobs")
     if len(entries) != len(token_ids):
-        raise _BadReplyError(f"{len(entries)} log-probs for {len(token_ids)} tokens")
+        raise _BadReplyError(f"output_token_logprobs has length {len(entries)}, output_ids has length {len(token_ids)}")
     if entries and not isinstance(entries[0], _Entry):
         try:
             entries = msgspec.convert(entries, list[_Entry])
@@ -533,7 +538,9 @@ def _cut_logprobs(meta: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
     except msgspec.ValidationError as problem:
         raise _BadReplyError(f"output_token_sampling_logprobs: {problem}") from None
     if len(logprobs_T) != num_tokens:
-        raise _BadReplyError(f"{len(logprobs_T)} output_token_sampling_logprobs for {num_tokens} tokens")
+        raise _BadReplyError(
+            f"output_token_sampling_logprobs has length {len(logprobs_T)}, output_ids has length {num_tokens}"
+        )
     is_good_T = (logprobs_T >= -_MAX_FLOAT) & (logprobs_T <= _LOGPROB_SLACK)
     if not is_good_T.all():
         index = int(is_good_T.argmin())
@@ -545,7 +552,7 @@ def _cut_logprobs(meta: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
 
 
 def _bad_entry(entries: list[Any], token_ids: list[int]) -> _BadReplyError:
-    """Name the first entry that is no log-prob of its token."""
+    """Describe the first entry that is not the log-prob of its token."""
     for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
         if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int or entry[1] != token_id:
             start = entry[:2] if isinstance(entry, list) else entry
@@ -562,7 +569,7 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
     raw = meta.get("weight_versions")
     if not isinstance(raw, list):
         raise _BadReplyError("the reply has no weight_versions; the server is older than SGLang 0.5.23")
-    uncovered = f"weight_versions {shortened(raw)} do not cover the {num_tokens} output tokens in order"
+    uncovered = f"weight_versions {shortened(raw)} do not cover the {plural(num_tokens, 'output token')} in order"
     spans: list[VersionSpan] = []
     covered = 0
     for entry in raw:
@@ -589,5 +596,5 @@ def parse_version(version: object) -> int:
 
 
 def shortened(value: object) -> str:
-    """Return the representation of what a server sent, shortened."""
+    """Return a shortened representation of what a server sent."""
     return _SHORT.repr(value)

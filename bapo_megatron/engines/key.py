@@ -1,7 +1,7 @@
-"""The key that a run shares with its engines: without it an engine answers nothing.
+"""The key that a run shares with its engines. Without it an engine answers nothing.
 
-The process that starts engines makes it. It reaches them and trainer rank 0 by their environment, and the nodes of a
-SLURM job by a file of the meeting folder: it is in no command line, log, configuration or checkpoint.
+The process that starts the engines makes it. The engines and trainer rank 0 get it through their environment, the nodes
+of a SLURM job through a file in the meeting folder; it is in no command line, log, configuration or checkpoint.
 """
 
 import os
@@ -25,15 +25,15 @@ def new_key() -> str:
 
 
 def take_key() -> str | None:
-    """Return the key in this process's environment, if any, and keep it from the processes that this one starts."""
+    """Return the key from this process's environment, if any, and hide it from the processes that this one starts."""
     return os.environ.pop(KEY_VARIABLE, None) or None
 
 
 def client_key(rollout: RolloutConfig) -> str | None:
-    """Return the key that this run's engines ask for: of servers of your own, the one in rollout.api_key.
+    """Return the key that this run's engines ask for; servers of your own use the key in rollout.api_key.
 
     Raises:
-        UserError: there is no key in that file.
+        UserError: that file holds no key.
     """
     key = take_key()
     if engine_kind(rollout.engine).specs is not None:

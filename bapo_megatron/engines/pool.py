@@ -1,10 +1,10 @@
-"""Which engines take part: a failing one is fenced off, and comes back only with verified weights.
+"""Which engines take part. A failing engine is fenced off, and returns only with verified weights.
 
     live --fails--> fenced --healthy again--> back --pushed and verified--> live
-                       `--fails time and again without one good reply--> lost
+                       `--keeps failing without a good reply--> lost
 
-Only live engines are asked for tokens. An engine that is back is part of the next weight push, whose check of version
-and checksums is the only way to `admit` it. Called from the event loop and from the trainer's main thread.
+Only live engines are asked for tokens. An engine that is back joins the next weight push, whose check of version and
+checksums is the only way to `admit` it. Called from the event loop and from the trainer's main thread.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from bapo_megatron.errors import EngineError
 
 EngineStatus = Literal["live", "fenced", "back", "lost"]
 
-_MAX_FAILURES = 3  # times in a row that an engine may be fenced without one good reply in between
+_MAX_FAILURES = 3  # fences in a row, without a good reply in between, after which an engine is lost
 _PROBE_INTERVAL_S = 1.0
 _POLL_S = 0.2
 
@@ -30,8 +30,8 @@ class EnginePool:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
-        self.num_fenced = 0  # times that an engine was fenced off, since the attempt began
-        self.newest_version = -1  # of the weights that an engine may hold: a push of them may be in progress
+        self.num_fenced = 0  # fences since the attempt began
+        self.newest_version = -1  # newest weights that an engine may hold: their push may be in progress
         self._status: dict[str, EngineStatus] = {engine.url: "live" for engine in engines}
         self._live = self.engines
         self._reasons: dict[str, str] = {}
@@ -47,25 +47,25 @@ class EnginePool:
         return self._with_status("back")
 
     def expect(self, version: int) -> None:
-        """Accept replies sampled by weights of this version: a push of them begins."""
+        """Accept replies sampled with weights of this version, whose push begins now."""
         self.newest_version = max(self.newest_version, version)
 
     def home(self, prompt_id: int) -> Engine | None:
-        """Return the live engine that caches the prefixes of this prompt's responses; None if none is live."""
+        """Return the live engine that caches the prefixes of this prompt's responses, or None if no engine is live."""
         live = self._live
         return live[prompt_id % len(live)] if live else None
 
     def is_hopeless(self) -> bool:
-        """Tell whether no engine is live and none is expected back."""
+        """Return whether no engine is live and none is expected back."""
         return all(status == "lost" for status in self._status.values())
 
     def is_live(self, engine: Engine) -> bool:
         return self._status[engine.url] == "live"
 
     def fence(self, engine: Engine, reason: str) -> None:
-        """Send it no request until a push has verified its weights. Safe to call again."""
+        """Send the engine no requests until a push has verified its weights. Safe to call again."""
         with self._lock:
-            if self._status[engine.url] in ("live", "back"):  # also one that no push can bring in
+            if self._status[engine.url] in ("live", "back"):  # also one that no push can admit
                 self.num_fenced += 1
                 log.warning("%s is fenced off: %s", engine.url, reason)
                 self.num_failures[engine.url] += 1
@@ -74,11 +74,11 @@ class EnginePool:
             self._live = self._that_are("live")
 
     def replied(self, engine: Engine) -> None:
-        """Note a good reply of this engine."""
+        """Record a good reply of this engine."""
         self.num_failures[engine.url] = 0
 
     def admit(self, engine: Engine) -> None:
-        """Let an engine sample again; the caller has compared its version and checksums."""
+        """Let an engine sample again. The caller has compared its version and checksums."""
         with self._lock:
             if self._status[engine.url] != "live":
                 log.warning("%s takes part again", engine.url)
@@ -92,13 +92,13 @@ class EnginePool:
             return "; ".join(f"{url} is {self._status[url]} ({reason})" for url, reason in self._reasons.items())
 
     async def watch(self) -> None:
-        """Look after fenced engines until cancelled: one that answers its health check again is `back`."""
+        """Poll fenced engines until cancelled; mark one `back` once its health check succeeds."""
         while True:
             await self.probe()
             await asyncio.sleep(_PROBE_INTERVAL_S)
 
     async def probe(self) -> None:
-        """Ask the fenced engines for their health once."""
+        """Check the health of the fenced engines once."""
         fenced = self._with_status("fenced")
         for engine, is_healthy in zip(fenced, await asyncio.gather(*(e.health() for e in fenced)), strict=True):
             if is_healthy:

@@ -23,27 +23,27 @@ _ANY_PORT = 9  # nothing is sent
 END_TIMEOUT_S = 15.0
 _POLL_S = 0.1
 _STACKS_TIMEOUT_S = 1.0
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before loopback
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback needs no proxy
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
     """Which of a run's engines one machine starts, and where: GPUs from `first_gpu` on, in the order of CUDA's names.
 
-    Example: 4 trainer ranks and 2 servers a node, the second node: EngineShare(2, 4, first=2, host="10.0.0.2")
+    Example: 4 trainer ranks and 2 servers per node, the second node: EngineShare(2, 4, first=2, host="10.0.0.2")
     """
 
     count: int
     first_gpu: int
     first: int = 0
-    host: str = LOOPBACK  # address that they listen on
+    host: str = LOOPBACK  # address they listen on
     num_ranks: int = 0  # trainer ranks on the same cores
 
 
 def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Start an engine that ends when its standard input closes, so that even kill -9 of this process leaves none.
 
-    It has a session of its own: Ctrl-C is for this process, which ends the trainer ranks first.
+    It leads its own session: Ctrl-C reaches only this process, which ends the trainer ranks first.
     """
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -69,11 +69,11 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End an engine and what it has started, at once: its session is its own. One that `has_ended` leaves children.
+    """Kill an engine and its children (it leads its own session). Call it even after `has_ended`: children may survive.
 
-    A process stuck in the kernel, in a GPU's driver for instance, is reported and left.
+    A process stuck in the kernel, such as in a GPU driver, is reported and left alone.
     """
-    if process.returncode is None:  # not reaped, so that its number is still its own
+    if process.returncode is None:  # not reaped, so its process id still belongs to it
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     try:
@@ -90,31 +90,31 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
-    """Have a hung engine, and what it has started, write the Python stacks of all threads to its log, before a `kill`.
+    """Make a hung engine and its children write the Python stacks of all threads to its log, before a `kill`.
 
-    Our engines answer SIGUSR1 even while a library holds the interpreter; it ends a process without a handler.
+    Our engines answer SIGUSR1 even while a library holds the interpreter. A process without a handler ends.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGUSR1)
-        os.killpg(process.pid, signal.SIGCONT)  # it may be hung because it was stopped
+        os.killpg(process.pid, signal.SIGCONT)  # it may hang because it was stopped
     deadline = time.monotonic() + _STACKS_TIMEOUT_S
     while time.monotonic() < deadline and not has_ended(process):
         time.sleep(_POLL_S)
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Tell whether an engine has ended. Does not reap it, so that `kill` can still find its children."""
+    """Return whether an engine has ended. Does not reap it, so that `kill` can still find its children."""
     if process.returncode is not None:
         return True
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # another thread has reaped it just now
+    except ChildProcessError:  # another thread has just reaped it
         return True
 
 
 @contextlib.contextmanager
 def reserved_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
-    """Reserve free ports of an address; a process that names such a port can still listen on it."""
+    """Reserve free ports of an address. A process that is told to use one can still listen on it."""
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(count)]
         for holder in holders:
@@ -124,9 +124,9 @@ def reserved_ports(count: int, host: str = LOOPBACK) -> Iterator[list[int]]:
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """Return the address from which this machine talks to the first of these servers that is on another one.
+    """Return the address from which this machine reaches the first of these servers that is on another machine.
 
-    127.0.0.1 if all are on loopback, or cannot be found.
+    It is 127.0.0.1 if all are on loopback or cannot be found.
     """
     for url in urls:
         try:
@@ -134,7 +134,7 @@ def own_address(urls: Sequence[str]) -> str:
             for family, kind, *_, address in found:
                 if not ipaddress.ip_address(address[0]).is_loopback:
                     with socket.socket(family, kind) as probe:
-                        probe.connect(address)  # of a datagram socket: chooses a route only
+                        probe.connect(address)  # on a datagram socket: only chooses a route
                         return probe.getsockname()[0]
         except OSError:  # reported as unreachable at its first request
             continue
@@ -144,7 +144,7 @@ def own_address(urls: Sequence[str]) -> str:
 def loopback_variables(urls: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables that keep gloo and NCCL on loopback; none if one of these servers is on another machine.
 
-    Without them gloo listens at the address of the host name, and NCCL on any other interface. The user's values win.
+    Without them, gloo listens at the host name's address and NCCL on any other interface. The user's values win.
     """
     if own_address(urls) != LOOPBACK:
         return {}
@@ -153,7 +153,7 @@ def loopback_variables(urls: Sequence[str] = ()) -> dict[str, str]:
 
 
 def answers(url: str, timeout_s: float = 5.0, key: str | None = None) -> bool:
-    """Tell whether GET answers 200 in time."""
+    """Return whether GET answers 200 in time."""
     request = urllib.request.Request(url, headers={} if key is None else {"Authorization": f"Bearer {key}"})
     try:
         with _OPENER.open(request, timeout=timeout_s) as response:
@@ -179,7 +179,7 @@ def check_start(process: subprocess.Popen[bytes], log: Path, began_s: float, tim
     """Check an engine that is not ready yet.
 
     Args:
-        began_s: its start on the monotonic clock.
+        began_s: when it started, on the monotonic clock.
 
     Raises:
         UserError, EngineError: see `wait_until`.

@@ -1,6 +1,6 @@
 """A run's SGLang servers on this machine, with GPUs or without.
 
-Every server is `python -m bapo_megatron.engines.sglang_server` on a port of its own, with a log of its own.
+Each server is `python -m bapo_megatron.engines.sglang_server` with its own port and log.
 """
 
 import importlib.metadata
@@ -77,7 +77,7 @@ def command(
         "context_length": context,
         "max_running_requests": r.max_concurrent_requests,
         "random_seed": config.run.seed + share.first + server,
-        "skip_tokenizer_init": True,  # we speak token ids
+        "skip_tokenizer_init": True,  # we send token ids
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
@@ -90,19 +90,19 @@ def command(
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
-            "mem_fraction_static": 1.0,  # max_total_tokens bounds the cache, whatever other processes take meanwhile
+            "mem_fraction_static": 1.0,  # max_total_tokens bounds the cache, whatever memory other processes take
             "max_total_tokens": max(kv_tokens, context + _CONTEXT_SLACK),
-            "enable_deterministic_inference": True,  # else seeds have no effect
+            "enable_deterministic_inference": True,  # otherwise seeds have no effect
         }
     rendered = [part for name, value in (arguments | config.sglang.extra).items() for part in _render(name, value)]
     return [sys.executable, "-m", "bapo_megatron.engines.sglang_server", *rendered]
 
 
 def environment(config: Config, share: EngineShare, server: int, visible: Sequence[str]) -> dict[str, str]:
-    """Return the variables that one server of a share needs beside this process's environment.
+    """Return the variables that one server of a share needs in addition to this process's environment.
 
     Args:
-        visible: this machine's GPUs, as CUDA_VISIBLE_DEVICES names them; empty: CPUs are used.
+        visible: this machine's GPUs, as CUDA_VISIBLE_DEVICES names them; empty means CPUs.
     """
     r = config.rollout
     variables = {
@@ -121,13 +121,13 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
         "OMP_NUM_THREADS": str(threads),
         "TORCHDYNAMO_DISABLE": "1",
         "TORCH_COMPILE_DISABLE": "1",
-        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",  # ranks share this machine's memory, with other processes
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",  # ranks and other processes share this machine's memory
     }
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
 
 
 def check_installed(has_gpu: bool) -> None:
-    """Raise UserError if SGLang is missing, or is a version whose imports we do not know on a CPU."""
+    """Raise UserError if SGLang is missing or, on a CPU, is a version whose imports we do not know."""
     from bapo_megatron_patches.sglang import SUPPORTED
 
     how = f"pip install sglang=={SUPPORTED}" if has_gpu else "run scripts/install_sglang_cpu.sh"
@@ -139,13 +139,13 @@ def check_installed(has_gpu: bool) -> None:
             'or set rollout.engine="embedded"'
         ) from None
     if not has_gpu and installed != SUPPORTED:
-        raise UserError(f"without a GPU, SGLang {SUPPORTED} is needed, and {installed} is installed; {how}")
+        raise UserError(f"without a GPU, SGLang {SUPPORTED} is needed, but {installed} is installed; {how}")
 
 
 def cpu_groups(server: int, tensor_parallel: int, threads: int, cpus: Sequence[int]) -> tuple[str, ...]:
-    """Return the CPUs of each rank of a server, such as ("0,1", "2,3"); shared if there are too few.
+    """Return the CPUs of each rank of a server, such as ("0,1", "2,3"); ranks share them if there are too few.
 
-    Empty for a server of one rank, which the operating system places.
+    Empty for a server with one rank, which the operating system places.
     """
     if tensor_parallel == 1:
         return ()
@@ -168,7 +168,7 @@ def gpus(server: int, tensor_parallel: int, first_gpu: int, visible: Sequence[st
 
 
 def _render(name: str, value: Any) -> list[str]:
-    """Render an argument for the command line; True is a bare flag, False and None leave it out."""
+    """Render an argument for the command line. True is a bare flag; False and None omit it."""
     flag = "--" + name.replace("_", "-")
     if value is True:
         return [flag]

@@ -1,8 +1,8 @@
 """One SGLang server: `python -m bapo_megatron.engines.sglang_server [arguments of sglang.launch_server]`.
 
-SGLang's own entry point, and around it: the CPU compatibility and stacks on SIGUSR1, in this process and in the
-schedulers that SGLang spawns (multiprocessing imports the main module of a parent again in its children), a store on
-loopback where the schedulers meet, the key of the run, and an end when standard input closes.
+It is SGLang's own entry point, plus CPU compatibility and stacks on SIGUSR1, in this process and in the schedulers that
+SGLang spawns (multiprocessing imports a parent's main module again in its children); a store on loopback where the
+schedulers meet; the run's key; and an exit when standard input closes.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from bapo_megatron.engines.key import take_key
 from bapo_megatron.engines.processes import LOOPBACK
 from bapo_megatron.engines.update_group import host_store
 
-_STORE_TIMEOUT_S = 300.0  # of the store's own requests; torch's default
+_STORE_TIMEOUT_S = 300.0  # for the store's own requests; torch's default
 
 apply_cpu_compat()
 faulthandler.register(signal.SIGUSR1)  # a supervisor asks for the stacks of a hung server and of its schedulers
@@ -47,9 +47,9 @@ def main() -> None:
 
 
 def _ask_for_key(key: str) -> None:
-    """Answer only clients that send the key, except on /health, /ready and /metrics, by SGLang's own middleware.
+    """Answer only clients that send the key, except on /health, /ready and /metrics. SGLang's own middleware does it.
 
-    As an argument (`--api-key`) the server would print it at its start and tell it at /server_info.
+    If it were an argument (`--api-key`), the server would print it at its start and return it from /server_info.
     """
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import add_api_key_middleware
@@ -61,8 +61,8 @@ def _ask_for_key(key: str) -> None:
 def _store_on_loopback(arguments: Any) -> Iterator[None]:
     """Host the store in which the schedulers meet, and point them to it.
 
-    Left to itself, SGLang's first scheduler hosts one that listens on every interface, and a store obeys every client.
-    A server with replicas, or on several machines, still does that.
+    By default, SGLang's first scheduler hosts one that listens on every interface, and a store obeys every client. A
+    server with replicas, or on several machines, still does that.
 
     Args:
         arguments: sglang.srt.server_args.ServerArgs.

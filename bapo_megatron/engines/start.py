@@ -29,9 +29,9 @@ def running_engines(
 def started_engines(
     config: Config, model_path: Path, log_dir: Path, share: EngineShare, key: str
 ) -> Iterator[StartedEngines]:
-    """Yield a run's engines: those of rollout.urls, or of this machine's share, which this starts.
+    """Yield a run's engines: the ones at rollout.urls, or this machine's share, which this starts.
 
-    Started engines are looked after until the block ends, and end with this process. They answer only clients that send
+    Started engines are supervised until the block ends, and end with this process. They answer only clients that send
     `key`.
     """
     r = config.rollout

@@ -1,11 +1,11 @@
-"""Engine processes of a run: started, watched, and started again on the same URL where one ends or hangs.
+"""Engine processes of a run: started, watched, and restarted on the same URL when one ends or hangs.
 
     starting --answers--> running --ended, or silent for hang_timeout_s--> killed --delay--> starting
        \\--ended, or silent for startup_timeout_s--> killed                    \\--no restart left--> given up
 
-The trainer knows an engine by its URL only and never talks to the supervisor: it fences an engine that fails, and takes
+The trainer knows an engine only by its URL and never talks to the supervisor. It fences an engine that fails, and takes
 it back once it is healthy and holds weights that were pushed and verified (engines/pool.py). A restarted engine holds
-the checkpoint of the run's start as version "default", which no push ever has.
+the run's initial checkpoint as version "default", which no push ever has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The command that starts one engine, any number of times. A restart writes to a log of its own, beside `log`.
+    """The command that starts one engine, any number of times. Each restart writes its own log next to `log`.
 
     Example: EngineSpec("http://127.0.0.1:30000", ["python", "-m", "engine", "--port", "30000"], Path("engine-0.log"))
     """
@@ -45,7 +45,7 @@ class EngineSpec:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     key: str | None = field(default=None, repr=False)
-    """What the engine asks its clients for; it gets it as BAPO_ENGINE_KEY."""
+    """The key that the engine asks its clients for, passed to it as BAPO_ENGINE_KEY."""
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def supervised(
     hang_timeout_s: float = math.inf,
     tell: Tell = lambda text: print(text, file=sys.stderr),
 ) -> Iterator[StartedEngines]:
-    """Start engines, and yield them at once; supervise them as soon as all are healthy, and end them with the block.
+    """Start engines and yield them immediately; supervise them once all are healthy, and end them with the block.
 
     Args:
         startup_timeout_s: how long each start may take.
@@ -66,7 +66,7 @@ def supervised(
         tell: gets one line for each restart and each engine given up; called from the supervisor's threads.
 
     Raises:
-        UserError: the block's own, with the engines that are down named in it.
+        UserError: raised by the block; the engines that are down are added to it.
     """
     ended = threading.Event()
     engines = [_Engine(spec, startup_timeout_s, max_restarts, hang_timeout_s, tell, ended) for spec in specs]
@@ -81,7 +81,7 @@ def supervised(
     finally:
         ended.set()
         for thread in started.threads:
-            thread.join()  # at most one probe long
+            thread.join()  # lasts one probe at most
         processes.end([engine.process for engine in running])
 
 
@@ -89,12 +89,12 @@ class StartedEngines:
     """Engines whose processes have been started, and which may not answer yet. Without processes: the user's own.
 
     Args:
-        urls: of all engines, in order.
+        urls: the URLs of all engines, in order.
     """
 
     def __init__(self, urls: list[str], engines: Sequence[_Engine] = ()) -> None:
         self.urls = urls
-        self.threads: list[threading.Thread] = []  # each looks after one engine, once all are healthy
+        self.threads: list[threading.Thread] = []  # each watches one engine, once all are healthy
         self._engines = engines
         self._num_healthy = 0
         self._began_s = time.monotonic()
@@ -105,7 +105,7 @@ class StartedEngines:
         return [url for url in self.urls if url not in given_up]
 
     def are_healthy(self) -> bool:
-        """Tell whether each has answered; from then on they are looked after.
+        """Return whether every engine has answered; from then on they are supervised.
 
         Raises:
             UserError: an engine refused its arguments.
@@ -139,7 +139,7 @@ class StartedEngines:
 
 @dataclass
 class _Engine:
-    """One engine and its restarts. `look_after` runs in a thread of its own."""
+    """One engine and its restarts. `look_after` runs in its own thread."""
 
     spec: EngineSpec
     startup_timeout_s: float
@@ -148,7 +148,7 @@ class _Engine:
     tell: Tell
     run_ended: threading.Event
     process: subprocess.Popen[bytes] = field(init=False)
-    problem: str | None = field(default=None, init=False)  # noticed, and not over until it answers again
+    problem: str | None = field(default=None, init=False)  # set when noticed, cleared when the engine answers again
     is_given_up: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -171,22 +171,22 @@ class _Engine:
                 return
             try:
                 self.start()
-            except OSError as problem:  # no memory or no process left: the next attempt may find some
+            except OSError as problem:  # no memory or process left: the next attempt may succeed
                 self.tell(f"{self} could not be started: {problem}")
         if self._wait_for_a_problem():
             self.is_given_up = True
-            self.tell(f"{self} {self.problem} (its log: {self.log}); no restart is left, the run goes on without it")
+            self.tell(f"{self} {self.problem} (its log: {self.log}); no restart is left, the run continues without it")
 
     def _wait_for_a_problem(self) -> bool:
-        """Return True with `problem` set and the process gone; False at the end of the run."""
-        # Asks the scheduler, and is answered while generation is paused, as SGLang's /health is not.
+        """Return True once there is a `problem` and the process is gone, or False at the end of the run."""
+        # This asks the scheduler. Unlike SGLang's /health, it is answered while generation is paused.
         probe = f"{self.spec.url}/server_info"
         limit_s, name = self.startup_timeout_s, "rollout.startup_timeout_s"
         answered_at = time.monotonic()
         probe_at = answered_at
         while not self.run_ended.wait(_POLL_S):
             if processes.has_ended(self.process):
-                processes.kill(self.process)  # what it may have left behind
+                processes.kill(self.process)  # its children, if any are left
                 self.problem = f"ended with exit code {self.process.returncode}"
                 return True
             if time.monotonic() < probe_at:
@@ -204,7 +204,7 @@ class _Engine:
         return False
 
     def describe(self) -> str | None:
-        """Describe its problem, if any, even one that is not noticed yet."""
+        """Describe its problem, if any, even one not noticed yet."""
         if self.problem is None and not processes.has_ended(self.process):
             return None
         return f"{self} {self.problem or 'has ended'}; its log: {self.log}"

@@ -1,4 +1,4 @@
-"""Weights into a server by SGLang's HTTP API: over a process group in a session, or from a folder in one call."""
+"""Sending weights to a server over SGLang's HTTP API: through a process group, or from a folder in one call."""
 
 import contextlib
 from collections.abc import Awaitable, Callable
@@ -6,16 +6,16 @@ from typing import Any
 
 from bapo_megatron.engines.base import Folder, GroupSeat
 from bapo_megatron.engines.wire import Bucket, TensorSpec
-from bapo_megatron.errors import EngineError, UnreachableEngineError
+from bapo_megatron.errors import EngineError, UnreachableEngineError, plural
 
-_MAX_WEIGHTS_REPLY = 64 << 20  # bytes: a name and a digest of each weight, for each rank: experts of 100 B take 24 MiB
+_MAX_WEIGHTS_REPLY = 64 << 20  # bytes: name and digest of each weight, for each rank; 100 B of experts take 24 MiB
 
 
 class HttpTransport:
     """Implements `WeightTransport`."""
 
     def __init__(self, url: str, call: Callable[..., Awaitable[Any]]) -> None:
-        """`call` sends a request of this method, path and body to the server, and returns the decoded reply."""
+        """`call` sends a request (method, path, body) to the server and returns the decoded reply."""
         self._url = url
         self._call = call
         self._seat: GroupSeat | None = None
@@ -40,7 +40,7 @@ class HttpTransport:
         except UnreachableEngineError:
             raise
         except EngineError:  # a session may have been left open
-            with contextlib.suppress(EngineError):  # it may say that its weights are torn
+            with contextlib.suppress(EngineError):  # it may answer that its weights are torn
                 await self.end()
             await self._call("POST", "/begin_weight_update", {})
 
@@ -61,7 +61,7 @@ class HttpTransport:
             "group_name": self._seat.group,
             "load_format": "flattened_bucket" if self._seat.is_flat else None,
         }
-        what = f"{len(specs)} weights from {specs[0].name} to {specs[-1].name}"  # SGLang's refusal has no name
+        what = f"{plural(len(specs), 'weight')} from {specs[0].name} to {specs[-1].name}"  # SGLang's refusal names none
         reply = as_dict(await self._call("POST", "/update_weights_from_distributed", body, what=what))
         if reply.get("success") is not True:
             raise EngineError(f"{self._url}/update_weights_from_distributed, {what}: the reply does not confirm them")
@@ -89,12 +89,12 @@ class HttpTransport:
                 TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in reply["weights"]
             ]
         except (KeyError, TypeError, ValueError):
-            raise EngineError(f"{self._url}/weights_checker: the reply is no list of weights") from None
+            raise EngineError(f"{self._url}/weights_checker: the reply is not a list of weights") from None
 
     async def _check_weights(self, action: str) -> Any:
         return await self._call("POST", "/weights_checker", {"action": action}, max_bytes=_MAX_WEIGHTS_REPLY)
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """Return a part of a reply that should be an object; an empty one for anything else."""
+    """Return a part of a reply that should be an object; return an empty dict for anything else."""
     return value if isinstance(value, dict) else {}

@@ -1,6 +1,6 @@
 """The process group that carries weights: rank 0 is the trainer's first process, all other ranks are engines.
 
-It has a name and a store of its own and needs no default group, as in SGLang (srt/utils/common.py,
+It has its own name and store and needs no default group, as in SGLang (srt/utils/common.py,
 init_custom_process_group), so that real SGLang servers can join.
 """
 
@@ -21,16 +21,16 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore
 _T = TypeVar("_T")
 GroupBackend = Literal["gloo", "nccl"]
 
-_BACKLOG = 2048  # ranks that may connect at once, as torch has it
-_CONNECT_S = 30.0  # a process reaches its own store at once, unless the machine is busy
+_BACKLOG = 2048  # ranks that may connect at the same time, as in torch
+_CONNECT_S = 30.0  # a process reaches its own store immediately, unless the machine is busy
 _PROBE_INTERVAL_S = 1.0
-_NCCL_SLACK = 10.0  # over NCCL torch's watchdog ends the process at its deadline: the sender's own has to come first
+_NCCL_SLACK = 10.0  # over NCCL, torch's watchdog ends the process at its deadline, so the sender's own must come first
 
 
 def host_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> dist.TCPStore:
-    """Serve the rendezvous store of a new group, on rank 0. The system picks a port for 0 (`.port`).
+    """Serve the rendezvous store of a new group, on rank 0. For port 0 the system picks one (`.port`).
 
-    It listens at `host` alone: by default torch listens on every interface, and a store obeys every client.
+    It listens at `host` only. By default torch listens on every interface, and a store obeys every client.
 
     Raises:
         OSError: the port is taken.
@@ -53,24 +53,24 @@ def connect_store(host: str, port: int, world_size: int, timeout_s: float) -> di
 
 
 def reach_store(host: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to a store that is hosted already, as an engine that is told to join a group does.
+    """Connect to a store that is already hosted, as an engine does when told to join a group.
 
-    torch would try again and again to reach one that is gone: the sender has called the rendezvous off.
+    torch would keep trying to reach a store that is gone because the sender has cancelled the rendezvous.
 
     Raises:
-        RuntimeError: the store is gone, or the others do not come in time.
+        RuntimeError: the store is gone, or the other ranks do not come in time.
     """
     reached = in_thread("reach-store", lambda: connect_store(host, port, world_size, timeout_s))
     while not wait([reached], _PROBE_INTERVAL_S).done:
         try:
             socket.create_connection((host, port), timeout_s).close()
         except OSError as problem:
-            raise RuntimeError(f"nobody waits at {host}:{port} any more: {problem}") from problem
+            raise RuntimeError(f"nobody is waiting at {host}:{port} any longer: {problem}") from problem
     return reached.result()
 
 
 def in_thread(name: str, call: Callable[[], _T]) -> Future[_T]:
-    """Start `call` in a daemon thread, since it may block for ever; return its outcome as a future."""
+    """Start `call` in a daemon thread, since it may block forever; return its outcome as a future."""
     outcome: Future[_T] = Future()
 
     def run() -> None:
@@ -105,7 +105,7 @@ class UpdateGroup:
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
         self._store = store  # the connection must last as long as the group
-        self.process_group: dist.ProcessGroup | None  # None once it was left
+        self.process_group: dist.ProcessGroup | None  # None once left
         self.process_group, _ = distributed_c10d._new_process_group_helper(
             world_size,
             rank,
@@ -115,13 +115,13 @@ class UpdateGroup:
             group_name=GroupName(name),
             timeout=timeout * _NCCL_SLACK if backend == "nccl" else timeout,
         )
-        # torch looks the ranks of a group up here; a group outside the default one has to add itself.
+        # torch looks up a group's ranks here; a group outside the default one has to add itself.
         distributed_c10d._world.pg_group_ranks[self.process_group] = {i: i for i in range(world_size)}
 
     def broadcast(self, tensor: Tensor, timeout_s: float | None = None) -> dist.Work:
         """Start sending (rank 0) or receiving into `tensor`; the caller waits for the returned work.
 
-        Over gloo, `timeout_s` bounds it instead of the group's deadline. Over NCCL, one is started at a time.
+        Over gloo, `timeout_s` replaces the group's deadline. Over NCCL, broadcasts start one at a time.
         """
         group = self.process_group
         assert group is not None, "the group was left"
@@ -143,7 +143,7 @@ class UpdateGroup:
             del group  # the connections are closed with the last reference
 
     def abandon(self) -> None:
-        """Leave a group whose broadcast may never end: NCCL aborts it, gloo drops it at its deadline. Returns at once.
+        """Leave a group whose broadcast may never end, without waiting: NCCL aborts it, gloo drops it at its deadline.
 
         If a rank never came to the first broadcast over NCCL, the group and its data stay until this process ends:
         torch cannot abort a communicator that is still being made.
@@ -182,7 +182,7 @@ class Launch(dist.Work):
         self._work = in_thread("launch-broadcast", started)
 
     def is_completed(self) -> bool:
-        """Return whether it was sent or has failed; `wait` tells which."""
+        """Return whether it was sent or has failed; `wait` reports which."""
         return self._work.done() and (self._work.exception() is not None or self._work.result().is_completed())
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -191,7 +191,7 @@ class Launch(dist.Work):
         return self._work.result().wait(timeout)
 
     def join(self) -> None:
-        """Wait until the broadcast has started or failed to: possibly for ever."""
+        """Wait until the broadcast has started or has failed to start, possibly forever."""
         wait([self._work])
 
 

@@ -15,9 +15,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from bapo_megatron.errors import EngineError
+from bapo_megatron.errors import EngineError, plural
 
-DIGEST = "xxh3_128"  # of a tensor's bytes; measured on one core: 9.8 GiB/s, SHA-256 0.3 GiB/s, a copy 5 GiB/s
+DIGEST = "xxh3_128"  # digest of a tensor's bytes; measured on one core: 9.8 GiB/s, SHA-256 0.3 GiB/s, a copy 5 GiB/s
 
 _DTYPES = {
     name: getattr(torch, name)
@@ -56,7 +56,7 @@ class TensorSpec:
 class Bucket:
     """Weights whose bytes travel together."""
 
-    specs: tuple[TensorSpec, ...]  # in the order of their bytes
+    specs: tuple[TensorSpec, ...]  # in byte order
 
     @property
     def num_bytes(self) -> int:
@@ -99,7 +99,9 @@ def unpack_bucket(data: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[str, 
         ValueError: the specs do not describe these bytes, or an offset is not aligned.
     """
     if sum(spec.num_bytes for spec in specs) != data.numel():
-        raise ValueError(f"the bucket holds {data.numel()} bytes, its tensors {sum(s.num_bytes for s in specs)}")
+        raise ValueError(
+            f"the bucket holds {plural(data.numel(), 'byte')}, its tensors {sum(s.num_bytes for s in specs)}"
+        )
     tensors, offset = [], 0
     for spec in specs:
         if offset % spec.torch_dtype.itemsize:
@@ -118,7 +120,7 @@ def digest(tensor: Tensor) -> str:
 def in_order(named: Iterator[tuple[str, Tensor]], manifest: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
     """Yield whole weights lazily, each checked against the manifest. Reading is collective.
 
-    The last one is yielded once the end has been read, which raises if a rank failed: without it no version is whole.
+    The last weight comes only after reading the end, which raises if a rank failed: without it no version is whole.
 
     Raises:
         EngineError: the learner yields something other than it announced.
@@ -136,6 +138,6 @@ def _check_announced(pair: tuple[str, Tensor] | None, expected: TensorSpec | Non
     found = None if pair is None else TensorSpec.of(*pair)
     if found != expected:
         raise EngineError(
-            f"the trainer was to send {expected or 'nothing more'}, and came up with {found or 'nothing'}; "
-            "nothing is sampled from what was sent so far"
+            f"expected the trainer to send {expected or 'nothing more'} next, but got {found or 'nothing'}; "
+            "the engines do not sample from this partial update"
         )

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from bapo_megatron.errors import plural
 from bapo_megatron.estimates import bootstrap, majority_at_k, pass_at_k, powers_up_to, wilson_interval
 
-_PASSES = 1.0  # the least reward of a response that passes
+_PASSES = 1.0  # the lowest reward of a response that passes
 _MAX_TABLE_ROWS = 40
 _MAX_PROMPT_CHARS = 60
 
@@ -36,7 +37,7 @@ class Answered:
 class Problem:
     """One problem and all responses to it."""
 
-    index: int  # in the source, from 0
+    index: int  # index in the source, from 0
     prompt: str
     reference: Any
     responses: tuple[Answered, ...]
@@ -47,7 +48,7 @@ class Problem:
 
     @property
     def wrong_counts(self) -> list[int]:
-        """Numbers of responses with each wrong answer. All passing responses share one answer, the reference."""
+        """The number of responses with each wrong answer. All passing responses share one answer, the reference."""
         return sorted(Counter(r.answer for r in self.responses if not r.passes and r.answer is not None).values())
 
     @property
@@ -98,10 +99,10 @@ class Estimate:
 class Evaluation:
     """All problems of one evaluation, in the source's order, each with equally many responses."""
 
-    facts: dict[str, Any]  # checkpoint, data and settings: JSON values
+    facts: dict[str, Any]  # checkpoint, data and settings, as JSON values
     problems: tuple[Problem, ...]
-    has_answers: bool  # whether responses have a final answer that a majority can agree on
-    seed: int  # of the resampling
+    has_answers: bool  # whether responses have a final answer, so that a majority can agree on one
+    seed: int  # seed of the resampling
 
     @cached_property
     def estimates_by_problem(self) -> list[dict[str, float]]:
@@ -117,7 +118,7 @@ class Evaluation:
         return {name: self._estimate(name, float(value), float(low), float(high)) for name, value, low, high in columns}
 
     def _estimate(self, name: str, value: float, low: float, high: float) -> Estimate:
-        """Return the estimate, with Wilson's interval if all problems are right, or all wrong: resamples are alike."""
+        """Return the estimate, with Wilson's interval if all are right, or all wrong: resamples are then the same."""
         is_share = name != "response_tokens" and (not name.startswith("avg@") or self._rewards_are_0_or_1)
         if is_share and low == high and value in (0.0, 1.0):
             low, high = wilson_interval(value, len(self.problems))
@@ -148,7 +149,7 @@ class Evaluation:
     def table(self) -> str:
         """Format the estimates and the problems, hardest first, for the console."""
         num = len(self.problems[0].responses)
-        lines = [f"{len(self.problems)} problems, {num} responses to each", ""]
+        lines = [f"{plural(len(self.problems), 'problem')}, {plural(num, 'response')} to each", ""]
         lines.append(f"{'':<18}{'estimate':>10}   95 % interval")
         for name, e in self.estimates.items():
             digits = 1 if name == "response_tokens" else 3
@@ -156,7 +157,10 @@ class Evaluation:
             lines.append(f"{name:<18}{e.value:>10.{digits}f}   {interval}")
         timeouts, errors = self.count("timeout"), self.count("error")
         if timeouts or errors:
-            lines += ["", f"counted as wrong: {timeouts} verifier timeouts, {errors} verifier errors"]
+            lines += [
+                "",
+                f"counted as wrong: {plural(timeouts, 'verifier timeout')}, {plural(errors, 'verifier error')}",
+            ]
         return "\n".join([*lines, "", *self._problem_lines()])
 
     def _problem_lines(self) -> list[str]:

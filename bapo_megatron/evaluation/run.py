@@ -1,4 +1,4 @@
-"""Evaluating a checkpoint: sample and judge all problems with training's Evaluator and drivers, save the results.
+"""Evaluating a checkpoint: sample and judge all problems with training's Evaluator and drivers, and save the results.
 
 checkpoint -> Hugging Face folder -> engines -> Evaluator, JudgeOnce (rollout/) -> result.json
 """
@@ -20,7 +20,7 @@ from bapo_megatron.convert import hf_folder, is_hf
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.key import new_key
 from bapo_megatron.engines.start import EngineShare, running_engines
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -38,11 +38,11 @@ _FRESH = -1  # weight version of engines that never received weights
 
 
 def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str], data: Path | None, n: int) -> Config:
-    """Load the settings of an evaluation: those of the checkpoint's run, if any, then `files`, then `overrides`.
+    """Load the settings of an evaluation: first the checkpoint's run, if any, then `files`, then `overrides`.
 
     Args:
-        data: the file of problems; None: those of [data].
-        n: responses to each problem.
+        data: the file of problems; None means the problems of [data].
+        n: responses per problem.
 
     Raises:
         ConfigError: see `load_config`.
@@ -55,10 +55,10 @@ def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str]
 
 
 def note_of_training(config: Config, data: Path | None) -> str | None:
-    """Return what to tell of an evaluation on the prompts of training; None for one on others.
+    """Return a note for an evaluation on the training prompts, or None for one on others.
 
     Args:
-        data: the file of problems that was given, if any.
+        data: the file of problems given by the user, if any.
     """
     if data is not None or not config.data.has_rows:
         return None
@@ -72,8 +72,8 @@ def evaluate(
 
     Args:
         checkpoint: Hugging Face folder, run, training checkpoint, or "demo", the shipped model.
-        limit: number of problems; None: all of a file, `eval.num_prompts` of a procedural source.
-        tell: receives each line of progress.
+        limit: number of problems; None means all of a file, or `eval.num_prompts` of a procedural source.
+        tell: receives each progress line.
 
     Raises:
         UserError: the checkpoint, problems, judge or engines do not fit together, or `output` is not empty.
@@ -88,7 +88,7 @@ def evaluate(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not empty: give another --output, or remove it")
     seed = config.run.seed
-    if not config.data.has_rows:  # not the problems of training, as in a run's own evaluation
+    if not config.data.has_rows:  # not the training problems, as in a run's own evaluation
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed + EVAL_SEED})})
     output.mkdir(parents=True, exist_ok=True)
     with (
@@ -161,11 +161,14 @@ class Asking:
                 problems += self.problems(prompts, judged)
                 passed = sum(p.num_passed for p in problems)
                 num = sum(len(p.responses) for p in problems)
-                tell(f"{len(problems)} of {len(self.prompts)} problems, {passed} of {num} responses pass")
+                tell(
+                    f"{len(problems)} of {plural(len(self.prompts), 'problem')}, "
+                    f"{passed} of {plural(num, 'response')} pass"
+                )
         return tuple(problems)
 
     def judged(self, samples: Sequence[Sample]) -> list[Judged]:
-        """Return samples that have ended as responses."""
+        """Return the ended samples as responses."""
         texts = self.judge.texts(samples)
         ends = [s.need for s in samples if isinstance(s.need, Ended)]
         return [Judged(*found) for found in zip(samples, texts, ends, strict=True)]
@@ -181,7 +184,7 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One response, as text and with its end."""
+    """One response: its text and how it ended."""
 
     sample: Sample
     text: str
@@ -189,7 +192,7 @@ class Judged:
 
     @property
     def reward(self) -> float:
-        assert self.sample.reward is not None, "a judge gives a reward to all"
+        assert self.sample.reward is not None, "a judge gives every response a reward"
         return self.sample.reward
 
     def answered(self, kind: str) -> Answered:
@@ -213,7 +216,7 @@ class Judged:
 
 
 def _run_config(checkpoint: Path) -> Path | None:
-    """Find config.toml of the run of a training checkpoint: runs/x, checkpoints/step-N or its learner/."""
+    """Find the config.toml of the run behind a training checkpoint: runs/x, checkpoints/step-N or its learner/."""
     folder = checkpoint.absolute()
     candidates = (place / "config.toml" for place in (folder, *folder.parents[:3]))
     return next((path for path in candidates if path.is_file()), None)

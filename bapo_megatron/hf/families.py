@@ -1,8 +1,8 @@
-"""The supported families of dense decoders: one entry of this file each. How to add one: docs/models.md.
+"""The supported families of dense decoders, one entry each. How to add one: docs/models.md.
 
-An entry says how the family differs from plain Llama; `model.family` can name one of the user's own. The learner, the
-embedded engine, checkpoints and memory estimates read the resulting `hf.shape.ModelShape` and the parameter tables
-below; none knows a family by name.
+An entry says how the family differs from plain Llama; `model.family` can name a user's own. The learner, the embedded
+engine, checkpoints and memory estimates read the resulting `hf.shape.ModelShape` and the parameter tables below; none
+of them knows a family by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bapo_megatron.hf.streams import ModelStream
 
 # Letters of sizes: V vocabulary, E hidden size, D head dimension, G key-value heads, Q query heads x D, K = G x D, F
-# feed-forward size, 1 one; of experts: X their number, M the feed-forward size of one, S that of the shared ones.
+# feed-forward size, 1 one. With experts: X their number, M one expert's feed-forward size, S the shared experts'.
 LETTERS = frozenset("VEDGQKF1XMS")
 
 COPY, VOCAB, ROWS, COLUMNS, QKV = Copy(), Vocab(), EvenRows(), EvenColumns(), Interleaved("G")
@@ -24,10 +24,10 @@ COPY, VOCAB, ROWS, COLUMNS, QKV = Copy(), Vocab(), EvenRows(), EvenColumns(), In
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter under Megatron's name, and the checkpoint tensors that it consists of.
+    """One parameter under Megatron's name, and the checkpoint tensors it consists of.
 
-    `tensors` gives each tensor's dimensions, a letter of `LETTERS` each. "{}" in the names of one that each
-    expert has (split by `EachExpert`) stands for the expert's number.
+    `tensors` gives each tensor's dimensions, one letter of `LETTERS` each. "{}" in the names stands for an expert's
+    number, if each expert has the parameter (split by `EachExpert`).
     """
 
     name: str
@@ -41,7 +41,7 @@ class Parameter:
 
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", VOCAB, {"model.embed_tokens.weight": "VE"})
-# Names of the trainer follow "decoder.layers.<i>.", names of tensors "model.layers.<i>.".
+# Trainer names start with "decoder.layers.<i>.", tensor names with "model.layers.<i>.".
 LAYER = (
     Parameter("input_layernorm.weight", COPY, {"input_layernorm.weight": "E"}),
     Parameter(
@@ -67,12 +67,12 @@ LAYER = (
 )
 FINAL_NORM = Parameter("decoder.final_layernorm.weight", COPY, {"model.norm.weight": "E"})
 OUTPUT = Parameter("output_layer.weight", VOCAB, {"lm_head.weight": "VE"}, only_if="has_output_layer")
-# As transformers' ...ForSequenceClassification names it.
+# Named as in transformers' ...ForSequenceClassification.
 VALUE_HEAD = Parameter("score.weight", COPY, {"score.weight": "1E"}, only_if="has_value_head")
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # names of config.json's hidden_act
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # values of hidden_act in config.json
 
-# Supported types, whose frequencies do not depend on the sequence length, and the numbers that each needs.
+# Supported types, whose frequencies do not depend on the sequence length, and the numbers each one needs.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -83,20 +83,20 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The differences of one `model_type` from plain Llama. A string names the key of config.json to read."""
+    """How one `model_type` differs from plain Llama. A string names the config.json key to read."""
 
-    model_type: str  # of config.json
+    model_type: str  # as in config.json
     qkv_bias: bool | str = False  # on the query, key and value projections
     out_bias: bool | str = False  # on the attention's output projection
     mlp_bias: bool | str = False  # on gate, up and down
     qk_norm: bool = False  # RMSNorm over the head dimension of queries and keys, before the rotary embedding
     norm_plus_one: bool = False  # every norm multiplies by 1 + weight
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden size)
-    window_switch: str | None = None  # the key that turns sliding windows on, which are refused
+    window_switch: str | None = None  # the key that turns on sliding windows, which are refused
     refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false
-    defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys that config.json leaves out
+    defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys missing in config.json
     layer: tuple[Parameter, ...] = LAYER
-    streams: tuple[ModelStream, ...] = ()  # what its models compute for single tokens, and trainers learn with
+    streams: tuple[ModelStream, ...] = ()  # what its models compute per token, for trainers to learn with
 
 
 _FAMILIES = (
@@ -155,7 +155,7 @@ _FAMILIES = (
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}
 
-# For every family, where its own `defaults` have no such key.
+# For every family, unless its own `defaults` have the key.
 COMMON_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,

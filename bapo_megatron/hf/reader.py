@@ -126,7 +126,7 @@ class HFReader:
             self._check_tied(shape.vocab_size)
 
     def _check_tied(self, num_rows: int, chunk_rows: int = 4096) -> None:
-        """Check that a stored output layer equals the tied embeddings: transformers would use one that differs."""
+        """Check that a stored output layer equals the tied embedding: transformers would use one that differs."""
         for start in range(0, num_rows, chunk_rows):
             rows = (slice(start, start + chunk_rows),)
             if not torch.equal(self("lm_head.weight", rows), self("model.embed_tokens.weight", rows)):
@@ -161,7 +161,7 @@ def check_finite(tensor: Tensor, what: str) -> None:
 
 
 def _weight_map(path: Path) -> dict[str, str] | None:
-    """Map tensor names to file names by the index; return None for a folder with one file."""
+    """Map tensor names to file names by the index; return None for a folder with a single file."""
     index = path / INDEX
     if (path / SINGLE).exists():
         if index.exists():

@@ -1,6 +1,6 @@
 """The shape of a model, read from config.json: one description for the learner, the embedded engine and the estimates.
 
-Imports neither torch nor transformers until `rotary_frequencies` is called, so that `bapo check` answers at once.
+Imports neither torch nor transformers until `rotary_frequencies` is called, so that `bapo check` answers immediately.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.families import (
     ACTIVATIONS,
     COMMON_DEFAULTS,
@@ -56,9 +56,9 @@ class Experts:
     """Gated MLPs of which a router chooses some for each token, and shared ones that every token passes."""
 
     num_experts: int
-    num_chosen: int  # for each token
-    ffn_size: int  # of one expert
-    shared_ffn_size: int = 0  # of all shared experts together
+    num_chosen: int  # per token
+    ffn_size: int  # size of one expert
+    shared_ffn_size: int = 0  # size of all shared experts together
 
     @property
     def active_rows(self) -> int:
@@ -66,7 +66,7 @@ class Experts:
         return self.num_chosen * self.ffn_size + self.shared_ffn_size
 
     def weights_of_token(self, hidden_size: int) -> int:
-        """Count the weights that one token is multiplied with: the router's and those of its experts."""
+        """Count the weights that one token is multiplied with: the router's and its experts'."""
         return hidden_size * (self.num_experts + 3 * self.active_rows)
 
 
@@ -96,12 +96,12 @@ class ModelShape:
     mlp_bias: bool
     qk_norm: bool
     norm_plus_one: bool  # norms multiply by 1 + weight
-    activation: str  # of the gated MLP, one of ACTIVATIONS
+    activation: str  # activation of the gated MLP, one of ACTIVATIONS
     embedding_scale: float
     max_positions: int
     rope: dict[str, Any]  # rope_type, rope_theta and the factors of that type, as in transformers' rope_parameters
-    eos_token_ids: frozenset[int] = field(compare=False)  # sampling stops there; no part of the computation
-    has_value_head: bool = False  # a critic: one number for each token instead of a language-model head
+    eos_token_ids: frozenset[int] = field(compare=False)  # sampling stops there; not part of the computation
+    has_value_head: bool = False  # a critic: one number per token instead of a language-model head
 
     @property
     def num_layers(self) -> int:
@@ -109,14 +109,14 @@ class ModelShape:
 
     @property
     def ffn_sizes(self) -> list[int]:
-        """Feed-forward sizes that tensor-parallel ranks split, each once: of dense MLPs and of shared experts."""
+        """Feed-forward sizes that tensor-parallel ranks split, each once: dense MLPs' and shared experts'."""
         mlps = (layer.mlp for layer, _ in runs(self.layers))
         sizes = {mlp.ffn_size if isinstance(mlp, Dense) else mlp.shared_ffn_size for mlp in mlps}
         return sorted(sizes - {0})
 
     @property
     def has_output_layer(self) -> bool:
-        """Whether the language-model head has weights of its own."""
+        """Whether the language-model head has its own weights."""
         return not self.tied_embeddings and not self.has_value_head
 
     def with_value_head(self) -> ModelShape:
@@ -124,7 +124,7 @@ class ModelShape:
         return dataclasses.replace(self, has_value_head=True, tied_embeddings=False)
 
     def forward_flops(self, num_tokens: int, num_squares: int, num_rows: int) -> tuple[float, float]:
-        """Count the FLOPs of (all layers, the output layer) in one pass: two for each weight and token, and causal
+        """Count the FLOPs of (all layers, the output layer) in one pass: two per weight and token, plus causal
         attention, in which a token attends to half of its sequence on average.
 
         Args:
@@ -140,8 +140,8 @@ class ModelShape:
 
     @property
     def pair_cost(self) -> float:
-        """FLOPs of attention between two tokens over those of a response token's matrices: n tokens of a sequence
-        cost n + pair_cost * n**2."""
+        """FLOPs of attention between two tokens, divided by the FLOPs of a response token's matrices: n tokens of a
+        sequence cost n + pair_cost * n**2."""
         return self.forward_flops(0, 1, 0)[0] / sum(self.forward_flops(1, 0, 1))
 
     def padded_vocab_size(self, tensor: int) -> int:
@@ -157,7 +157,7 @@ class ModelShape:
 
 
 def runs(layers: Iterable[LayerShape]) -> list[tuple[LayerShape, int]]:
-    """Return the runs of equal layers, and the length of each."""
+    """Return the runs of equal layers, each with its length."""
     return [(layer, sum(1 for _ in equal)) for layer, equal in groupby(layers)]
 
 
@@ -165,7 +165,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     """Load the config.json of a checkpoint folder.
 
     Raises:
-        CheckpointError: the folder or file is missing, or the file holds no JSON object.
+        CheckpointError: the folder or file is missing, or the file does not hold a JSON object.
     """
     file = Path(path) / "config.json"
     try:
@@ -186,7 +186,7 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
 
     Args:
         where: the checkpoint's folder, for error messages.
-        own: the user's own family (`model.family`), for checkpoints of its model_type; others are of `FAMILIES`.
+        own: the user's own family (`model.family`), for checkpoints of its model_type; others use `FAMILIES`.
 
     Raises:
         CheckpointError: the family, or an option of the model, is not supported; lists all reasons.
@@ -224,25 +224,25 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
 
 
 def unsupported(hf_config: dict[str, Any], own: Family | None = None) -> list[str]:
-    """Return the reasons why this model can be neither trained nor served; empty if it can."""
+    """Return why this model can be neither trained nor served; empty if it can."""
     if (problem := unknown_family(hf_config, own)) is not None:
         return [problem]
     return list(_unsupported_options(_Settings(hf_config, own)))
 
 
 def unknown_family(hf_config: dict[str, Any], own: Family | None = None) -> str | None:
-    """Return the problem with a model whose family is not supported; None if it is."""
+    """Return the problem with a model whose family is not supported, or None if it is."""
     name = hf_config.get("model_type")
     if isinstance(name, str) and name in _families(own):
         return None
     return (
-        f"model_type {name!r} is not supported; supported are {', '.join(sorted(_families(own)))} (dense); "
+        f"model_type {name!r} is not supported; the families are {', '.join(sorted(_families(own)))} (dense); "
         "docs/models.md says how to add one"
     )
 
 
 def family_of(hf_config: dict[str, Any], own: Family | None = None) -> Family | None:
-    """Return the family of a config.json; None if it is not supported."""
+    """Return the family of a config.json, or None if it is not supported."""
     return _families(own).get(str(hf_config.get("model_type")))
 
 
@@ -269,11 +269,11 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
         return
     heads, kv_heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads", sizes["num_attention_heads"])
     if heads % kv_heads:
-        yield f"{heads} attention heads cannot share {kv_heads} key-value heads"
+        yield f"{plural(heads, 'attention head')} cannot share {plural(kv_heads, 'key-value head')}"
     if (sizes.get("head_dim") or sizes["hidden_size"] // heads) % 2:
         yield "an odd head dimension cannot be rotated in pairs"
     if get("hidden_act") not in ACTIVATIONS:
-        yield f"activation {get('hidden_act')!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+        yield f"activation {get('hidden_act')!r} is not supported; choose from {', '.join(ACTIVATIONS)}"
     for key in get.family.refused:
         if get(key):
             yield f"{key} is not supported"
@@ -285,7 +285,7 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if any(isinstance(value, dict) for value in rope.values()):
         yield "rotary embeddings that differ between layers are not supported"
     elif rope["rope_type"] not in ROPE_TYPES:
-        yield f"rope scaling {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+        yield f"rope scaling {rope['rope_type']!r} is not supported; choose from {', '.join(ROPE_TYPES)}"
     else:
         for key in (*ROPE_TYPES[rope["rope_type"]], "rope_theta"):
             if not isinstance(rope.get(key), int | float):
@@ -318,7 +318,7 @@ def entries(shape: ModelShape) -> Iterator[Entry]:
 
 
 def layer_entries(shape: ModelShape, layer: LayerShape, number: int = 0) -> Iterator[Entry]:
-    """Iterate over the parameters of one layer; of those that each expert has, expert by expert."""
+    """Iterate over the parameters of one layer; the experts' parameters come expert by expert."""
     return _entries(shape, layer.parameters, layer.mlp, number)
 
 
@@ -376,7 +376,7 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = LlamaConfig(
-        hidden_size=shape.num_heads * shape.head_dim,  # checked, but not used beside head_dim
+        hidden_size=shape.num_heads * shape.head_dim,  # checked, but only head_dim is used
         num_attention_heads=shape.num_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_positions,
@@ -388,13 +388,13 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 def validate_layout(
     hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int = 1, *, own: Family | None = None
 ) -> list[str]:
-    """Return the reasons why this model cannot be split this way, each with its numbers and an alternative that works.
+    """Return why this model cannot be split this way, each reason with its numbers and an alternative that works.
 
     Args:
         hf_config: a config.json, see `load_hf_config`.
         tensor: tensor-parallel size (parallel.tensor).
         pipeline: pipeline-parallel size (parallel.pipeline).
-        virtual_pipeline: chunks of each stage (parallel.virtual_pipeline).
+        virtual_pipeline: chunks per stage (parallel.virtual_pipeline).
         own: see `model_shape`.
     """
     if problems := unsupported(hf_config, own):
@@ -404,22 +404,24 @@ def validate_layout(
 
 
 def layout_problems(shape: ModelShape, tensor: int, pipeline: int, virtual_pipeline: int) -> dict[str, tuple[str, str]]:
-    """Return problems and remedies by the setting of [parallel] that does not fit the model."""
+    """Return problems and remedies, keyed by the setting of [parallel] that does not fit the model."""
     problems = {}
-    split = [("attention heads", shape.num_heads), ("key-value heads", shape.num_kv_heads)]
-    split += [("feed-forward rows", size) for size in shape.ffn_sizes]
+    split = [("attention head", shape.num_heads), ("key-value head", shape.num_kv_heads)]
+    split += [("feed-forward row", size) for size in shape.ffn_sizes]
     heads, layers, stage = shape.num_heads, shape.num_layers, shape.num_layers // pipeline
-    if bad := [f"{count} {what}" for what, count in split if count % tensor]:
+    if bad := [plural(count, what) for what, count in split if count % tensor]:
         works = _choices(n for n in range(1, heads + 1) if all(count % n == 0 for _, count in split))
         problem = f"parallel.tensor={tensor} does not divide {', '.join(bad)}"
         problems["tensor"] = (problem, f"parallel.tensor can be {works}")
     if layers % pipeline:
         works = _choices(n for n in range(1, layers + 1) if layers % n == 0)
-        problem = f"parallel.pipeline={pipeline} does not divide {layers} layers"
+        problem = f"parallel.pipeline={pipeline} does not divide {plural(layers, 'layer')}"
         problems["pipeline"] = (problem, f"parallel.pipeline can be {works}")
     elif stage % virtual_pipeline:
         works = _choices(n for n in range(1, stage + 1) if stage % n == 0)
-        problem = f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {stage} layers of a stage"
+        problem = (
+            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {plural(stage, 'layer')} of a stage"
+        )
         problems["virtual_pipeline"] = (problem, f"it can be {works}")
     return problems
 

@@ -1,7 +1,7 @@
-"""How ranks split a parameter: the one description that reading, writing and joining its shards follow.
+"""How ranks split a parameter: the one description that reading, writing and joining shards follow.
 
-A rank's shard is described by boxes: ranges of checkpoint tensors, and where the shard holds their values. Values of a
-shard that no box names are padding, and zero. Source of the layouts: megatron/core/transformer/{mlp,attention}.py and
+Boxes describe a rank's shard: ranges of checkpoint tensors, and where the shard holds their values. Values outside all
+boxes are padding, and zero. Source of the layouts: megatron/core/transformer/{mlp,attention}.py and
 tensor_parallel/layers.py (0.16.1).
 """
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol
 
-Axis = Literal["dense", "expert"]  # the ranks that split a parameter: tensor-parallel ones, or those of the experts
+Axis = Literal["dense", "expert"]  # the ranks that split a parameter: tensor-parallel ones, or the experts'
 Size = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A contiguous range of one tensor, and the view of a shard that has its values in their order."""
+    """A contiguous range of one tensor, and the view of a shard that holds its values in the same order."""
 
-    tensor: int  # its number in `Entry.hf_names`
+    tensor: int  # index in `Entry.hf_names`
     start: Size
     size: Size
-    offset: int  # of the view, in values
+    offset: int  # offset of the view, in values
     view: Size
     strides: Size
 
@@ -38,7 +38,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter of the model, and the checkpoint tensors that it consists of."""
+    """One parameter of the model, and the checkpoint tensors it consists of."""
 
     megatron_name: str  # with the numbers of layer and expert within the whole model
     layer: int | None
@@ -58,7 +58,7 @@ class Entry:
         return self.split.shard(self, rank, size)
 
     def owned(self, rank: int, size: int) -> tuple[Box, ...]:
-        """Return the boxes that a rank answers for: of copies, the first rank's."""
+        """Return the boxes that a rank is responsible for; copies belong to the first rank."""
         return () if rank and isinstance(self.split, Copy) else self.shard(rank, size).boxes
 
     def num_values(self, size: int) -> int:
@@ -75,7 +75,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """All of it on every rank."""
+    """The whole parameter on every rank."""
 
     def shard(self, entry: Entry, rank: int, size: int) -> Shard:
         return _stacked(entry, [(0, 0, entry.hf_shapes[0][0])])
@@ -94,12 +94,12 @@ class Vocab:
 
 @dataclass(frozen=True, slots=True)
 class EvenRows:
-    """Even rows of every tensor, one after the other: of gate and up, [its rows of gate; its rows of up].
+    """Even rows of every tensor, one after the other. For gate and up: [its rows of gate; its rows of up].
 
     Example: Rows(("kkv", "v")) for a first tensor that itself consists of k, k and v rows, each split evenly.
     """
 
-    parts: tuple[str, ...] | None = None  # letters of the sizes of each tensor's parts; None: each tensor is one
+    parts: tuple[str, ...] | None = None  # letters of the sizes of each tensor's parts; None means one part each
 
     def shard(self, entry: Entry, rank: int, size: int) -> Shard:
         return _stacked(entry, _even_rows(entry, self.parts, rank, size))
@@ -130,7 +130,7 @@ class Interleaved:
 
 @dataclass(frozen=True, slots=True)
 class EachExpert:
-    """One parameter for each expert, whole, as `inner` gives it to a single rank. Ranks hold equal runs of experts."""
+    """One whole parameter per expert, as `inner` gives it to a single rank. Ranks hold equal runs of experts."""
 
     inner: Split
 
@@ -155,11 +155,11 @@ def _even_rows(entry: Entry, parts: tuple[str, ...] | None, rank: int, size: int
 def _stacked(
     entry: Entry, ranges: Iterable[tuple[int, int, int]], num_groups: int = 1, num_rows: int | None = None
 ) -> Shard:
-    """Describe ranges of rows, stacked: in each group an even part of every range.
+    """Describe stacked ranges of rows: each group holds an even part of every range.
 
     Args:
         ranges: tensor, first row and number of rows of each.
-        num_rows: of the shard, if some are padding.
+        num_rows: rows of the shard, if some are padding.
     """
     ranges, inner = list(ranges), entry.hf_shapes[0][1:]
     height = sum(rows for _, _, rows in ranges) if num_rows is None else num_rows

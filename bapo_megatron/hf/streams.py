@@ -1,4 +1,4 @@
-"""Streams of a model: values of single tokens that it computes while an engine runs it, such as a choice of experts.
+"""Streams of a model: per-token values that it computes while an engine runs it, such as a choice of experts.
 
 A family declares them (`Family.streams`), and every engine that serves it returns them. The embedded engine computes
 them with the function of the declaration.
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 class ServedTokens:
     """Tokens of one pass of the embedded engine, whose rows a stream computes."""
 
-    token_ids_BT: Tensor  # int64: inputs, with padding on the right; or one sampled token of each sequence
+    token_ids_BT: Tensor  # int64: inputs, padded on the right; or one sampled token per sequence
     positions_BT: Tensor  # int64, from 0
-    version: int  # of the weights; -1 means the ones that the engine started with
-    layer: int | None = None  # the layer whose part of a staged stream is asked for
+    version: int  # weight version; -1 means the engine's initial weights
+    layer: int | None = None  # the layer whose part of a staged stream is wanted
     hidden_BTE: Tensor | None = (
-        None  # of inputs: what the layer's MLP reads; without a layer, what the final norm reads
+        None  # for inputs: what the layer's MLP reads; without a layer, what the final norm reads
     )
-    weights: Mapping[str, Tensor] = field(default_factory=dict)  # of the layer, by the trainer's name within it
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # weights of the layer, by the trainer's name within it
     logits_BV: Tensor | None = None  # float32, divided by the temperature: what the tokens were sampled from
 
 
@@ -47,12 +47,12 @@ class ModelStream:
 
     declare: Callable[[ModelShape], TokenStream]
     rows: Callable[[ServedTokens], Tensor]
-    """Computes [B, T, *shape], of inputs or of sampled tokens (T = 1). Of a stream for "owner's stage" it computes one
-    layer's part, [B, T, *shape[1:]], and is called for each layer."""
+    """Computes [B, T, *shape] for inputs, or for sampled tokens (T = 1). For "owner's stage" each call computes one
+    layer's part, [B, T, *shape[1:]]."""
 
 
 def model_streams(hf_config: dict[str, Any], own: Family | None = None) -> dict[TokenStream, ModelStream]:
-    """Return the streams of a model's tokens: none for most families.
+    """Return the streams of a model's tokens; most families have none.
 
     Args:
         own: see `model_shape`.

@@ -9,7 +9,7 @@ from bapo_megatron.hf.shape import load_hf_config, unknown_family
 
 
 def load_tokenizer(folder: Path, own: Family | None = None) -> Any:
-    """Load a checkpoint's tokenizer and check that it fits the model. No code of the folder is run, or offered to be.
+    """Load a checkpoint's tokenizer and check that it fits the model. Never runs code from the folder, or offers to.
 
     Args:
         own: see `model_shape`.
@@ -32,11 +32,11 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     """Check that the model's embedding has a row for every id that the tokenizer can produce.
 
     Raises:
-        CheckpointError: it lacks one; names the token.
+        CheckpointError: a row is missing; names the token.
     """
     token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if token_id >= vocab_size:
         raise CheckpointError(
-            f"tokenizer and model disagree: token {token!r} has id {token_id}, and the model's vocabulary has "
+            f"tokenizer and model disagree: token {token!r} has id {token_id}, but the model's vocabulary has "
             f"{vocab_size} (model.path); use the tokenizer that belongs to the checkpoint"
         )

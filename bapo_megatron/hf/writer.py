@@ -1,4 +1,4 @@
-"""Writing a Hugging Face checkpoint folder: weights from a stream of tensors, and the files beside them."""
+"""Writing a Hugging Face checkpoint folder: weights from a stream of tensors, and the files that accompany them."""
 
 import json
 import os
@@ -132,7 +132,7 @@ def copy_companions(source: Path, target: Path, dtypes: set[str]) -> None:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to write into, and rename it to `target` if the block succeeds; otherwise remove it.
 
-    A killed process leaves `.writing-<name>` beside the target, which the next attempt removes.
+    A killed process leaves `.writing-<name>` next to the target; the next attempt removes it.
 
     Raises:
         CheckpointError: the target is not empty, or cannot be written.

@@ -2,8 +2,8 @@
 
 prompts --admit--> active groups --grow, answer--> complete --settle--> finished --choose--> one step's groups
 
-What many groups decide together (who is trained, who is urgent, whether the books balance) is kept up to date with each
-change, so that no question costs more the more groups there are.
+What many groups decide together (who is trained, who is urgent, whether the books balance) is updated with each change,
+so that no question costs more as the number of groups grows.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from bapo_megatron.tokens import Array, JoinedRows, TokenStream
 from bapo_megatron.types import Group, GroupJson, NeedsEnvironment, NeedsTokens, Prompt, Sample, with_values
 
 Keep = Callable[[Group], bool]
-"""Tells whether a judged group is worth training."""
+"""Returns whether a judged group is worth training."""
 
 
 class Prompts(Protocol):
@@ -38,13 +38,13 @@ class BookState(TypedDict):
 
     prompts: PromptsState
     ledger: LedgerState
-    active: list[GroupJson]  # whose values are numbers of rows
+    active: list[GroupJson]  # with numbers of rows in place of the rows
     finished: list[GroupJson]
-    rows: dict[str, InstanceOf[Array]]  # of all groups, joined: by the name of their stream
+    rows: dict[str, InstanceOf[Array]]  # rows of all groups, joined, by stream name
 
 
 def samples_fit(state: Any, info: ValidationInfo) -> Any:
-    """Check the values of a `BookState`'s tokens, as a validator; "streams" and "vocab_size" may be in the context."""
+    """Check the values of a `BookState`'s tokens, as a validator; the context may hold "streams" and "vocab_size"."""
     context = info.context or {}
     groups_of(state, context.get("streams", ()), context.get("vocab_size"))
     return state
@@ -79,7 +79,7 @@ class RolloutBook:
         *,
         by_group: bool = True,
     ) -> None:
-        """`streams`: of models and plugins, that the engines return. `by_group`: see `Driver`."""
+        """`streams`: streams of models and plugins that the engines return. `by_group`: see `Driver`."""
         self.ledger = Ledger()
         self.bound = bound
         self.num_dropped: Counter[str] = Counter()  # groups by reason, since this attempt began
@@ -92,16 +92,16 @@ class RolloutBook:
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
         self._finished: dict[int, Group] = {}  # judged, by prompt id, in the order of the verdicts
         self.num_growing = 0  # samples that need tokens
-        self._oldest: dict[str, int] = {}  # version of an active sample's oldest token, in it or on its way, by id
-        self._ages, self._finished_ages = Ages(), Ages()  # of the active and the finished groups
+        self._oldest: dict[str, int] = {}  # version of an active sample's oldest token, here or requested, by sample id
+        self._ages, self._finished_ages = Ages(), Ages()  # active groups, finished groups
         self._held = Held()  # all samples here
-        self._changed: set[str] = set()  # ids of those that came or changed since the ledger was checked
+        self._changed: set[str] = set()  # ids of samples that came or changed since the last check of the ledger
 
     def admit(self, version: int, next_version: int) -> list[Sample]:
-        """Draw prompts until as many samples need tokens as the configuration asks for; return the new ones.
+        """Draw prompts until as many samples need tokens as the configuration asks for. Return the new samples.
 
-        A sample is replaced when it needs no more tokens, not when its group ends: one that is slow, or waits for its
-        environment, holds back no other group. All of them count for the staleness bound.
+        A sample is replaced once it needs no more tokens, not when its group ends, so that a slow sample, or one that
+        waits for its environment, holds back no other group. All of them count towards the staleness bound.
         """
         admitted: list[Sample] = []
         capacity = self.bound.capacity(version, next_version)
@@ -119,17 +119,17 @@ class RolloutBook:
         return admitted
 
     def growing(self) -> list[Sample]:
-        """Return samples that need more tokens, those of older prompts first."""
+        """Return samples that need more tokens, older prompts first."""
         return [s for group in self._active.values() for s in _growing_in(group)]
 
     def urgent(self, version: int) -> list[Sample]:
-        """Return samples that need more tokens, and whose group must be trained in the step that begins at `version`,
-        or never."""
+        """Return samples that need more tokens and whose group must be trained in the step that begins at `version`, or
+        never."""
         prompt_ids = self.bound.urgent(self._ages, version)
         return [s for prompt_id in prompt_ids for s in _growing_in(self._active[prompt_id])]
 
     def waiting(self) -> list[list[Sample]]:
-        """Return the samples to ask a driver about, those to be asked together in one list, older prompts first."""
+        """Return the samples to ask a driver about, one list per joint question, older prompts first."""
         return [samples for group in self._active.values() for samples in self.waiting_in(group)]
 
     def waiting_in(self, group: Group) -> list[list[Sample]]:
@@ -175,7 +175,7 @@ class RolloutBook:
     def settle(self, group: Group, version: int) -> bool:
         """Let a complete group wait to be trained, or drop it; a group without a reward is dropped as "failed".
 
-        Returns whether it is worth training. A group too old at `version` is dropped all the same, as "stale".
+        A group that is too old at `version` is dropped even so, as "stale".
         """
         oldest = self._end(group)
         is_kept = bool(group.valid) and self.keep(group)
@@ -189,7 +189,7 @@ class RolloutBook:
         return is_kept
 
     def choose(self, version: int) -> list[Group] | None:
-        """Return one step's groups and book them as trained; None if the step has to wait for others to finish.
+        """Return one step's groups and book them as trained, or None if the step must wait for others to finish.
 
         Their invalid samples are booked as dropped, as "failed".
         """
@@ -210,7 +210,7 @@ class RolloutBook:
     def drop_stale(self, version: int) -> None:
         """Drop groups that can no longer be trained within the bound: none, unless it was lowered between runs.
 
-        Groups with a request in progress, and those that a driver may have been asked about, are left to `settle`.
+        Groups with a request in progress, and groups that a driver may have been asked about, are left to `settle`.
         """
         for prompt_id in self.bound.stale(self._finished_ages, version):
             self._drop(self._take(prompt_id), "stale")
@@ -235,9 +235,9 @@ class RolloutBook:
             yield from group.samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON, with arrays, that a resumed run loses nothing with.
+        """Return JSON, with arrays, from which a run resumes without losing anything.
 
-        Requests in progress are sent again, and drivers asked again.
+        Requests in progress are sent again, and drivers are asked again.
         """
         rows = JoinedRows()
         groups = {"active": self._active.values(), "finished": self._finished.values()}
@@ -250,7 +250,7 @@ class RolloutBook:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken. Raises CheckpointError if it contradicts itself, or the configuration."""
+        """Continue from a saved state. Raises CheckpointError if it contradicts itself or the configuration."""
         self.prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
         try:
@@ -262,7 +262,7 @@ class RolloutBook:
         except LedgerError as error:
             raise CheckpointError(f"the checkpoint's samples contradict its ledger: {error}") from error
         if any(group.is_complete for group in active):
-            raise CheckpointError("the checkpoint holds a group whose samples have all ended among those that grow")
+            raise CheckpointError("the checkpoint holds a group whose samples have all ended among the active ones")
         if not all(group.is_complete and group.valid for group in finished):
             raise CheckpointError("the checkpoint holds a finished group without rewards")
         self._active = {group.prompt.prompt_id: group for group in active}
@@ -279,7 +279,7 @@ class RolloutBook:
             self._finished_ages.put(group.prompt.prompt_id, min(versions, default=None))
 
     def _note_oldest(self, sample: Sample, begun: int | None = None) -> None:
-        """Note how old an active sample's tokens are: those on their way may be as old as their request."""
+        """Note how old an active sample's tokens are; tokens still on their way may be as old as their request."""
         versions = [v for v in (sample.oldest_version, begun) if v is not None]
         if versions:
             self._oldest[sample.sample_id] = min(versions)

@@ -3,9 +3,9 @@
     ready --free slot of a live engine--> running --returned--> ready again, or waiting for its environment or judge
                                                                 waiting --answered--> ready again, or ended
 
-Each request grows its sample by one piece, of at most `tokens_per_round` tokens; then the sample queues behind those
+Each request grows its sample by one piece, of at most `tokens_per_round` tokens. The sample then queues behind samples
 with fewer pieces in this step, so that long ones do not starve the others. Samples whose group must be trained in the
-very next batch come first. Who waits for an environment holds no slot.
+very next batch come first. A sample that waits for an environment holds no slot.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.types import NeedsTokens, Sample
 
-TICK_S = 0.5  # interval at which changes of the pool are noticed
-_ABORT_AGAIN_S = 0.5  # a request may have reached its engine just after the abort did
+TICK_S = 0.5  # how often changes of the pool are noticed
+_ABORT_AGAIN_S = 0.5  # a request may reach its engine just after the abort
 _MAX_EMPTY_PIECES = 3  # replies without a token, per sample that needs one, before the engines are declared broken
 
 Ask = Callable[[Sequence[Sample]], Coroutine[None, None, list[Sample]]]
@@ -42,17 +42,17 @@ class Rank(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it would be the same in a step that has just begun, unless its group is urgent then."""
+        """Whether the rank would be the same in a step that has just begun, unless the group is urgent then."""
         return self.is_later and not self.num_pieces
 
 
 class ReadyQueue:
-    """Samples that wait for a slot. To put a sample that is here gives it another rank."""
+    """Samples that wait for a slot. Putting a sample again changes its rank."""
 
     def __init__(self) -> None:
         self.not_plain: set[str] = set()  # ids of samples whose rank the next step changes
         self._ranks: dict[str, Rank] = {}  # by sample id
-        self._heap: list[Rank] = []  # also former ranks
+        self._heap: list[Rank] = []  # also outdated ranks
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -66,7 +66,7 @@ class ReadyQueue:
         self._ranks[rank.sample_id] = rank
         (self.not_plain.discard if rank.is_plain else self.not_plain.add)(rank.sample_id)
         heapq.heappush(self._heap, rank)
-        if len(self._heap) > 2 * len(self._ranks):  # as many pushes came before: the cost of one does not grow
+        if len(self._heap) > 2 * len(self._ranks):  # as many pushes came before, so the cost per push does not grow
             self._heap = list(self._ranks.values())
             heapq.heapify(self._heap)
 
@@ -86,7 +86,7 @@ class ReadyQueue:
 class _Request(NamedTuple):
     """A request in progress."""
 
-    number: int  # in the order of their starts
+    number: int  # in order of their starts
     task: asyncio.Task[None]
     engine: Engine
 
@@ -96,8 +96,8 @@ class ContinuousSampling:
 
     def __init__(self, config: RolloutConfig, book: RolloutBook, dispatcher: Dispatcher, ask: Ask, take: Take) -> None:
         self.step = 0
-        self.version = 0  # of the sampling weights
-        self.next_version = 0  # of the learner at the next batch
+        self.version = 0  # version of the sampling weights
+        self.next_version = 0  # version of the learner at the next batch
         self._config = config
         self._book = book
         self._dispatcher = dispatcher
@@ -105,22 +105,22 @@ class ContinuousSampling:
         self._take = take
         self._is_open = False
         self._requests: dict[str, _Request] = {}  # by sample id
-        self._requested: dict[str, set[str]] = {e.url: set() for e in dispatcher.pool.engines}  # their ids, by engine
-        self._num_started = 0  # requests, in all
+        self._requested: dict[str, set[str]] = {e.url: set() for e in dispatcher.pool.engines}  # sample ids, by engine
+        self._num_started = 0  # requests in total
         self._withdrawn: set[str] = set()  # sample ids whose request was cancelled, to be sent elsewhere
         self._answers: dict[str, asyncio.Task[None]] = {}  # by the id of the first sample asked about
         self._ready = ReadyQueue()
-        self._is_behind = True  # perhaps a sample is neither queued, nor requested, nor asked about
+        self._is_behind = True  # a sample may be neither queued, requested, nor asked about
         self._pieces: Counter[str] = Counter()  # requests per sample in this step
         self._num_empty = 0  # replies in a row without a token
-        self.failure: BaseException | None = None  # that `wait` or `halt` raises next
+        self.failure: BaseException | None = None  # raised by the next `wait` or `halt`
         self._ticker: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
     def start(self, step: int, version: int) -> None:
-        """Sample for the batch of `step` with weights of `version`; open requests go on."""
+        """Sample for the batch of `step` with weights of `version`; open requests continue."""
         self.step, self.version, self.next_version = step, version, version
-        self._raise_failure()  # of a request or an answer since the last batch
+        self._raise_failure()  # a request or an answer may have failed since the last batch
         self._pieces.clear()
         self._num_empty, self._is_open = 0, True
         if self._is_behind or len(self._ready) + len(self._requests) != self._book.num_growing:
@@ -133,7 +133,7 @@ class ContinuousSampling:
         self._pump()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until a change that may complete the next batch, or for `timeout_s`.
+        """Wait for a change that may complete the next batch, or for `timeout_s`.
 
         Raises:
             EngineError: a request failed for good, or the engines return no tokens at all.
@@ -147,7 +147,7 @@ class ContinuousSampling:
     async def halt(self) -> None:
         """Stop sampling: abort open requests, which keep their tokens, and await verdicts.
 
-        Environments that were asked about single samples go on meanwhile.
+        Environments that were asked about single samples continue meanwhile.
         """
         self._is_open = False
         loop = asyncio.get_running_loop()
@@ -169,7 +169,7 @@ class ContinuousSampling:
         self._raise_failure()
 
     async def close(self) -> None:
-        """Stop sampling for good: as `halt`, without waiting for environments, which will be asked again."""
+        """Stop sampling for good: like `halt`, but without waiting for environments, which will be asked again."""
         if not self._book.by_group:
             for task in self._answers.values():
                 task.cancel()
@@ -185,7 +185,7 @@ class ContinuousSampling:
             self._start_request(self._book.get(first.sample_id), engine)
 
     def _free_engine(self, prompt_id: int) -> Engine | None:
-        """Return a live engine with a free slot, the prompt's home if it has one; None if there is none."""
+        """Return a live engine with a free slot, preferably the prompt's home, or None if there is none."""
 
         def load(engine: Engine) -> int:
             return len(self._requested[engine.url])
@@ -247,7 +247,7 @@ class ContinuousSampling:
 
     async def _answer(self, samples: Sequence[Sample]) -> None:
         answers = await self._ask(samples)
-        self._take(answers)  # booked and queued in one go: `start`, in between, would queue them twice
+        self._take(answers)  # booked and queued in one go: a `start` in between would queue them twice
         self._enqueue(sample for sample in answers if isinstance(sample.need, NeedsTokens))
 
     def _end_answer(self, task: asyncio.Task[None], name: str) -> None:
@@ -268,7 +268,7 @@ class ContinuousSampling:
         self._changed.set()
 
     async def _tick(self) -> None:
-        """Take requests back from engines that are no longer live, and use new ones."""
+        """Take requests back from engines that are no longer live, and use new engines."""
         while True:
             pool = self._dispatcher.pool
             lost = {i for engine in pool.engines if not pool.is_live(engine) for i in self._requested[engine.url]}
@@ -281,14 +281,14 @@ class ContinuousSampling:
             await asyncio.sleep(TICK_S)
 
     def _catch_up(self) -> None:
-        """Queue all samples that need tokens and have no request, and ask about those that wait."""
+        """Queue all samples that need tokens and have no request, and ask about waiting samples."""
         self._ready, self._is_behind = ReadyQueue(), False
         self._enqueue(s for s in self._book.growing() if s.sample_id not in self._requests)
         for samples in self._book.waiting():
             self._start_answer(samples)
 
     def _enqueue(self, samples: Iterable[Sample]) -> None:
-        """Queue samples, those that are queued already with their ranks of now."""
+        """Queue samples; give those already queued their current ranks."""
         for s in samples:
             is_urgent = self._book.is_urgent(s, self.next_version)
             self._ready.put(Rank(not is_urgent, self._pieces[s.sample_id], s.prompt.prompt_id, s.sample_id))

@@ -1,8 +1,8 @@
-"""Requests to engines: their content, their repetition, and the checks of each reply.
+"""Requests to engines: their content, their retries, and the checks of each reply.
 
-An engine that keeps failing is fenced off (engines/pool.py); its responses stay as they were, for another engine to
-continue. A reply is accepted only if its weight versions are possible: not older than the engine's weights at the time
-of the request (else it was restarted), not newer than any that the trainer has pushed.
+An engine that keeps failing is fenced off (engines/pool.py); its responses stay as they were, and another engine
+continues them. A reply is accepted only if its weight versions are possible: not older than the engine's weights when
+it was asked (otherwise it was restarted), and not newer than any that the trainer has pushed.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine, GenerateRequest, GenerateResult
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import EngineError, RequestRefusedError
+from bapo_megatron.errors import EngineError, RequestRefusedError, plural
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
 from bapo_megatron.tokens import Rows, TokenStream
 from bapo_megatron.types import NeedsTokens, Sample, Segment, TurnEnd
@@ -23,22 +23,22 @@ from bapo_megatron.types import NeedsTokens, Sample, Segment, TurnEnd
 log = logging.getLogger(__name__)
 
 Accept = Callable[[Sample], None]
-"""Takes a sample that has grown. Called at once for each, so that a cancelled wait loses no reply."""
+"""Takes a sample that has grown. Called immediately for each, so that a cancelled wait loses no reply."""
 
 
 @dataclass(slots=True)
 class RolloutStats:
-    """Costs of one step's groups: all work since `Scheduler.take` returned those of the step before."""
+    """Costs of one step's groups: all work since `Scheduler.take` returned the previous step's groups."""
 
     num_rounds: int = 0
     num_tokens: int = 0  # sampled and accepted
-    num_retries: int = 0  # requests that were repeated
+    num_retries: int = 0  # requests sent again
     num_stale_groups: int = 0
     num_dropped_groups: int = 0  # judged, not worth training
-    rewards: list[float] = field(default_factory=list)  # of all judged responses, also those dropped
+    rewards: list[float] = field(default_factory=list)  # rewards of all judged responses, dropped ones included
     num_fenced: int = 0  # engines fenced off since this attempt began
-    errors: list[str] = field(default_factory=list)  # reasons for the repetitions
-    told: set[tuple[str, str]] = field(default_factory=set)  # url and complaint of logged repetitions
+    errors: list[str] = field(default_factory=list)  # why requests were sent again
+    told: set[tuple[str, str]] = field(default_factory=set)  # URL and complaint of retries already logged
 
 
 class Dispatcher:
@@ -53,19 +53,19 @@ class Dispatcher:
         run_seed: int,
         streams: Sequence[TokenStream] = (),
     ) -> None:
-        """`streams`: of models and plugins, that the engines are asked for."""
+        """`streams`: streams of models and plugins to ask the engines for."""
         self.pool = pool
-        self.version = 0  # of the weights that every live engine has at least
+        self.version = 0  # every live engine has weights of at least this version
         self._config = config
         self._stop_token_ids = stop_token_ids
         self._run_seed = run_seed
         self._streams = tuple(streams)
         self._call_numbers = itertools.count()
-        self.open_requests: dict[str, Engine] = {}  # by rid: requests without an answer
+        self.open_requests: dict[str, Engine] = {}  # by rid: unanswered requests
         self.stats = RolloutStats()
 
     def fence(self, engine: Engine, reason: str) -> None:
-        """Fence a failing engine; a late failure of one that is fenced already, or back, says nothing new."""
+        """Fence a failing engine. A late failure of one that is already fenced, or back, changes nothing."""
         if self.pool.is_live(engine):
             self.pool.fence(engine, reason)
 
@@ -101,7 +101,7 @@ class Dispatcher:
     async def grow(self, samples: Sequence[Sample], engine: Engine, step: int, accept: Accept) -> None:
         """Grow each sample by one piece, in one call, which the engine batches.
 
-        `accept` gets every sample, unless the engine failed and is fenced now.
+        `accept` gets every sample, unless the engine failed and is now fenced.
 
         Raises:
             RequestRefusedError: the engine is healthy, but refuses the request.
@@ -117,18 +117,18 @@ class Dispatcher:
                 self.pool.replied(engine)
             if problem is None or not self.pool.is_live(engine):
                 return
-        self.fence(engine, f"{problem} (gave up after {self._config.max_retries + 1} attempts)")
+        self.fence(engine, f"{problem} (gave up after {plural(self._config.max_retries + 1, 'attempt')})")
 
     async def _attempt(
         self, samples: list[Sample], engine: Engine, step: int, accept: Accept
     ) -> tuple[list[Sample], str | None]:
-        """Send one call. Return the samples that have not grown and the last reason, None if all have."""
+        """Send one call. Return the samples that have not grown and the last reason, or None if all have grown."""
         call, oldest_version = next(self._call_numbers), self.version
         requests = [self._request(s, f"{s.sample_id}-s{step}c{call}") for s in samples]
         opened = {request.rid: engine for request in requests}
         self.open_requests |= opened
         role = f"engine {engine.url}"
-        HEARTBEAT.beat(role, f"asked for {len(requests)} responses, call {call}")
+        HEARTBEAT.beat(role, f"asked for {plural(len(requests), 'response')}, call {call}")
         try:
             results = await engine.generate_many(requests)
             HEARTBEAT.beat(role, f"answered call {call}")
@@ -161,7 +161,7 @@ class Dispatcher:
         return failed, problem
 
     def _count_retries(self, num: int, engine: Engine, problem: str) -> None:
-        """Count repeated requests; log each reason once until the stats are taken."""
+        """Count retried requests; log each reason once until the stats are taken."""
         self.stats.num_retries += num
         self.stats.errors.append(problem)
         complaint = (engine.url, problem.partition(": ")[2] or problem)  # without the request's name
@@ -210,6 +210,6 @@ class Dispatcher:
 
 
 def sample_seed(run_seed: int, sample_id: str, trajectory: int = 0) -> int:
-    """Return a 31-bit sampling seed that depends only on the run's seed, the sample and the place in it."""
+    """Return a 31-bit sampling seed that depends only on the run's seed, the sample and the trajectory."""
     name = f"{run_seed}/{sample_id}" + (f"/{trajectory}" if trajectory else "")
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") >> 1

@@ -1,8 +1,8 @@
-"""What a sample needs besides tokens: drivers take it on from the end of a turn, until it has ended.
+"""Drivers provide what a sample needs besides tokens, from the end of a turn until the sample has ended.
 
     NeedsTokens --engine--> NeedsEnvironment --driver--> NeedsTokens again, or Ended
 
-Training in rounds or as a stream, the evaluation in a run and `bapo eval` ask the same drivers.
+Training in rounds or as a stream, the evaluation in a run, and `bapo eval` use the same drivers.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, TurnJson
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
@@ -27,8 +27,8 @@ class Driver(Protocol):
 
     @property
     def by_group(self) -> bool:
-        """Whether it is asked about all samples of a group together, once none needs a token, as a judge is, or about
-        each on its own, as soon as its turn has ended."""
+        """Whether it is asked about all samples of a group together, once none needs a token, as a judge is; otherwise
+        about each one as soon as its turn has ended."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Driver(Protocol):
         ...
 
     async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return each sample, which waits for its environment, with more tokens or its end.
+        """Return each sample with more tokens or its end. All of them wait for their environment.
 
         May be called again with the same samples: after a crash, or when the call was cancelled.
         """
@@ -45,14 +45,14 @@ class Driver(Protocol):
 
 
 async def advanced(driver: Driver, samples: Sequence[Sample], max_response_tokens: int) -> list[Sample]:
-    """Return the samples as their driver takes them on.
+    """Return the samples as their driver advances them.
 
     Raises:
-        UserError: it returned neither tokens nor an end for one of them.
+        UserError: it returned neither tokens nor an end for a sample.
     """
     found = await driver.advance(samples)
     if len(found) != len(samples):
-        raise UserError(f"{_named(driver)} returned {len(found)} samples for {len(samples)}")
+        raise UserError(f"{_named(driver)} returned {plural(len(found), 'sample')} for {len(samples)}")
     for before, after in zip(samples, found, strict=True):
         if problem := _problem(before, after, max_response_tokens):
             where = f"sample {before.sample_id} of prompt {before.prompt.prompt_id}"
@@ -61,17 +61,17 @@ async def advanced(driver: Driver, samples: Sequence[Sample], max_response_token
 
 
 def _problem(before: Sample, after: Any, max_response_tokens: int) -> str | None:
-    """Return why a sample cannot follow another; None if it can."""
+    """Return why a sample cannot follow another, or None if it can."""
     if not isinstance(after, Sample) or after.sample_id != before.sample_id:
         return f"it returned {after!r:.200}"
     if after.num_sampled_tokens != before.num_sampled_tokens:
-        return f"it changed {before.num_sampled_tokens} sampled tokens to {after.num_sampled_tokens}"
+        return f"it changed {plural(before.num_sampled_tokens, 'sampled token')} to {after.num_sampled_tokens}"
     match after.need:
         case Ended(reason=reason, reward=reward):
             if (reward is None) != (reason == "failed"):
                 return f"it ended by {reason!r} {'without' if reward is None else 'with'} a reward"
         case NeedsEnvironment():
-            return f"the sample still waits for its environment, with {after.num_given_tokens} given tokens"
+            return f"the sample still waits for its environment, with {plural(after.num_given_tokens, 'given token')}"
         case NeedsTokens(trajectory=place):
             known = before.trajectories[place : place + 1]
             if place >= len(after.trajectories):
@@ -89,13 +89,13 @@ def _named(driver: Driver) -> str:
 
 @dataclass(slots=True)
 class TextJudge:
-    """A scorer of response texts, with the tokenizer that makes texts of tokens."""
+    """A scorer of response texts, with the tokenizer that turns tokens into text."""
 
     scorer: RewardScorer
     tokenizer: Any
 
     def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """Return one verdict per sample. Blocks; see `RewardScorer.verdicts`."""
+        """Return one verdict per sample. This blocks; see `RewardScorer.verdicts`."""
         return self.scorer.verdicts([(s.prompt, text) for s, text in zip(samples, self.texts(samples), strict=True)])
 
     def texts(self, samples: Sequence[Sample]) -> list[str]:
@@ -105,7 +105,7 @@ class TextJudge:
 
 @dataclass(frozen=True, slots=True)
 class JudgeOnce:
-    """The driver of single turns: a judge gives a reward to each sample of a group once all have their tokens."""
+    """The driver of single turns: once all samples of a group have their tokens, a judge gives each a reward."""
 
     judge: Callable[[Sequence[Sample]], Sequence[Verdict]]  # may block
     deadline_s: float = 0.0
@@ -124,16 +124,16 @@ class JudgeOnce:
 
 @dataclass(slots=True)
 class StepDriver:
-    """The driver of turns: an environment answers each, until it ends the sample or the sample meets a limit.
+    """The driver of turns: an environment answers each turn, until it ends the sample or the sample reaches a limit.
 
-    The answer is tokenised alone, and what the policy sampled stays as it is.
+    The answer is tokenised on its own; what the policy sampled stays as it is.
     """
 
     environment: Environment
     encode: Callable[[Continue], Sequence[int]]  # the tokens of an answer; raises ValueError if it has none
     decode: Callable[[Sequence[int]], str]  # the text of a turn, without special tokens
-    max_response_tokens: int  # sampled tokens of all turns
-    max_tokens: int  # of a trajectory, its prompt included
+    max_response_tokens: int  # sampled tokens over all turns
+    max_tokens: int  # tokens of a trajectory, including its prompt
     max_turns: int | None = None
     by_group: bool = field(default=False, init=False)
     _num_failed: int = field(default=0, init=False)
@@ -152,7 +152,7 @@ class StepDriver:
         return list(await asyncio.gather(*map(self._step, samples)))
 
     async def _step(self, sample: Sample) -> Sample:
-        assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} waits for no environment"
+        assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} does not wait for an environment"
         end, turn = sample.need.turn_end, sample.turn.turns[-1].tolist() if sample.turn.turns else []
         of = sample.prompt
         answer = await self.environment.step(

@@ -1,8 +1,8 @@
-"""Evaluation: whole samples of the current weights for evaluation prompts, and their metrics.
+"""Evaluation: complete samples of the current weights for the evaluation prompts, and their metrics.
 
 Inside a run it happens between a weight push and the next step, so all tokens have one version, in every mode; with
-overlap, sampling for training goes on beside it. It does not touch the ledger. Environments answer while it samples.
-What a judge says of whole groups is asked afterwards: judging has its own deadlines and says nothing about the engines.
+overlap, sampling for training continues meanwhile. It does not touch the ledger. Environments answer while it samples.
+Judges of whole groups are asked afterwards: judging has its own deadlines and says nothing about the engines.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bapo_megatron.config.schema import Config, EvalSet
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import EngineError, NoEngineLeftError
+from bapo_megatron.errors import EngineError, NoEngineLeftError, plural
 from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
 from bapo_megatron.rollout.drivers import Driver, advanced
 from bapo_megatron.types import NeedsEnvironment, NeedsTokens, Prompt, Sample
 
-_MAX_ROUNDS = 8  # of requests, without an environment's answer
+_MAX_ROUNDS = 8  # rounds of requests without an environment's answer
 
 
 class _SetEvaluator:
@@ -43,10 +43,10 @@ class _SetEvaluator:
             for prompt in prompts
             for i in range(of.samples_per_prompt)
         ]
-        self.samples: dict[str, Sample] = {}  # by id, of the evaluation in progress
+        self.samples: dict[str, Sample] = {}  # by id, for the evaluation in progress
 
     def begin(self, version: int, *, anew: bool) -> None:
-        """Sample with weights of `version` from now on, and forget the answers so far if `anew`."""
+        """Sample with weights of `version` from now on; if `anew`, discard the answers so far."""
         self._dispatcher.version = version
         self._dispatcher.stats = RolloutStats()
         if anew:
@@ -76,7 +76,7 @@ class _SetEvaluator:
         await self._dispatcher.grow_together(self.growing, 0, accept)
 
     async def answer(self, answered: Callable[[], None]) -> None:
-        """Ask the environments of all samples that wait for theirs; report each answer."""
+        """Ask the environments of all waiting samples; report each answer."""
 
         async def ask(sample: Sample) -> None:
             (self.samples[sample.sample_id],) = await advanced(self._driver, [sample], self._limit)
@@ -85,15 +85,15 @@ class _SetEvaluator:
         await asyncio.gather(*map(ask, self.waiting))
 
     async def judged(self) -> list[Sample]:
-        """Return all samples, with their end."""
+        """Return all samples, ended."""
         samples = list(self.samples.values())
         return await advanced(self._driver, samples, self._limit) if self._driver.by_group else samples
 
 
 class Evaluator:
-    """Sampler of some sets of prompts, with the same prompts and seeds every time.
+    """Sampler of several sets of prompts, with the same prompts and seeds every time.
 
-    All sets are asked at once: engines that are done with one go on with the others.
+    All sets are asked at the same time: engines that finish one set continue with the others.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Evaluator:
         stop_token_ids: tuple[int, ...],
         drivers: Mapping[str, Driver],
     ) -> None:
-        """`drivers`: by the name of a set; sets may share one."""
+        """`drivers`: by name of the set; sets may share one."""
         self.pool = pool
         self._sets = {
             of.name: _SetEvaluator(config, pool, of, prompts, stop_token_ids, drivers[of.name]) for of, prompts in sets
@@ -117,25 +117,26 @@ class Evaluator:
         rollout = config.rollout
         answer_s = max((driver.deadline_s for driver in drivers.values() if not driver.by_group), default=0.0)
         self.deadline_s = max(rollout.request_timeout_s * (rollout.max_retries + 2), answer_s)
-        """Longest time without `progress` in `sample`; after it, something hangs."""
+        """The longest time without `progress` in `sample`; after it, something hangs."""
         self.what = (
-            f"the engines' {num_samples} responses to {num_prompts} problems (deadline: {self.deadline_s:g} s, "
-            f"rollout.request_timeout_s = {rollout.request_timeout_s:g} for each of rollout.max_retries + 2 tries)"
+            f"the engines' {plural(num_samples, 'response')} to {plural(num_prompts, 'problem')} "
+            f"(deadline: {self.deadline_s:g} s, rollout.request_timeout_s = {rollout.request_timeout_s:g} for each of "
+            "rollout.max_retries + 2 tries)"
         )
         """Description used in timeout errors."""
 
     def progress(self) -> tuple[int, ...]:
-        """Return counts that grow meanwhile: answers, and fenced engines."""
+        """Return counts that grow during the evaluation: answers, and fenced engines."""
         return self._num_answers, self.pool.num_fenced
 
     async def sample(self, version: int) -> None:
-        """Sample with the weights of `version`, which every live engine holds, until only judges are left to be asked.
+        """Sample with the weights of `version`, which every live engine holds, until only judges remain to be asked.
 
-        A version of -1 means the engines' first weights.
+        Version -1 means the engines' initial weights.
 
         Raises:
             NoEngineLeftError: no engine is left. The next call for this version keeps the answers so far.
-            EngineError: responses are aborted again and again.
+            EngineError: responses are aborted repeatedly.
             UserError: a driver returned neither tokens nor an end.
         """
         self.pool.expect(version)
@@ -162,7 +163,7 @@ class Evaluator:
         self._unfinished_version = None
 
     async def judged(self) -> dict[str, list[Sample]]:
-        """Return the samples of the last `sample`, ended, by the name of their set. It has no deadline of its own."""
+        """Return the ended samples of the last `sample`, by the name of their set. It has no deadline of its own."""
         return {name: await one.judged() for name, one in self._sets.items()}
 
     def _count(self) -> None:

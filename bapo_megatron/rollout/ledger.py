@@ -5,7 +5,7 @@
                                                    (any of them) -> dropped(reason)
 
 A sample is *finished* while it needs no token: it waits for its environment, its judge or its step. The conservation
-law, checked against the buffers at every step, sample by sample where something has changed:
+law is checked against the buffers at every step, for each sample that has changed:
 
     tokens generated = tokens trained + tokens buffered + tokens dropped
 
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from bapo_megatron.errors import plural
 from bapo_megatron.types import Natural, NeedsTokens, Sample
 
 SampleState = Literal["queued", "running", "partial", "finished"]
@@ -52,11 +53,11 @@ class Held:
     """The sums of the samples that the scheduler holds."""
 
     num_samples: int = 0
-    num_tokens: int = 0  # sampled
+    num_tokens: int = 0  # sampled tokens
     num_given: int = 0
 
     def count(self, sample: Sample, num: int = 1) -> None:
-        """Count a sample that comes; with num = -1, one that leaves."""
+        """Count a sample that arrives; with num = -1, one that leaves."""
         self.num_samples += num
         self.num_tokens += num * sample.num_sampled_tokens
         self.num_given += num * sample.num_given_tokens
@@ -72,7 +73,7 @@ class Ledger:
         self._states: dict[str, SampleState] = {}
         self._num_in: Counter[SampleState] = Counter()
         self._tokens: dict[str, int] = {}  # generated so far, by sample still here
-        self._given: dict[str, int] = {}  # by environments so far, by sample still here that has any
+        self._given: dict[str, int] = {}  # given by environments so far, by sample still here that has any
         self.num_samples: Counter[str] = Counter()  # admitted, trained, dropped
         self.num_tokens: Counter[str] = Counter()  # generated, trained, dropped
         self.num_given: Counter[str] = Counter()  # given, trained, dropped
@@ -96,7 +97,7 @@ class Ledger:
         sample_id, num_tokens = sample.sample_id, sample.num_sampled_tokens
         grown = num_tokens - self._tokens.get(sample_id, 0)
         if grown < 0:
-            raise LedgerError(f"sample {sample_id} shrank by {-grown} tokens")
+            raise LedgerError(f"sample {sample_id} shrank by {plural(-grown, 'token')}")
         if not isinstance(sample.need, NeedsTokens):
             self._move(sample_id, "finished")
         else:
@@ -106,9 +107,9 @@ class Ledger:
         self._count_given(sample)
 
     def answer(self, sample: Sample) -> None:
-        """Book an answer of the sample's environment: it may need tokens again, after those that it was given."""
+        """Book an answer of the sample's environment: the sample may need tokens again, after the ones it was given."""
         if sample.num_sampled_tokens != self._tokens.get(sample.sample_id):
-            raise LedgerError(f"sample {sample.sample_id} was answered, and has other tokens than before")
+            raise LedgerError(f"sample {sample.sample_id} was answered, but its earlier tokens have changed")
         if isinstance(sample.need, NeedsTokens):
             self._move(sample.sample_id, "partial")
         self._count_given(sample)
@@ -131,7 +132,7 @@ class Ledger:
         self.dropped[reason] += 1
 
     def counts(self) -> dict[str, int]:
-        """Return the number of samples by state; `trained` and `dropped` since the run began."""
+        """Return the number of samples by state; `trained` and `dropped` count since the run began."""
         return {
             **{state: self._num_in[state] for state in _ALLOWED},
             "trained": self.num_samples["trained"],
@@ -142,7 +143,7 @@ class Ledger:
         """Check the accounts against the scheduler's samples and the conservation laws.
 
         Raises:
-            LedgerError: with the first disagreement.
+            LedgerError: names the first disagreement.
         """
         samples, held = list(buffered), Held()
         ids = {s.sample_id for s in samples}
@@ -156,14 +157,14 @@ class Ledger:
         self.check_changes(samples, held)
 
     def check_changes(self, changed: Iterable[Sample], held: Held) -> None:
-        """Check what has changed since the last check, whose samples and accounts agreed: its cost is that of changes.
+        """Check what has changed since the last check, whose samples and accounts agreed. Only changes cost time.
 
         Args:
             changed: samples that came or changed, and are still here.
-            held: the sums of all samples that are here.
+            held: the sums of all samples here.
 
         Raises:
-            LedgerError: with the first disagreement.
+            LedgerError: names the first disagreement.
         """
         changed = list(changed)
         for sample in changed:
@@ -173,32 +174,34 @@ class Ledger:
         n = self.num_tokens
         if n["generated"] != n["trained"] + n["dropped"] + held.num_tokens:
             raise LedgerError(
-                f"{n['generated']} tokens generated, but {n['trained']} trained + {held.num_tokens} buffered + "
-                f"{n['dropped']} dropped"
+                f"{plural(n['generated'], 'token')} generated, but {n['trained']} trained + {held.num_tokens} buffered "
+                f"+ {n['dropped']} dropped"
             )
         g = self.num_given
         if g["given"] != g["trained"] + g["dropped"] + held.num_given:
             raise LedgerError(
-                f"{g['given']} tokens given by environments, but {g['trained']} trained + {held.num_given} buffered + "
-                f"{g['dropped']} dropped"
+                f"{plural(g['given'], 'token')} given by environments, but {g['trained']} trained + "
+                f"{held.num_given} buffered + {g['dropped']} dropped"
             )
         s = self.num_samples
         if s["dropped"] != self.dropped.total():
-            raise LedgerError(f"{s['dropped']} samples dropped, but {self.dropped.total()} by the reasons")
+            raise LedgerError(f"{plural(s['dropped'], 'sample')} dropped, but {self.dropped.total()} by reason")
         if self._num_in.total() != len(self._states):
             raise LedgerError(f"{self._num_in.total()} samples have a state, but {len(self._states)} have an entry")
         if s["admitted"] != s["trained"] + s["dropped"] + held.num_samples or held.num_samples != len(self._states):
             raise LedgerError(
-                f"{s['admitted']} samples admitted, but {s['trained']} trained + {held.num_samples} buffered + "
-                f"{s['dropped']} dropped; {len(self._states)} have an entry"
+                f"{plural(s['admitted'], 'sample')} admitted, but {s['trained']} trained + {held.num_samples} "
+                f"buffered + {s['dropped']} dropped; {len(self._states)} have an entry"
             )
         for sample in changed:
             booked = self._tokens.get(sample.sample_id)
             if not self.is_running(sample.sample_id) and booked != sample.num_sampled_tokens:
-                raise LedgerError(f"sample {sample.sample_id} has {sample.num_sampled_tokens} tokens, not {booked}")
+                raise LedgerError(
+                    f"sample {sample.sample_id} has {plural(sample.num_sampled_tokens, 'token')}, not {booked}"
+                )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value. Running samples are saved as before their request, which is sent again."""
+        """Return a JSON value. A running sample is saved as it was before its request, which is sent again."""
         states = {
             i: (state if state != "running" else "partial" if self._tokens[i] else "queued")
             for i, state in self._states.items()
@@ -226,7 +229,7 @@ class Ledger:
     def _count_given(self, sample: Sample) -> None:
         num_given, num_before = sample.num_given_tokens, self._given.get(sample.sample_id, 0)
         if num_given < num_before:
-            raise LedgerError(f"sample {sample.sample_id} lost {num_before - num_given} given tokens")
+            raise LedgerError(f"sample {sample.sample_id} lost {plural(num_before - num_given, 'given token')}")
         if num_given:
             self._given[sample.sample_id] = num_given
             self.num_given["given"] += num_given - num_before

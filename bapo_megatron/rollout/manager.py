@@ -31,12 +31,12 @@ from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.types import Batch, Group, Prompt
 
-EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation draws other prompts than training
+EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation and training draw different prompts
 
 
 @dataclass(slots=True)
 class InRunEvaluation:
-    """The evaluation inside a run: problems of its own, and judges that do not disturb that of training."""
+    """The evaluation inside a run: its own problems, and judges that do not disturb the training judge."""
 
     evaluator: Evaluator
     judges: list[TextJudge]
@@ -66,20 +66,20 @@ class RolloutManager:
         return self.judge.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def judge_failure(self) -> Verdict | None:
-        """Return the first response that the judge failed on, of those judged for the latest batch."""
+        """Return the first response on which the judge failed, of those judged for the latest batch."""
         return self.judge.scorer.recent_failure
 
     def engine_states(self) -> list[EngineState]:
-        """Return states of a few seconds ago; empty without monitor.prometheus_port."""
+        """Return states that are at most a few seconds old; empty without monitor.prometheus_port."""
         return self.engines.states
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
         """Sample, judge and pack the batch of one step.
 
-        Returns None if all live engines are gone but one is back: it needs the weights pushed again.
+        Returns None if all live engines are gone but one is back: that engine needs the weights pushed again.
 
         Raises:
-            EngineError: the engines failed, or no token and no verdict came in for longer than any of them may take.
+            EngineError: the engines failed, or no token and no verdict arrived for longer than any of them may take.
         """
         taking = self.scheduler.take(step, version)
         what = f"the rollouts of step {step}"
@@ -94,7 +94,7 @@ class RolloutManager:
     def evaluate(self, version: int) -> dict[str, float] | None:
         """Return metrics of the weights of `version`, which were just pushed; empty without eval.interval_steps.
 
-        Returns None as `next_batch` does; the next call goes on from there.
+        Returns None as `next_batch` does; the next call continues from there.
 
         Raises:
             EngineError: no engine is left and none comes back, or they hang.
@@ -115,7 +115,7 @@ class RolloutManager:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value, taken between two events of the loop, since sampling may be going on."""
+        """Return a JSON value, taken between two events of the loop, since sampling may be in progress."""
 
         async def on_loop() -> dict[str, Any]:
             return self.scheduler.state_dict()
@@ -125,7 +125,9 @@ class RolloutManager:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "recorded_from" in state:
-            raise CheckpointError("the checkpoint is of a replay of recorded rollouts; give this run another run.name")
+            raise CheckpointError(
+                "the checkpoint is from a replay of recorded rollouts; give this run another run.name"
+            )
         self.scheduler.load_state_dict(state)
         self.builder.load_state_dict(state["batches"])
 
@@ -142,7 +144,7 @@ class RolloutManager:
     def _patience_s(self) -> float:
         """The longest time without progress if engines and judges keep their deadlines; after it, something hangs.
 
-        A request fails with all its repetitions, an engine comes back, the driver takes as long as it may.
+        It covers a request with all its retries, an engine's return, and the driver's longest call.
         """
         r = self.config.rollout
         return r.request_timeout_s * (r.max_retries + 1) + startup_limit_s(r) + self.scheduler.driver.deadline_s
@@ -177,10 +179,10 @@ def connect_rollouts(
     """Build the rollouts of a run with the tokenizer and vocabulary of `model_path`, once every engine is healthy.
 
     Args:
-        may_have_failed: whether engines may be down, see ConnectedEngines.connect.
+        may_have_failed: engines may be down; see ConnectedEngines.connect.
 
     Raises:
-        UserError: the prompts, the judge or an engine are not fit; names which.
+        UserError: the prompts, the judge or an engine do not fit; names which.
     """
     key = client_key(config.rollout)  # before judges inherit the environment
     tokenizer = load_tokenizer(model_path, own_family(config.model.family))
@@ -214,7 +216,7 @@ def connect_rollouts(
 def _evaluation(
     config: Config, engines: ConnectedEngines, tokenizer: Any, stop_token_ids: tuple[int, ...]
 ) -> InRunEvaluation:
-    """Take the prompts of every set; those of a procedural source are drawn with another seed than in training."""
+    """Take the prompts of every set. A procedural source draws its prompts with another seed than in training."""
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": config.run.seed + EVAL_SEED})})
     sets: list[tuple[EvalSet, list[Prompt]]] = []
     drivers: dict[str, JudgeOnce] = {}

@@ -1,8 +1,8 @@
 """Rollouts on disk: one run records them (`rollout.record`), another trains on them (`rollout.engine = "recorded"`).
 
-    rollouts/step-000001.jsonl.gz      one judged group a line, exact to the last bit
+    rollouts/step-000001.jsonl.gz      one judged group per line, exact to the last bit
 
-A replay with the same settings repeats every loss and bound; with another loss or advantage it shows their effect on
+A replay with the same settings reproduces every loss and bound; with another loss or advantage it shows their effect on
 the same data.
 """
 
@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.config.families import own_family, token_streams
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import CheckpointError, DataError, wrong_fields
+from bapo_megatron.errors import CheckpointError, DataError, plural, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import explaining_os_errors, regular_file
@@ -29,7 +29,7 @@ from bapo_megatron.types import Batch, Group
 
 
 def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
-    """Write the groups that step number `step` (from 1) trains, replacing those of an earlier attempt.
+    """Write the groups that step number `step` (from 1) trains, replacing the file of an earlier attempt.
 
     Raises:
         UserError: the disk is full or not writable.
@@ -49,7 +49,7 @@ def read_groups(folder: Path, step: int, streams: Sequence[TokenStream] = ()) ->
     """Return the groups that `write_groups` wrote.
 
     Args:
-        streams: of the model, that the samples have: see `config.families.token_streams`.
+        streams: the model's streams, which the samples have: see `config.families.token_streams`.
 
     Raises:
         DataError: the step is missing, or its file is damaged; names the file and the line.
@@ -58,8 +58,8 @@ def read_groups(folder: Path, step: int, streams: Sequence[TokenStream] = ()) ->
     if not path.exists():
         num_steps = len(list(folder.glob("step-*.jsonl.gz")))
         raise DataError(
-            f"{path} is missing: {folder} holds {num_steps} recorded steps; set train.num_steps to that or less, or "
-            "rollout.recorded_from to the `rollouts` folder of a run with rollout.record=true"
+            f"{path} is missing: {folder} holds {plural(num_steps, 'recorded step')}; set train.num_steps to that or "
+            "less, or rollout.recorded_from to the `rollouts` folder of a run with rollout.record=true"
         )
     groups = []
     try:
@@ -85,10 +85,10 @@ class RecordedState(TypedDict):
 
 
 class RecordedRollouts(Rollouts):
-    """Rollouts from files; there is no engine to evaluate, and no file stays open."""
+    """Rollouts from files. There is no engine to evaluate with, and no file stays open."""
 
     def __init__(self, config: Config, model_path: Path) -> None:
-        """Take the policy's tokenizer from `model_path`, to show samples."""
+        """Load the policy's tokenizer from `model_path`, to show samples."""
         assert config.rollout.recorded_from is not None, "preflight/checks/rollout.py checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
         self._tokenizer = load_tokenizer(model_path, own_family(config.model.family))
@@ -102,7 +102,7 @@ class RecordedRollouts(Rollouts):
         """Return the batch recorded for this step.
 
         Raises:
-            DataError: the step was not recorded, or by a run with more updates per step, whose tokens have no age here.
+            DataError: the step was not recorded, or its run made more updates per step, so tokens have no age here.
         """
         groups = read_groups(self._folder, step + 1, self._streams)
         newest = max((int(s.versions.max()) for g in groups for s in g.samples if s.num_sampled_tokens), default=0)
@@ -118,7 +118,7 @@ class RecordedRollouts(Rollouts):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "recorded_from" not in state:
-            raise CheckpointError("the checkpoint is of a run with engines; give the replay another run.name")
+            raise CheckpointError("the checkpoint is from a run with engines; give the replay another run.name")
         self._builder.load_state_dict(state["batches"])
 
 

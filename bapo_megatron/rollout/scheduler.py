@@ -1,13 +1,13 @@
 """One scheduler with three settings that decide how a step gets its groups.
 
     tokens_per_round   a response grows by at most this many tokens per turn (partial rollout)
-    abort_tail         once a step has its groups, the unfinished responses are aborted, and resumed later
-    overlap            sampling goes on while the trainer trains, within `max_staleness`
+    abort_tail         once a step has its groups, unfinished responses are aborted, and resumed later
+    overlap            sampling continues while the trainer trains, within `max_staleness`
 
-Without the last two a step samples in *rounds*: the driver answers all samples that wait for it, then each sample that
+Without the last two, a step samples in *rounds*: the driver answers all samples that wait for it, then each sample that
 needs tokens grows by one piece, all engines together. The samples then depend only on the seed and the weights, so that
-an interrupted run can be repeated exactly. With either of them `ContinuousSampling` keeps every slot busy. Both keep
-untaken samples for the next step.
+an interrupted run can be repeated exactly. With either one, `ContinuousSampling` keeps every slot busy. In both cases
+untaken samples are kept for the next step.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Ended, Group, Sample
 
 _MAX_IDLE_ROUNDS = 3  # rounds in a row without a single token before the engines are declared broken
-_MAX_DROPPED_STEPS = 20  # as many groups as this many steps train may be dropped in a row
+_MAX_DROPPED_STEPS = 20  # as many groups in a row may be dropped as this many steps train
 _POLL_S = 0.2
 
 
@@ -49,11 +49,11 @@ class Scheduler:
         keep: Keep = lambda group: True,
         streams: Sequence[TokenStream] = (),
     ) -> None:
-        """`streams`: of models and plugins, that the engines return."""
+        """`streams`: streams of models and plugins that the engines return."""
         self.config = config
         self.pool = pool
         self.driver = driver
-        self.num_answers = 0  # of the driver, since this attempt began
+        self.num_answers = 0  # answers of the driver, since this attempt began
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
         self.book = RolloutBook(config, prompts, bound, keep, streams, by_group=driver.by_group)
         self.dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed, streams=streams)
@@ -69,8 +69,8 @@ class Scheduler:
     async def take(self, step: int, version: int) -> tuple[list[Group] | None, RolloutStats]:
         """Return the judged groups of one step; every live engine holds weights of `version`.
 
-        None instead of groups asks for a push of the same weights: all live engines are gone, but one is back. The work
-        until then is in the stats of the call that returns the groups.
+        None instead of groups asks for a push of the same weights: all live engines are gone, but one is back. The call
+        that returns the groups has the work until then in its stats.
 
         Raises:
             EngineError: no engine is left, none comes back in time, or they return no tokens at all.
@@ -83,11 +83,11 @@ class Scheduler:
         return groups, RolloutStats() if groups is None else self._take_stats()
 
     async def close(self) -> None:
-        """Stop sampling; samples keep their tokens, and those that wait for their environment will ask it again."""
+        """Stop sampling. Samples keep their tokens; those waiting for their environment will ask it again."""
         await self.sampling.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON, with arrays, that a resumed run loses nothing with."""
+        """Return JSON, with arrays, from which a run resumes without losing anything."""
         return self.book.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class Scheduler:
         num_idle = 0
         while True:
             if await self._answer_all():
-                num_idle = 0  # it may be environments alone that a step waits for
+                num_idle = 0  # a step may wait for environments alone
             if (groups := self.book.choose(version)) is not None:
                 return groups
             if not self.pool.live():
@@ -114,7 +114,7 @@ class Scheduler:
                 )
 
     async def _run_round(self, step: int) -> bool:
-        """Grow every sample that needs tokens by one piece. Return whether it gave a token or fenced an engine."""
+        """Grow every sample that needs tokens by one piece. Return whether a token came or an engine was fenced."""
         engines, num_before = self.pool.live(), self.ledger.num_tokens["generated"]
         growing = self.book.growing()
         for sample in growing:
@@ -128,8 +128,8 @@ class Scheduler:
         return self.ledger.num_tokens["generated"] > num_before or not all(map(self.pool.is_live, engines))
 
     async def _answer_all(self) -> bool:
-        """Ask the driver about all samples that wait, and book its answers in the order of their prompts, whichever
-        comes first. Return whether there were any."""
+        """Ask the driver about all waiting samples, and book its answers in the order of their prompts, whichever
+        arrives first. Return whether there were any."""
         answers = await asyncio.gather(*(self.ask(samples) for samples in self.book.waiting()))
         for samples in answers:
             self.book_answers(samples)
@@ -165,7 +165,7 @@ class Scheduler:
         return await advanced(self.driver, samples, self.config.max_response_tokens)
 
     def book_answers(self, samples: Sequence[Sample]) -> None:
-        """Book a driver's answers to samples of one group, and settle the group if it is complete now."""
+        """Book a driver's answers to samples of one group, and settle the group if it is now complete."""
         self.num_answers += len(samples)
         for sample in samples:
             self.book.answer(sample)

@@ -1,6 +1,6 @@
 """The rollouts of trainer rank 0, shared with every rank: a share of the batch, the evaluation, or the same error.
 
-Rank 0 makes a batch in a thread and broadcasts a sign of life meanwhile; a JSON header and the shares follow.
+Rank 0 makes a batch in a thread and meanwhile broadcasts a sign of life; a JSON header and the shares follow.
 """
 
 import json
@@ -23,16 +23,16 @@ from bapo_megatron.types import Batch, Group
 
 _T = TypeVar("_T")
 NEEDS_WEIGHTS: Final = None
-"""The result of a call that needs a push first: the last engine has failed, and one is back without the weights. After
-the push, the same call resumes."""
+"""The result of a call that needs a push first: the last engine has failed, and one is back without the weights. The
+same call resumes after the push."""
 
 
 class Rollouts(Protocol):
-    """The maker of batches, on trainer rank 0. The methods with a body here are right without engines."""
+    """The maker of batches, on trainer rank 0. The methods implemented here suit rollouts without engines."""
 
     @property
     def engines(self) -> ConnectedEngines | None:
-        """The engines that it samples with."""
+        """The engines it samples with."""
         return None
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
@@ -52,7 +52,7 @@ class Rollouts(Protocol):
         return []
 
     def judge_failure(self) -> Verdict | None:
-        """Return the first response that the judge failed on, of those judged for the latest batch."""
+        """Return the first response on which the judge failed, of those judged for the latest batch."""
         return None
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class SharedRollouts:
         return share_json(ask, sign_of_life_s=self._sign_of_life_s)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the rollouts on rank 0, None elsewhere."""
+        """Return the state of the rollouts on rank 0, or None elsewhere."""
         return self._first.state_dict() if self._first else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,11 +133,11 @@ def share_json(make: Callable[[], _T] | None, *, sign_of_life_s: float) -> _T:
 
     Args:
         make: on rank 0, makes the value in a thread, however long it takes; None elsewhere.
-        sign_of_life_s: interval at which rank 0 tells the waiting ranks that it goes on, so that sampling may outlast
-            the deadline of a collective.
+        sign_of_life_s: how often rank 0 tells the waiting ranks that it is alive, so that sampling may outlast the
+            deadline of a collective.
 
     Raises:
-        UserError: `make` raised one; on every rank, with the same message.
+        UserError: `make` raised one; all ranks raise it with the same message.
     """
     if make is None:
         wait_together(None)

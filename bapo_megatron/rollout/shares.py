@@ -22,7 +22,7 @@ SharePlan = Callable[[Batch], Sequence[Tensor]]
 
 
 def header_of(batch: Batch) -> dict[str, Any]:
-    """Return what a rank must know of a batch before it gets one, as JSON."""
+    """Return what a rank must know about a batch before it gets one, as JSON."""
     return {
         "metrics": batch.metrics,
         "num_sequences": batch.num_sequences,
@@ -33,13 +33,13 @@ def header_of(batch: Batch) -> dict[str, Any]:
 
 
 class BatchShares:
-    """The ranks that batches are dealt to. Construct it on every rank, and call `deal` on every rank.
+    """The ranks that share batches. Construct it on every rank, and call `deal` on every rank.
 
     Args:
-        data_rank: this rank's place among those that hold copies of the model.
+        data_rank: this rank's place among the ranks that hold copies of the model.
         stage: this rank's pipeline stage.
-        layers_of: from a pipeline stage and a number of layers to those that the stage holds.
-        timeout_s: the deadline of one message.
+        layers_of: given a pipeline stage and a number of layers, returns the layers that the stage holds.
+        timeout_s: deadline of one message.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class BatchShares:
         """Return this rank's share of rank 0's batch.
 
         Args:
-            batch: on rank 0, None elsewhere.
-            header: its description, on every rank.
+            batch: the batch on rank 0, None elsewhere.
+            header: the batch's description, on every rank.
         """
         if len(self._stages) == 1:
             assert batch is not None

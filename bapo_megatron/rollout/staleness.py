@@ -3,12 +3,12 @@
 A step trains `groups_per_step` groups with `updates_per_step` optimizer updates, so the last update of a step that
 begins at weight version V trains a token of version v at age V + updates_per_step - 1 - v. The bound is on that age.
 
-A group's *slack* is the number of later steps that could still train it: 0 means now or never, below 0 is too late. The
-groups that are not trained yet can all be trained in time if, for every h, at most (h + 1) x groups_per_step of them
-have a slack of h or less: the condition of earliest-deadline-first scheduling with equal jobs.
+A group's *slack* is the number of later steps that could still train it: 0 means now or never, below 0 is too late.
+All untrained groups can be trained in time if, for every h, at most (h + 1) x groups_per_step of them have a slack of h
+or less: the condition of earliest-deadline-first scheduling with equal jobs.
 
-All questions are answered from the groups' versions, of which few are looked at one by one: none costs more the more
-groups there are.
+All questions are answered from the groups' versions, and few of them are looked at one by one: the cost does not
+grow with the number of groups.
 """
 
 import itertools
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from heapq import merge
 
 Cohort = dict[int, int]
-"""Groups whose oldest tokens have the same version: by prompt id, their places in the order in which they came."""
+"""Groups whose oldest tokens have the same version: their prompt ids, and their places in the order of arrival."""
 
 
 class Ages:
-    """Groups, here prompt ids, by the version of their oldest token, None if they have none."""
+    """Groups (as prompt ids) by the version of their oldest token, or None if they have no tokens."""
 
     def __init__(self) -> None:
-        self.cohorts: dict[int | None, Cohort] = {}  # by version, none empty
+        self.cohorts: dict[int | None, Cohort] = {}  # by version; none is empty
         self._versions: dict[int, int | None] = {}  # by prompt id
         self._num_put = 0
 
@@ -36,7 +36,7 @@ class Ages:
         return self._versions[prompt_id]
 
     def put(self, prompt_id: int, version: int | None) -> None:
-        """Add a group, or note that its oldest token has another version now."""
+        """Add a group, or record that its oldest token now has another version."""
         if prompt_id in self._versions:
             if self._versions[prompt_id] == version:
                 return
@@ -57,18 +57,18 @@ class Ages:
 class StalenessBound:
     """A bound on the age of trained tokens.
 
-    Example: with max_age = 3 and 2 updates a step, a token is trained in the step that sampled it (age 0, then 1) or
-    in the next one (age 2, then 3): its slack is 1 at first.
+    Example: with max_age = 3 and 2 updates per step, a token is trained in the step that sampled it (age 0, then 1) or
+    in the next one (age 2, then 3): its initial slack is 1.
     """
 
-    max_age: int | None  # optimizer updates; None: no bound
+    max_age: int | None  # optimizer updates; None means no bound
     updates_per_step: int
     groups_per_step: int
 
     def slack(self, oldest_version: int | None, version: int) -> float:
         """Return how many later steps could train a token of `oldest_version` if the next step begins at `version`.
 
-        None stands for a token sampled now.
+        None means a token sampled now.
         """
         if self.max_age is None:
             return float("inf")
@@ -96,15 +96,15 @@ class StalenessBound:
         return [prompt_id for v in versions for prompt_id in ages.cohorts.get(v, ())]
 
     def capacity(self, version: int, next_version: int) -> float:
-        """Return the limit of untrained groups when one begins with weights of `version`.
+        """Return the most groups that may be untrained when one begins with weights of `version`.
 
         `next_version` is the learner's version when the next batch is taken: the same before a step's batch is taken,
-        `updates_per_step` more while the step trains and sampling goes on.
+        `updates_per_step` more if sampling continues while the step trains.
         """
         return self.groups_per_step * (self.slack(version, next_version) + 1)
 
     def choose(self, finished: Ages, active: Ages, version: int) -> list[int] | None:
-        """Return the groups to train now, stalest first; None if the step has to wait for others to finish.
+        """Return the groups to train now, stalest first, or None if the step has to wait for others to finish.
 
         It waits for unfinished groups, which are in `active`, only if training now would make one of them too old.
         Groups with the same slack are trained in the order in which they finished.
@@ -135,7 +135,7 @@ class StalenessBound:
         return dict(sorted(found.items()))
 
     def _are_in_time(self, num_left: Counter[float]) -> bool:
-        """Return whether groups that are left by a step can be trained after it; `num_left` is by their slack."""
+        """Return whether the groups left by a step can be trained after it; `num_left` counts them by slack."""
         num_so_far = 0
         for slack, num in sorted((slack, num) for slack, num in num_left.items() if slack >= 0):
             num_so_far += num
@@ -145,7 +145,7 @@ class StalenessBound:
 
 
 def _known(oldest_version: int | None, version: int) -> int:
-    """Return the version of a group's oldest token; a group without tokens samples its first one now, at `version`."""
+    """Return the version of a group's oldest token; a group without tokens samples its first now, at `version`."""
     return version if oldest_version is None else oldest_version
 
 
@@ -154,6 +154,6 @@ def _num(cohorts: list[Cohort]) -> int:
 
 
 def _in_order(cohorts: list[Cohort]) -> Iterator[int]:
-    """Yield the prompt ids of cohorts in the order in which they came."""
+    """Yield the prompt ids of cohorts in the order of arrival."""
     for _, prompt_id in merge(*(((place, prompt_id) for prompt_id, place in cohort.items()) for cohort in cohorts)):
         yield prompt_id

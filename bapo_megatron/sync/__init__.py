@@ -22,9 +22,9 @@ def open_channel(
     """Return this rank's end of the channel that `sync.channel` names, not connected yet.
 
     Args:
-        engines: on the trainer's first rank: the engines, and a function that runs a coroutine on their event loop.
-        folder: disk channel: place for the weights of each version.
-        hf_path: disk channel: the policy's checkpoint folder, for config and tokenizer.
+        engines: on the trainer's first rank, the engines and a function that runs a coroutine on their event loop.
+        folder: for the disk channel: where to write each version's weights.
+        hf_path: for the disk channel: the policy's checkpoint folder, with config and tokenizer.
         pause_mode: see `Channel.pause_mode`.
     """
     sender: Sender | None = None

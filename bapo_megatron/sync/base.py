@@ -1,4 +1,4 @@
-"""The channel seam: how the training loop sends the policy's weights to the engines."""
+"""The interface of a channel: how the training loop sends the policy's weights to the engines."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class SyncStats:
     num_tensors: int = 0
     num_buckets: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    generation_pause_s: float = 0.0  # from the last engine's pause to the last one's continue
-    is_whole: bool = True  # every live engine holds the weights; else push again
+    generation_pause_s: float = 0.0  # from the last engine's pause until the last one continues
+    is_whole: bool = True  # every live engine holds the weights; otherwise push again
     _last_lap_s: float = field(default_factory=time.monotonic)
 
     def lap(self, stage: str | None) -> None:
-        """Add the time since the last lap to a stage; None skips it."""
+        """Add the time since the last lap to a stage; None discards it."""
         last, self._last_lap_s = self._last_lap_s, time.monotonic()
         if stage is not None:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + self._last_lap_s - last
@@ -69,7 +69,7 @@ class WeightSource(Protocol):
         ...
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield this rank's own boxes, mostly views of live weights; those of all ranks make up each weight once.
+        """Yield this rank's own boxes, mostly views of live weights; all ranks' boxes make up each weight once.
 
         Collective: every rank reads to the end, and uses nothing before.
 
@@ -79,9 +79,9 @@ class WeightSource(Protocol):
         ...
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by Hugging Face name, as in the manifest, on global rank 0; elsewhere empty tensors.
+        """Yield whole weights by Hugging Face name, in manifest order, on global rank 0; elsewhere empty tensors.
 
-        Collective, and raises, as `pieces`.
+        Collective; raises as `pieces` does.
         """
         ...
 
@@ -93,9 +93,9 @@ class Channel(Protocol):
     """
 
     pause_mode: PauseMode
-    """What becomes of requests during a push. retract: they wait, and are computed anew with the new weights; abort:
-    they end with the tokens so far; in_place: they wait, and continue with what older weights have computed, which
-    SGLang uses for new requests with the same prefix too."""
+    """What happens to requests during a push. retract: they wait, and are recomputed with the new weights. abort: they
+    end with the tokens so far. in_place: they wait, then continue with what older weights have computed; SGLang also
+    uses that for new requests with the same prefix."""
 
     def connect(self, source: WeightSource) -> None:
         """Check that the engines can take these weights. Raises EngineError naming the URL and first difference."""
@@ -106,7 +106,7 @@ class Channel(Protocol):
 
         Raises:
             EngineError: all engines refuse, and stay paused; or no engine is left, and none is expected back.
-            UserError: a rank failed, and is named; the engines sample nothing from what they have received.
+            UserError: a rank failed (the message names it); the engines sample nothing from what they have received.
         """
         ...
 
@@ -127,9 +127,9 @@ class Sender(Protocol):
 
         Args:
             weights: Hugging Face names and whole tensors, in the order of the manifest.
-            version: the weight version that the engines report from now on.
+            version: the weight version that the engines report from then on.
 
-        Returns the stats; if they are not `is_whole`, an engine failed on the way, is fenced, and the push must be
+        Returns the stats. If they are not `is_whole`, an engine failed midway and is fenced, and the push must be
         repeated.
 
         Raises:
@@ -145,7 +145,7 @@ class RankZeroChannel:
     """Implements `Channel`: all ranks gather whole weights on rank 0, which sends them."""
 
     def __init__(self, sender: Sender | None, pause_mode: PauseMode = "retract") -> None:
-        """`sender`, None on every rank but the first, pauses engines in this mode."""
+        """`sender` pauses engines in this mode; it is None on every rank but the first."""
         self.pause_mode = pause_mode
         self._sender = sender
 
@@ -156,7 +156,7 @@ class RankZeroChannel:
                 self._sender.connect(source.manifest())
 
     def push(self, source: WeightSource) -> SyncStats:
-        """See `Channel.push`. An incomplete push fences an engine, and a repeated one admits none, so this ends."""
+        """See `Channel.push`. An incomplete push fences an engine and a repeated one admits none, so the loop ends."""
         stats = SyncStats()
         while True:
             with failing_together():

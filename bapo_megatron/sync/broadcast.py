@@ -2,12 +2,12 @@
 
     pause -> begin -> group -> per bucket: gather | announce by HTTP + broadcast -> end -> verify -> continue
 
-While one bucket travels, its digests are computed and the next one is gathered. The next one is announced once every
-engine has confirmed the last: broadcasts have no names, and two announcements may arrive in either order. Every wait
-watches the engines' replies and the broadcast together, has a deadline and names the late engine. An engine that fails
-is fenced off (`Members.fence`); if that tears a broadcast, the others stay paused until the push is repeated
-(`RankZeroChannel.push`). One that is healthy again takes part in a later push (engines/pool.py). Nothing is sampled
-from unverified weights.
+While one bucket travels, its digests are computed and the next bucket is gathered. The next one is announced only after
+every engine has confirmed the last: broadcasts have no names, and two announcements may arrive in either order. Every
+wait watches the engines' replies and the broadcast together, has a deadline, and names the late engine. An engine that
+fails is fenced off (`Members.fence`); if that tears a broadcast, the others stay paused until the push is repeated
+(`RankZeroChannel.push`). An engine that recovers takes part in a later push (engines/pool.py). Nothing is sampled from
+unverified weights.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from bapo_megatron.sync.session import Infos, Members, Replies, Session
 Weights = Iterator[tuple[str, Tensor]]
 
 _POLL_S = 0.0005  # a broadcast has no event to wait for
-RELEASE_S = 5.0  # time for engines to say that a rendezvous was called off
+RELEASE_S = 5.0  # time for engines to report that a rendezvous was cancelled
 
 
 class BroadcastChannel:
@@ -51,8 +51,8 @@ class BroadcastChannel:
         self._config = config
         self.session = Session(pool, submit, config.timeout_s, pause_mode, {"gloo", "nccl"})
         self._host = host
-        self.group: UpdateGroup | None = None  # of the last push, while it can be used again
-        self._urls: set[str] = set()  # of the engines in the group
+        self.group: UpdateGroup | None = None  # group of the last push, while it can be used again
+        self._urls: set[str] = set()  # URLs of the engines in the group
         self.plan: list[Bucket] = []
 
     def connect(self, manifest: Sequence[TensorSpec]) -> None:
@@ -101,7 +101,7 @@ class BroadcastChannel:
         return stats
 
     def _join(self, members: Members, infos: Infos, new: set[str]) -> UpdateGroup:
-        """Return the group of these members, formed anew if they differ from those of the last push."""
+        """Return the group of these members; form a new one if they differ from the last push's members."""
         urls = {engine.url for engine in members.engines}
         if self.group is None or new or urls != self._urls:
             self._leave_group(members)
@@ -111,7 +111,7 @@ class BroadcastChannel:
         return self.group
 
     def _leave_group(self, members: Members) -> None:
-        """Leave the group and tell the members that are in it; their answers do not matter."""
+        """Leave the group and tell the members in it; their answers do not matter."""
         if self.group is not None:
             self._abandon_group()
             leaving = members.start("leave the weight group", lambda engine: engine.transport.leave(), only=self._urls)
@@ -132,7 +132,7 @@ class _TornError(Exception):
 
     def __init__(self, failures: dict[str, EngineError]) -> None:
         super().__init__(failures)
-        self.failures = failures  # by url of the engines to blame
+        self.failures = failures  # by URL of the engines at fault
 
 
 @dataclass(slots=True)
@@ -151,9 +151,9 @@ class Flight:
 
 @dataclass(slots=True)
 class BucketSender:
-    """Sends the buckets of one push. Holds two at a time: one travels, the next is gathered.
+    """Sends the buckets of one push. Holds two at a time: one travels while the next is gathered.
 
-    Over gloo each tensor is a broadcast of its own, from its place to its place: on a CPU a copy costs half as much as
+    Over gloo each tensor is its own broadcast, straight from place to place: on a CPU a copy costs half as much as
     sending. Over NCCL, where a launch costs more than a copy, a bucket is packed into one buffer.
     """
 
@@ -161,7 +161,7 @@ class BucketSender:
     group: UpdateGroup
     version: int
     stats: SyncStats
-    proving: Set[str]  # urls of engines that tell the digests of what they received
+    proving: Set[str]  # URLs of engines that return the digests of what they received
     digests: dict[str, str] = field(default_factory=dict)
     flight: Flight | None = None
 
@@ -182,7 +182,7 @@ class BucketSender:
             self.stats.seconds["broadcast"] = time.monotonic() - began_at - self.stats.seconds["gather"]
 
     def _gather(self, bucket: Bucket, weights: Weights) -> list[Tensor]:
-        """Return the bucket's tensors, the next of `weights`; count the time in which the engines are idle."""
+        """Return the bucket's tensors, the next of `weights`; count the time during which the engines are idle."""
         began_at = time.monotonic()
         held = dict(itertools.islice(weights, len(bucket.specs)))
         tensors = [held[spec.name].detach().to(self.device).contiguous() for spec in bucket.specs]
@@ -205,12 +205,12 @@ class BucketSender:
             received = await engine.transport.take(bucket, version=version, keeps_cache=keeps_cache)
             if engine.url in self.proving and received.keys() != names:
                 raise EngineError(
-                    f"{engine.url} confirms the bucket with {bucket.specs[0].name}, and not that it received it: is "
+                    f"{engine.url} confirms the bucket with {bucket.specs[0].name}, but not that it received it: is "
                     "the engine itself answering?"
                 )
 
         replies = self.members.start(f"take the bucket with {bucket.specs[0].name}", take)
-        # Over gloo sooner than the replies' deadline: a hung engine ends the broadcast, the others are free to say so.
+        # Over gloo, earlier than the replies' deadline: a hung engine ends the broadcast, so the others can report it.
         timeout_s = self.members.session.timeout_s / 2
         self.stats.num_bytes += bucket.num_bytes
         self.stats.num_buckets += 1
@@ -218,7 +218,7 @@ class BucketSender:
 
     @property
     def device(self) -> str:
-        """The place that buckets are sent from."""
+        """The device that buckets are sent from."""
         return "cuda" if self.group.backend == "nccl" else "cpu"
 
     def _wait(self) -> None:
@@ -238,14 +238,14 @@ class BucketSender:
         raise _TornError(self._break_off(flight, problem))
 
     def _break_off(self, flight: Flight, problem: Exception | None) -> dict[str, EngineError]:
-        """Leave the group, wait for the engines' replies, and return the failures of those to blame.
+        """Leave the group, wait for the engines' replies, and return the failures of the engines at fault.
 
-        An engine that does not answer is, even if it waits for another; one that only lost the broadcast is not. If
-        there is nobody else, it is those that confirmed a bucket without a proof that they received it: the broadcast
-        did not end. If all of them have proofs, it is those that lost what others received.
+        An engine that does not answer is at fault, even if it waits for another; one that only lost the broadcast is
+        not. Failing these, engines that confirmed a bucket without proof of receiving it are at fault: the broadcast
+        did not end. If all have proofs, engines that lost what others received are at fault.
         """
         self.group.abandon()
-        flight.works.clear()  # over gloo each holds the connections, whose end is what the other engines wait for
+        flight.works.clear()  # over gloo each work holds the connections, and the other engines wait for these to close
         _, failures = flight.replies.collect()
         if to_blame := {url: error for url, error in failures.items() if not isinstance(error, BroadcastLostError)}:
             return to_blame
@@ -260,13 +260,13 @@ class BucketSender:
 
 
 def form_group(members: Members, num_ranks: Mapping[str, int], *, host: str, backend: GroupBackend) -> UpdateGroup:
-    """Form a group of this process and all members that can join, under a fresh name.
+    """Form a group of this process and all members that can join, under a new name.
 
     Engines that refuse or are late are fenced, and the others try again. A group left by a dead trainer stays unused.
 
     Args:
-        num_ranks: number of ranks of each engine, by url.
-        host: this process's address for the engines.
+        num_ranks: number of ranks of each engine, by URL.
+        host: this process's address as the engines see it.
 
     Raises:
         EngineError: see `Members.fence`; or the trainer itself could not join.
@@ -281,7 +281,7 @@ def form_group(members: Members, num_ranks: Mapping[str, int], *, host: str, bac
 def _try_to_form(
     members: Members, num_ranks: dict[str, int], host: str, backend: GroupBackend
 ) -> UpdateGroup | dict[str, EngineError]:
-    """Hold one rendezvous; return the group, or the failures of the engines to blame if one does not come."""
+    """Hold one rendezvous. Return the group, or the failures of the engines at fault if none forms."""
     name, timeout_s = f"weights-{secrets.token_hex(8)}", members.session.timeout_s
     first_ranks = dict(zip(num_ranks, itertools.accumulate(num_ranks.values(), initial=1), strict=False))
     world_size = 1 + sum(num_ranks.values())
@@ -294,11 +294,11 @@ def _try_to_form(
     )
 
     def join() -> UpdateGroup:
-        # A connection of its own: the server's handle must be free to be dropped.
+        # With its own connection: the server's handle must be free to be dropped.
         store = connect_store(host, port, world_size, timeout_s)
         return UpdateGroup(name, store=store, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s)
 
-    joined = in_thread("join-weight-group", join)  # joining blocks until everybody is there
+    joined = in_thread("join-weight-group", join)  # joining blocks until everybody has joined
     replies.wait_until(replies.deadline, first_failure=True)
     if replies.is_done and not replies.failed():
         try:
@@ -308,7 +308,7 @@ def _try_to_form(
         group.server = server
         return group
     refused = replies.failed()
-    server = None  # closes the rendezvous: engines that wait in it are let go, and are not to blame
+    server = None  # closes the rendezvous: engines waiting in it are released, and are not at fault
     joined.add_done_callback(lambda late: None if late.exception() else late.result().close())
     replies.wait_until(time.monotonic() + RELEASE_S)
     late = replies.unanswered()

@@ -35,7 +35,7 @@ class DiskChannel:
         hf_path: Path,
         pause_mode: PauseMode = "retract",
     ) -> None:
-        """Write versions below `folder`; copy config and tokenizer, which SGLang reads too, from `hf_path`."""
+        """Write versions below `folder`; copy config and tokenizer, which SGLang also reads, from `hf_path`."""
         self._session = Session(pool, submit, config.timeout_s, pause_mode, {"disk"})
         self._folder = folder.absolute()
         self._hf_path = hf_path
@@ -47,7 +47,7 @@ class DiskChannel:
         self._folder.mkdir(parents=True)
 
     def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        """See `Sender.push`; never incomplete, since no engine's failure affects another."""
+        """See `Sender.push`. A push is never incomplete, since no engine's failure affects another."""
         try:
             return self._push(in_order(weights, self._session.manifest), version)
         except NoEngineLeftError:
@@ -77,7 +77,7 @@ class DiskChannel:
         return stats
 
     def _write(self, weights: Iterator[tuple[str, Tensor]], folder: Path) -> dict[str, str]:
-        """Write one version, whole or not at all; return the digest of each weight."""
+        """Write one version, completely or not at all; return the digest of each weight."""
         partial = folder.with_name(f"{folder.name}.partial")
         for old in (partial, folder):
             shutil.rmtree(old, ignore_errors=True)

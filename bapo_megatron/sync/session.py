@@ -1,4 +1,4 @@
-"""The engines' side of a push: choose and pause them, call them together, fence those that fail, verify, let go on."""
+"""The engines' side of a push: choose and pause them, call them together, fence those that fail, verify, resume."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from bapo_megatron.sync.verify import check_model, check_weights, minority
 _T = TypeVar("_T")
 Call = Callable[[Engine], Coroutine[Any, Any, _T]]
 Infos = Mapping[str, Mapping[str, Any]]
-"""`server_info` by url."""
+"""`server_info` by URL."""
 
-_OF_THE_TRAINER = (RequestRefusedError, BroadcastLostError)  # replies that blame the push itself, if all engines agree
+_OF_THE_TRAINER = (RequestRefusedError, BroadcastLostError)  # replies that blame the push itself if all engines agree
 
 
 class Session:
@@ -34,15 +34,15 @@ class Session:
     def __init__(
         self, pool: EnginePool, submit: Submit, timeout_s: float, pause_mode: PauseMode, transports: Set[str]
     ) -> None:
-        """Require of each engine that it has one of these `Transport`s."""
+        """Require that each engine has one of these `Transport`s."""
         self.pool = pool
         self.pause_mode = pause_mode
         self.manifest: tuple[TensorSpec, ...] = ()
-        self.is_torn = False  # the last push broke off and has to be repeated
+        self.is_torn = False  # the last push broke off and must be repeated
         self.submit = submit
         self.timeout_s = timeout_s
         self._transports = transports
-        self._version: int | None = None  # last pushed
+        self._version: int | None = None  # last version pushed
         self._paused_at: float | None = None
 
     @property
@@ -64,9 +64,9 @@ class Session:
         return infos
 
     def pause(self, version: int) -> tuple[Members, Infos, set[str]]:
-        """Pause the engines of a push of `version`; return them, their `server_info`, and the urls new to the group.
+        """Pause the engines for a push of `version`. Return them, their `server_info`, and the URLs new to the group.
 
-        New engines are back after a failure, or hold another version than the last one pushed: they were restarted
+        New engines are back after a failure, or hold another version than the last one pushed because they restarted
         unnoticed. A repeated push leaves engines that are back to the next push, so that it ends.
         """
         self.pool.expect(version)
@@ -81,7 +81,7 @@ class Session:
         return members, infos, new & {engine.url for engine in members.engines}
 
     def finish(self, members: Members, digests: Mapping[str, str], version: int, stats: SyncStats) -> None:
-        """Let engines that hold the weights sent go on, and fence the others."""
+        """Resume the engines that hold the weights sent, and fence the others."""
 
         async def verify(engine: Engine) -> dict[str, Any]:
             info, checksum = await engine.server_info(), await engine.transport.digests()
@@ -145,24 +145,24 @@ class Replies(Generic[_T]):
 
     @property
     def done_at(self) -> float | None:
-        """Time of the last reply, None before it."""
+        """Time of the last reply, or None before it."""
         return self._replied_at[-1] if len(self._replied_at) == len(self._futures) else None
 
     def failed(self) -> set[str]:
-        """Return the urls whose reply is an error so far."""
+        """Return the URLs whose reply so far is an error."""
         return {u for u, f in self._futures.items() if f.done() and (f.cancelled() or f.exception() is not None)}
 
     def unanswered(self) -> set[str]:
-        """Return the urls that have not replied so far."""
+        """Return the URLs that have not replied so far."""
         return {url for url, future in self._futures.items() if not future.done()}
 
     def wait_until(self, deadline: float, *, first_failure: bool = False) -> None:
-        """Wait for all replies, or the deadline; with `first_failure`, an error ends the wait as well."""
+        """Wait for all replies, or until the deadline; with `first_failure`, an error also ends the wait."""
         timeout_s = max(0.0, deadline - time.monotonic())
         wait(self._futures.values(), timeout_s, FIRST_EXCEPTION if first_failure else ALL_COMPLETED)
 
     def collect(self) -> tuple[dict[str, _T], dict[str, EngineError]]:
-        """Wait for all replies or the deadline; return results and failures by url. A late engine has failed."""
+        """Wait for all replies or the deadline. Return results and failures by URL; a late engine has failed."""
         self.wait_until(self.deadline)
         results: dict[str, _T] = {}
         failures: dict[str, EngineError] = {}
@@ -189,22 +189,22 @@ class Members:
         self.fence({})
 
     def start(self, what: str, call: Call[_T], only: Collection[str] | None = None) -> Replies[_T]:
-        """Start the same call to every engine, or to those at the urls `only`."""
+        """Start the same call to every engine, or only to those at the URLs in `only`."""
         asked = [engine for engine in self.engines if only is None or engine.url in only]
         futures = {engine.url: self.session.submit(call(engine)) for engine in asked}
         return Replies(what, futures, self.session.timeout_s)
 
     def all(self, what: str, call: Call[_T], only: Collection[str] | None = None) -> dict[str, _T]:
-        """Return results by url and fence the engines that fail. Raises as `fence` does."""
+        """Return results by URL and fence the engines that fail. Raises as `fence` does."""
         results, failures = self.start(what, call, only).collect()
         self.fence(failures)
         return results
 
     def fence(self, failures: Mapping[str, EngineError]) -> None:
-        """Fence the engines at these urls.
+        """Fence the engines at these URLs.
 
         Raises:
-            RequestRefusedError, BroadcastLostError: all engines refuse alike, so the fault is the trainer's.
+            RequestRefusedError, BroadcastLostError: all engines refuse for the same reason, so the trainer is at fault.
             NoEngineLeftError: none is left.
         """
         complaints = [error for error in failures.values() if isinstance(error, _OF_THE_TRAINER)]

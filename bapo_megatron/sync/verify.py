@@ -1,8 +1,8 @@
-"""Checks that an engine serves the policy before weights are sent, and holds the weights sent afterwards.
+"""Checks that an engine serves the policy before weights are sent, and holds those weights afterwards.
 
-The embedded engine names its weights as the trainer does, with types, shapes and a digest of each: all are compared.
-An SGLang server tells the names of its fused weights and has its own checksums: names are compared with those sent,
-shapes with the config.json that it was started with (if this machine can read it), checksums between servers.
+The embedded engine names its weights as the trainer does, with types, shapes and digests: all are compared.
+An SGLang server reports the names of its fused weights and has its own checksums: names are compared with the names
+sent, shapes with its config.json (if this machine can read it), checksums between servers.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import Any
 from bapo_megatron.engines.base import Capabilities, Engine
 from bapo_megatron.engines.http import shortened
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
-from bapo_megatron.errors import CheckpointError, EngineError
+from bapo_megatron.errors import CheckpointError, EngineError, plural
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -24,7 +24,7 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
     """Compare the engine's model with the manifest; return its `server_info`.
 
     Raises:
-        EngineError: it is not reachable, no such server, or serves another model; names the url and the difference.
+        EngineError: it is not reachable, not such a server, or serves another model; names the URL and the difference.
     """
     info = await engine.server_info()
     if info.get("weight_version") is None:
@@ -43,7 +43,7 @@ async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[st
 def check_weights(
     url: str, version: int, digests: Mapping[str, str], info: Mapping[str, Any], checksum: Mapping[str, Any]
 ) -> None:
-    """Compare one engine's version and checksum with those sent. Raises EngineError naming a difference."""
+    """Compare one engine's version and checksum with the ones sent. Raises EngineError naming a difference."""
     if str(info.get("weight_version")) != str(version):
         raise EngineError(
             f"{url} reports weight version {shortened(info.get('weight_version'))} after {version} was sent"
@@ -55,13 +55,15 @@ def check_weights(
     held = checksum["ranks"][0]["checksums"]
     wrong = sorted(name for name in digests.keys() | held.keys() if digests.get(name) != held.get(name))
     if wrong:
-        raise EngineError(f"{url} holds other weights than were sent: {len(wrong)} differ, such as {wrong[0]!r}")
+        raise EngineError(
+            f"{url} holds other weights than were sent: {plural(len(wrong), 'difference')}, such as {wrong[0]!r}"
+        )
 
 
 def minority(checksums: Mapping[str, Mapping[str, Any]]) -> dict[str, EngineError]:
-    """Return the failures of servers whose own checksums differ from most of their kind, by url.
+    """Return the failures, by URL, of servers whose own checksums differ from most of their kind.
 
-    Servers of equal sharding are compared. Without a majority, all of them fail.
+    Servers with equal sharding are compared. Without a majority, all of them fail.
     """
     wrong: dict[str, EngineError] = {}
     kinds: dict[int, dict[str, str]] = {}
@@ -103,7 +105,7 @@ def _check_started_with(url: str, manifest: Sequence[TensorSpec], info: Mapping[
 
 
 def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> None:
-    """Compare the names sent with those of an SGLang server, which skips weights that its model does not have.
+    """Compare the names sent with an SGLang server's names. SGLang skips weights that its model does not have.
 
     Raises:
         EngineError: the server lacks a weight that is sent, or has one that is not.
@@ -117,7 +119,9 @@ def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> 
     lacking, extra = (fused[name] for name in fused.keys() - held), held - fused.keys()
     for names, fault in ((sorted(lacking), "lacks"), (sorted(extra), "has, unlike the policy,")):
         if names:
-            raise EngineError(f"{url} serves another model: it {fault} {len(names)} weights, such as {names[0]!r}")
+            raise EngineError(
+                f"{url} serves another model: it {fault} {plural(len(names), 'weight')}, such as {names[0]!r}"
+            )
 
 
 def _fused(name: str) -> str:

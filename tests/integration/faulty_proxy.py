@@ -16,13 +16,13 @@ from aiohttp import web
 RESULT_FAULTS = {  # of one result among many: what is done to it -> what the client must say
     "no tokens": "no output_ids",
     "no log-probs": "no output_token_logprobs",
-    "wrong length": r"\d+ log-probs for \d+ tokens",
+    "wrong length": "output_ids has length",
     "nan": "log-prob nan at output token 0",
     "bad count": "cached_tokens None is not a count",
     "other tokens": "does not belong to token",
     "foreign token": "is outside the vocabulary",
-    "other request": "is of request",
-    "other prompt": "prompt tokens, but",
+    "other request": "is for request",
+    "other prompt": "prompt tokens?, but",
     "bad version": "weight version inf is not a whole number",
 }
 CALL_FAULTS = {  # of the whole reply

@@ -97,10 +97,10 @@ def test_no_more_is_read_than_the_bucket_holds() -> None:
 def test_a_learner_that_yields_something_else_is_found_out() -> None:
     manifest = [TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (2,))]
     for weights, message in (
-        ([("b", torch.zeros(2))], r"to send a float32 \[2\], and came up with b float32 \[2\]"),
-        ([("a", torch.zeros(3))], r"came up with a float32 \[3\]"),
-        ([("a", torch.zeros(2).half())], r"came up with a float16 \[2\]"),
-        ([("a", torch.zeros(2))], r"to send b float32 \[2\], and came up with nothing"),
+        ([("b", torch.zeros(2))], r"to send a float32 \[2\] next, but got b float32 \[2\]"),
+        ([("a", torch.zeros(3))], r"but got a float32 \[3\]"),
+        ([("a", torch.zeros(2).half())], r"but got a float16 \[2\]"),
+        ([("a", torch.zeros(2))], r"to send b float32 \[2\] next, but got nothing"),
         ([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(1))], "to send nothing more"),
     ):
         with pytest.raises(EngineError, match=message):

@@ -71,7 +71,7 @@ def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() ->
     found = [v.message for v in check_settings(config, hf_config=policy, reference_config=other)]
     assert len(found) == 2
     assert found[0].startswith("loss.reference_path='x' has a vocabulary of 7 tokens, the policy one of")
-    assert found[1].startswith("loss.reference_path='x': parallel.tensor=2 does not divide 1 key-value heads")
+    assert found[1].startswith("loss.reference_path='x': parallel.tensor=2 does not divide 1 key-value head")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_packed_reply_is_refused_unread(packing: str) -> None:
         assert request.headers["Accept-Encoding"] == "identity"
         return web.Response(body=gzip.compress(b"[" * 10**6), headers={"Content-Encoding": packing})
 
-    with pytest.raises(EngineError, match=rf"the reply is packed \({packing}\)"):
+    with pytest.raises(EngineError, match=rf"the reply is compressed \({packing}\)"):
         ask(answer, lambda engine: engine.generate(REQUEST))
 
 
@@ -178,7 +178,7 @@ def test_weights_are_not_confirmed_by_a_reply_that_does_not_say_so(body: str) ->
         await engine.transport.join(GroupSeat("group", "127.0.0.1", 1, 1, 2, "gloo"))
         await engine.transport.take(bucket, version=None)
 
-    with pytest.raises(EngineError, match=r"1 weights from w to w: (HTTP 200: .*|the reply does not confirm them)"):
+    with pytest.raises(EngineError, match=r"1 weight from w to w: (HTTP 200: .*|the reply does not confirm them)"):
         ask(answer, take)
 
 

@@ -224,7 +224,7 @@ def test_a_good_reply_is_read() -> None:
     ("path", "value", "message"),
     [
         ("output_ids", None, "output_ids"),
-        ("output_ids", [7, 8], "log-probs for 2 tokens"),
+        ("output_ids", [7, 8], "output_ids has length 2"),
         ("output_ids", [7, 8, 9, 1, 1], "at most 4"),
         ("output_ids", [7, 8, 10], "outside the vocabulary"),
         ("output_ids", [7, 8, True], "outside the vocabulary"),
@@ -232,7 +232,7 @@ def test_a_good_reply_is_read() -> None:
         ("finish_reason", None, "finish_reason"),
         ("finish_reason", {"type": "odd"}, "odd"),
         ("output_token_logprobs", None, "no output_token_logprobs"),
-        ("output_token_logprobs", [[-0.5, 7, None]], "1 log-probs for 3 tokens"),
+        ("output_token_logprobs", [[-0.5, 7, None]], "output_token_logprobs has length 1, output_ids has length 3"),
         ("output_token_logprobs", [[-0.5, 7], [-1.0, 7], [-1.0, 9]], "does not belong to token 8"),
         ("output_token_logprobs", [[float("nan"), 7], [-1.0, 8], [-1.0, 9]], "nan"),
         ("output_token_logprobs", [[float("-inf"), 7], [-1.0, 8], [-1.0, 9]], "inf"),
@@ -244,8 +244,8 @@ def test_a_good_reply_is_read() -> None:
         ("weight_versions", [{"version": "v4", "start": 0, "end": 3}], "'v4' is not a whole number"),
         ("weight_versions", [{"version": 1.5, "start": 0, "end": 3}], "1.5 is not a whole number"),
         ("weight_versions", [{"version": float("inf"), "start": 0, "end": 3}], "inf is not a whole number"),
-        ("id", "another", "the reply is of request 'another'"),
-        ("prompt_tokens", 1, "it continues 1 prompt tokens, but 2 were sent"),
+        ("id", "another", "the reply is for request 'another'"),
+        ("prompt_tokens", 1, "it continues 1 prompt token, but 2 were sent"),
     ],
 )
 def test_a_bad_reply_is_refused(path: str, value: Any, message: str) -> None:

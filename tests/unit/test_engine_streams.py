@@ -196,7 +196,7 @@ def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine, mon
         assert said in refusal["message"]
     fields = reply["meta_info"]["rows"]
     for name, value, said in (
-        ("marks", None, "stream marks: the reply has no rows of it"),
+        ("marks", None, "stream marks: the reply has no rows for it"),
         ("marks", fields["marks"][:32], r"stream marks: rows of shape \[3, 4, 2\], not \[6, 4, 2\]"),
         ("norms", [1.0], r"stream norms: rows of shape \[1\], not \[6\]"),
         ("surprises", fields["marks"], "stream surprises: must be a list of numbers"),

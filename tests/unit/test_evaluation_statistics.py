@@ -143,7 +143,7 @@ def test_tables_and_json_hold_what_was_found() -> None:
     assert (hard["response_tokens"], hard["truncated_share"]) == (25.0, 0.25)
     assert hard["verifier_problems"] == [None, "timeout", None, "error"]
     table = evaluation.table()
-    assert "1 verifier timeouts, 1 verifier errors" in table
+    assert "1 verifier timeout, 1 verifier error" in table
     assert table.index("1/4") < table.index("4/4"), "the hardest first"
     assert max(map(len, table.splitlines())) < 100
     without = Evaluation({}, problems[:1], has_answers=False, seed=0)

@@ -106,7 +106,7 @@ def test_a_reserved_port_can_be_served_on_and_is_not_given_twice() -> None:
 
 @pytest.mark.parametrize(
     ("found", "message"),
-    [(None, r"not installed.*install_sglang_cpu\.sh.*embedded"), ("0.6.0", r"0\.5\.23 is needed, and 0\.6\.0")],
+    [(None, r"not installed.*install_sglang_cpu\.sh.*embedded"), ("0.6.0", r"0\.5\.23 is needed, but 0\.6\.0")],
 )
 def test_a_missing_or_foreign_sglang_is_an_error_of_the_user(
     monkeypatch: pytest.MonkeyPatch, found: str | None, message: str

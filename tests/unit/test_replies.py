@@ -189,7 +189,7 @@ def test_scores_are_read() -> None:
         ({"input_token_logprobs": [None, None, [-1, 8]]}, "input_token_logprobs: Expected `array`, got `null`"),
         ({"input_token_logprobs": [None, [-math.inf, 7], [-1, 8]]}, "not a finite number <= 0"),
         ({"input_token_logprobs": [None, [0.5, 7], [-1, 8]]}, "not a finite number <= 0"),
-        ({"input_top_logprobs": [None, [[-0.5, 7]], [[-0.25, 3]]]}, "has not 2 entries for each token"),
+        ({"input_top_logprobs": [None, [[-0.5, 7]], [[-0.25, 3]]]}, "does not have 2 entries for each token"),
         ({"input_top_logprobs": [None, [[-0.5, 7], [-2, "a"]], LIKELIEST[2]]}, "input_top_logprobs: Expected `int`"),
     ],
 )
@@ -224,7 +224,7 @@ def test_log_probs_of_a_cut_are_those_of_what_it_leaves() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([-1.0], "1 output_token_sampling_logprobs for 2 tokens"),
+        ([-1.0], "output_token_sampling_logprobs has length 1, output_ids has length 2"),
         ([-1.0, math.nan], "nan at output token 1 is not a finite number <= 0"),
         ([0.5, -1.0], "0.5 at output token 0 is not"),
         ([-1.0, -math.inf], "-inf at output token 1"),

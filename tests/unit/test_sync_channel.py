@@ -533,7 +533,7 @@ def test_a_flapping_engine_does_not_keep_a_push_from_ending(loop: LoopThread, mo
 def test_a_learner_that_breaks_its_word_is_an_error_and_nothing_goes_on(loop: LoopThread) -> None:
     world = World(loop, 2)
     world.learner.whole = lambda: iter([("w0", torch.zeros(8)), ("w2", torch.zeros(8))])  # type: ignore
-    with pytest.raises(EngineError, match=r"was to send w1 .* came up with w2"):
+    with pytest.raises(EngineError, match=r"to send w1 .* but got w2"):
         world.push()
     assert all(engine.paused for engine in world.engines)
 

@@ -8,14 +8,14 @@ import sys
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 
-_END_TIMEOUT_S = 60.0  # for one step of the engine
+_END_TIMEOUT_S = 60.0  # for one engine step
 
 
 def chat(model: TextModel, *, temperature: float, system: str | None) -> None:
-    """Read messages and print replies as they grow, until the end of input. Ctrl-C stops a reply."""
+    """Read messages and print replies as they grow, until input ends. Ctrl-C stops a reply."""
     try:
         _converse(model, temperature, system)
-    finally:  # a thread inside torch can crash Python's own end, and a reply that was stopped may have a step to finish
+    finally:  # a thread inside torch can crash Python's shutdown, and a stopped reply may have a step to finish
         concurrent.futures.wait([model.engine.call(lambda: None, when_still=True)], _END_TIMEOUT_S)
 
 
@@ -36,7 +36,7 @@ def _converse(model: TextModel, temperature: float, system: str | None) -> None:
             if is_terminal:
                 print()
             return
-        except KeyboardInterrupt:  # drops the line
+        except KeyboardInterrupt:  # discard the line
             print()
             continue
         if not text.strip():

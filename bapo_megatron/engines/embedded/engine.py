@@ -1,8 +1,8 @@
 """Continuous batching: one thread that admits, prefills, decodes and finishes requests, and runs commands in between.
 
-The sequences being decoded occupy the cache rows [0, n) without gaps, so every step works on plain views of the cache.
-The rows after them keep what was cut off, at its length or by an abort, until they are needed or the weights change: a
-request that continues it goes on from there without a prefill.
+The sequences being decoded fill cache rows [0, n) without gaps, so every step works on plain views of the cache.
+The rows after them keep sequences that ended at their length or were aborted, until the row is needed or the weights
+change. A request that continues such a sequence resumes there without a prefill.
 All state belongs to the engine thread; other threads reach it through `call`, which runs a function between two steps.
 No token is ever sampled from weights that are only partly updated.
 """
@@ -29,12 +29,13 @@ from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
 from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams, sampled_rows
+from bapo_megatron.errors import plural
 from bapo_megatron.hf.streams import ServedTokens
 from bapo_megatron.runtime.trace import Trace
 from bapo_megatron.tokens import TokenStream, encoded_rows
 
-_MAX_PREFILL_TOKENS = 8192  # padded tokens in one prefill
-_MAX_PADDING = 2.0  # a prefill holds no row that is padded to more than this many times its length
+_MAX_PREFILL_TOKENS = 8192  # padded tokens per prefill
+_MAX_PADDING = 2.0  # no row of a prefill is padded to more than this many times its length
 _INITIAL_VERSION = "default"  # SGLang's name for the weights a server started with
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class _Job(Future[Result]):
     def __init__(self, command: Callable[[], Result], *, when_still: bool) -> None:
         super().__init__()
         self._command = command
-        self.when_still = when_still  # not while sequences are being decoded, unless paused
+        self.when_still = when_still  # run it while nothing is being decoded, or while paused
 
     def run(self) -> None:
         if self.set_running_or_notify_cancel():
@@ -73,15 +74,15 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cut_logprobs: list[float] = field(default_factory=list)  # under the distribution cut by top_k, top_p, min_p
-    version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, first output token of it
+    version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, and its first output token
     finish_reason: dict[str, Any] | None = None
     num_retractions: int = 0
-    num_cached_tokens: int = 0  # of the prompt, found in the cache
-    outlived_weights: bool = False  # its row of the cache has entries of earlier weights
+    num_cached_tokens: int = 0  # prompt tokens found in the cache
+    outlived_weights: bool = False  # its cache row has entries of earlier weights
     on_token: Callable[[], None] | None = None  # called by the engine thread after each token
-    streams: tuple[TokenStream, ...] = ()  # whose rows are asked for
-    num_fed: int = 0  # leading inputs whose rows of fed streams are here, or with the client
-    rows: dict[TokenStream, list[Tensor]] = field(default_factory=dict)  # those that were asked for, so far
+    streams: tuple[TokenStream, ...] = ()  # streams whose rows the client wants
+    num_fed: int = 0  # leading inputs whose rows of fed streams are here, or at the client
+    rows: dict[TokenStream, list[Tensor]] = field(default_factory=dict)  # the rows wanted, so far
     done: Future[Sequence] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -98,20 +99,20 @@ class Sequence:
     @property
     def spans(self) -> list[dict[str, Any]]:
         """Return the weight version of each span of output tokens, as SGLang's `weight_versions`."""
-        starts = self.version_starts  # empty where it was aborted before its first token
+        starts = self.version_starts  # empty if it was aborted before its first token
         ends = [*(start for _, start in starts[1:]), len(self.output_ids)][: len(starts)]
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=True)]
 
     @property
     def is_fed_but_last(self) -> bool:
-        """Whether the last token is the only one whose rows of fed streams may be missing."""
+        """Whether rows of fed streams may be missing for the last token only."""
         return self.num_fed >= self.num_tokens - 1 or not any(stream.on == "fed" for stream in self.streams)
 
     def take_rows(self, rows_T: Mapping[TokenStream, Tensor], first: int = 0) -> None:
-        """Keep the rows that were asked for and are not here.
+        """Keep the rows that are wanted and not yet here.
 
         Args:
-            rows_T: [T, *shape]: of all inputs from token `first` on, or of one sampled token.
+            rows_T: [T, *shape], for all inputs from token `first` on, or for one sampled token.
         """
         for stream in self.streams:
             if stream in rows_T:
@@ -142,9 +143,9 @@ class BatchingEngine:
     """Continuous batching of requests to one model.
 
     Args:
-        num_threads: CPU threads of the engine thread; None: torch's default. Let no other thread of the process use
-            more than one: if together they have more than there are cores, OpenMP puts those that wait to sleep,
-            between any two operators, and decoding takes twice the time.
+        num_threads: CPU threads of the engine thread; None means torch's default. No other thread of the process may
+            use more than one: with more threads than cores, OpenMP puts waiting threads to sleep between operators, and
+            decoding takes twice the time.
     """
 
     def __init__(
@@ -161,21 +162,21 @@ class BatchingEngine:
         self.max_running = max_running
         self.version = version
         self.paused: PauseMode | None = None
-        self.is_torn = False  # an update is in place in part only: nothing is sampled until it is whole
+        self.is_torn = False  # an update is only partly in place: nothing is sampled until it is whole
         self.is_released = False  # weights and cache have no memory
-        self.lost: set[str] = set()  # names of weights that have not come again since their memory was released
+        self.lost: set[str] = set()  # names of weights not received again since their memory was released
         self.failure: BaseException | None = None  # the error that ended the engine thread
         self.ended: Future[None] = Future()  # resolves when the engine thread has ended
         self.num_generated_tokens = 0
         self._num_threads = num_threads
-        self._trace: tuple[Trace, Path] | None = None  # under way, and its file
+        self._trace: tuple[Trace, Path] | None = None  # the trace in progress, and its file
         self.cache = model.new_cache(num_rows=max_running, max_len=max_context)
-        self._rows: list[Sequence] = []  # being decoded; index = cache row
-        self._kept: dict[tuple[int, ...], int] = {}  # tokens in the cache that may be continued, and their row
+        self._rows: list[Sequence] = []  # being decoded; the index is the cache row
+        self._kept: dict[tuple[int, ...], int] = {}  # cached tokens that a request may continue, and their row
         self._waiting: deque[Sequence] = deque()
         self._inbox: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
-        self._deferred: deque[_Job[Any]] = deque()  # wait until the engine is still
-        self._gate = threading.Lock()  # between a command that arrives and a thread that ends
+        self._deferred: deque[_Job[Any]] = deque()  # wait until nothing is being decoded
+        self._gate = threading.Lock()  # a command may arrive while the thread ends
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     # Called from other threads ---------------------------------------------------------------------
@@ -193,8 +194,8 @@ class BatchingEngine:
         """Return a sequence for a request that fits this model. Sample `index` of n has seed `sampling_seed + index`.
 
         Args:
-            streams: of the model, whose rows to return.
-            num_fed: leading inputs whose rows of fed streams are not asked for.
+            streams: the model's streams whose rows to return.
+            num_fed: leading inputs whose rows of fed streams are not wanted.
 
         Raises:
             BadRequestError: names the field that is wrong.
@@ -203,8 +204,8 @@ class BatchingEngine:
         total = len(prompt_ids) + params.max_new_tokens
         if total > self.max_context:
             raise BadRequestError(
-                f"input_ids: {len(prompt_ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the context of "
-                f"{self.max_context} tokens"
+                f"input_ids: {plural(len(prompt_ids), 'token')} and max_new_tokens={params.max_new_tokens} exceed the "
+                f"context of {self.max_context} tokens"
             )
         if min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
             raise BadRequestError(f"input_ids: token ids must be in [0, {spec.vocab_size})")
@@ -213,7 +214,7 @@ class BatchingEngine:
         return Sequence(rid, prompt_ids, params, stop_ids, seed, streams=streams, num_fed=num_fed)
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Queue requests; each one's `done` resolves when it ends. Raises BadRequestError for a rid that is in use."""
+        """Queue requests; each one's `done` resolves when it ends. Raises BadRequestError if a rid is in use."""
 
         def enqueue() -> None:
             in_use = {s.rid for s in self._all()}
@@ -230,7 +231,7 @@ class BatchingEngine:
         self.call(enqueue).add_done_callback(fail_all)
 
     def call(self, command: Callable[[], Result], *, when_still: bool = False) -> Future[Result]:
-        """Run a function on the engine thread, between two steps; fail at once if the thread has ended.
+        """Run a function on the engine thread, between two steps. The call fails immediately if the thread has ended.
 
         Args:
             when_still: run it once nothing is being decoded, or the engine is paused.
@@ -272,7 +273,7 @@ class BatchingEngine:
         self.paused = None
 
     def flush_cache(self) -> None:
-        """Forget what may be continued. Raises BadRequestError while busy, as SGLang does."""
+        """Drop what requests could continue. Raises BadRequestError while busy, as SGLang does."""
         if self._rows or (self._waiting and self.paused is None):
             raise BadRequestError(
                 f"Cache not flushed because there are pending requests: {len(self._waiting)} queued, "
@@ -281,7 +282,7 @@ class BatchingEngine:
         self._kept.clear()
 
     def score(self, token_ids: list[int], first: int, top_k: int) -> TokenScores | None:
-        """Score the tokens from number `first` on, as `Model.score`; return None while the weights are not whole."""
+        """Score the tokens from index `first` on, as `Model.score`; return None while the weights are not whole."""
         if self.is_torn:
             return None
         scores = self.model.score(torch.tensor(token_ids), first, top_k)
@@ -289,14 +290,14 @@ class BatchingEngine:
         return TokenScores(logprobs_N, top_ids_NK, top_logprobs_NK)
 
     def release(self) -> None:
-        """Give the memory of cache and weights back, when still; weights have to be pushed again after `restore`.
+        """Free the memory of cache and weights, when still. After `restore` the weights must be pushed again.
 
         Raises:
             BadRequestError: a pause in place holds requests that need the cache.
         """
         if self._rows:
             raise BadRequestError(
-                f"{len(self._rows)} requests are held with their cache: pause with mode=retract first"
+                f"the pause holds {plural(len(self._rows), 'request')} in the cache: pause with mode=retract first"
             )
         self.is_torn = self.is_released = True
         self.lost = set(self.model.named_weights)
@@ -305,7 +306,7 @@ class BatchingEngine:
         self.model.release()
 
     def restore(self) -> None:
-        """Let weights be written again. Raises BadRequestError if their memory was not released."""
+        """Allow weights to be written again. Raises BadRequestError if their memory was not released."""
         if not self.is_released:
             raise BadRequestError("memory was not released")
         self.is_released = False
@@ -322,26 +323,27 @@ class BatchingEngine:
                 self.lost.discard(name)
 
     def publish(self, version: str | None) -> None:
-        """Mark the weights as whole; later tokens carry this version (None: the same as before).
+        """Mark the weights as whole. Later tokens carry this version; None means the same as before.
 
         Raises:
-            BadRequestError: weights that were lost with their memory have not come again.
+            BadRequestError: weights that were lost with their memory have not been received again.
         """
         if self.lost:
             raise BadRequestError(
-                f"{len(self.lost)} weights were lost with the released memory, such as {min(self.lost)!r}: push all"
+                f"the released memory held {plural(len(self.lost), 'weight')} not pushed again, such as "
+                f"{min(self.lost)!r}: push all"
             )
         self.is_torn = False
         self.version = self.version if version is None else version
 
     def start_profile(self, folder: Path) -> None:
-        """Trace the engine thread from now on. Raises BadRequestError if it is traced already."""
+        """Trace the engine thread from now on. Raises BadRequestError if a trace is already in progress."""
         if self._trace is not None:
             raise BadRequestError("Profiling is already in progress. Call /stop_profile first.")
         self._trace = (Trace(), folder / "engine.trace.json.gz")
 
     def stop_profile(self) -> None:
-        """Write the trace. Raises BadRequestError without one."""
+        """Write the trace. Raises BadRequestError if none is in progress."""
         if self._trace is None:
             raise BadRequestError("Profiling is not in progress. Call /start_profile first.")
         (trace, path), self._trace = self._trace, None
@@ -374,7 +376,7 @@ class BatchingEngine:
             self.ended.set_result(None)
 
     def _obey(self) -> None:
-        """Run the commands of other threads; wait for one if there is nothing else to do."""
+        """Run the commands of other threads. If there is nothing else to do, wait for one."""
         if self.paused is not None or self.is_torn or not (self._rows or self._waiting):
             self._take(self._inbox.get())
         while not self._inbox.empty():
@@ -390,11 +392,11 @@ class BatchingEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Admit what fits, then one token for every sequence."""
+        """Admit what fits, then sample one token for every sequence."""
         if self._waiting and not self._deferred and len(self._rows) < self.max_running:
             self._admit()
         if self._rows:
-            positions = [s.num_tokens - 1 for s in self._rows]  # of the last token, which is not yet in the cache
+            positions = [s.num_tokens - 1 for s in self._rows]  # the last token, not yet in the cache
             last_ids_B = torch.tensor([(s.output_ids or s.prompt_ids)[-1] for s in self._rows])
             positions_B = torch.tensor(positions)
             fed = self._fed_rows(self._rows, last_ids_B[:, None], positions_B[:, None])
@@ -404,10 +406,10 @@ class BatchingEngine:
             self._extend(self._rows, logits_BV)
 
     def _admit(self) -> None:
-        """Give free rows to waiting sequences, first come first served: prefill them, or continue what was kept."""
+        """Give free rows to waiting sequences, first come, first served: prefill them, or continue kept rows."""
         num_admitted = min(self.max_running - len(self._rows), len(self._waiting))
         new: list[Sequence] = []
-        continued: dict[int, Sequence] = {}  # by the row that holds all but the last token
+        continued: dict[int, Sequence] = {}  # key: the row that holds all but the last token
         for sequence in [self._waiting.popleft() for _ in range(num_admitted)]:
             row = self._kept.pop(tuple(sequence.token_ids[:-1]), None) if sequence.is_fed_but_last else None
             if row is None:
@@ -428,7 +430,7 @@ class BatchingEngine:
             self._extend(new, torch.cat(logits))
 
     def _continue(self, continued: dict[int, Sequence]) -> None:
-        """Bring kept rows to the end of those being decoded, in exchange for the rows there."""
+        """Move kept rows to the end of the decoded ones, swapping them with the rows there."""
         sources = sorted(continued)
         targets = range(len(self._rows), len(self._rows) + len(sources))
         vacated, displaced = sorted(set(sources) - set(targets)), sorted(set(targets) - set(sources))
@@ -444,9 +446,9 @@ class BatchingEngine:
             self._rows.append(sequence)
 
     def _prefill(self, group: list[Sequence], first_row: int) -> Tensor:
-        """Return logits, float32 [len(group), V], after each sequence, whose cache rows begin at `first_row`.
+        """Return the logits after each sequence, float32 [len(group), V]; their cache rows begin at `first_row`.
 
-        Equal ones, samples of one prompt, stand beside each other and are computed once.
+        Equal sequences (samples of one prompt) must be adjacent; they are computed once.
         """
         index, different = [], [group[0]]
         for sequence in group:
@@ -468,7 +470,7 @@ class BatchingEngine:
         return logits_BV[index]
 
     def _fed_rows(self, sequences: list[Sequence], token_ids_BT: Tensor, positions_BT: Tensor) -> FedRows | None:
-        """Return the rows to compute in a pass; None if no sequence asks for any."""
+        """Return the rows to compute in a pass, or None if no sequence wants any."""
         asked = self._asked(sequences)
         return FedRows(asked, self._served(token_ids_BT, positions_BT)) if asked else None
 
@@ -482,14 +484,14 @@ class BatchingEngine:
         return ServedTokens(token_ids_BT, positions_BT, version, logits_BV=logits_BV)
 
     def _take_fed(self, sequences: list[Sequence], fed: FedRows, index: Iterable[int], first: Iterable[int]) -> None:
-        """Give each sequence its rows of a pass, which read its tokens from `first` on as row `index` of the batch."""
+        """Give each sequence its rows of a pass, which read its tokens from `first` on as batch row `index`."""
         rows = fed.rows()
         for sequence, row, position in zip(sequences, index, first, strict=True):
             sequence.take_rows({stream: rows_BT[row] for stream, rows_BT in rows.items()}, position)
             sequence.num_fed = sequence.num_tokens
 
     def _extend(self, sequences: list[Sequence], logits_BV: Tensor) -> None:
-        """Sample the next token of each sequence and let go of those that are finished."""
+        """Sample the next token of each sequence, and release the finished ones."""
         positions = [s.num_tokens for s in sequences]
         token_ids, logprobs, cut_logprobs = sample(
             logits_BV, [s.params for s in sequences], [s.seed for s in sequences], positions
@@ -514,7 +516,7 @@ class BatchingEngine:
             self._finish_rows()
 
     def _finish_rows(self) -> None:
-        """Take finished sequences out of the rows; the last ones fill the gaps. Keep what may be continued."""
+        """Take finished sequences out of their rows; the last ones fill the gaps. Keep what may be continued."""
         finished = [row for row, sequence in enumerate(self._rows) if sequence.finish_reason is not None]
         num_left = len(self._rows) - len(finished)
         gaps = [row for row in finished if row < num_left]
@@ -533,7 +535,7 @@ class BatchingEngine:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        if not sequence.done.done():  # else it has failed
+        if not sequence.done.done():  # otherwise it has failed
             sequence.done.set_result(sequence)
 
     def _all(self) -> Iterator[Sequence]:
@@ -542,7 +544,7 @@ class BatchingEngine:
 
 
 def _similar_lengths(sequences: list[Sequence]) -> Iterator[list[Sequence]]:
-    """Cut a list sorted by length into groups that waste little on padding and stay within the prefill budget."""
+    """Split a list sorted by length into groups that waste little padding and stay within the prefill budget."""
     group: list[Sequence] = []
     for sequence in sequences:
         length = sequence.num_tokens

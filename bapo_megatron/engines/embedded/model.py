@@ -5,8 +5,8 @@ Shape legend (suffix of a tensor's name):
     E  hidden size           H  query heads            K  key-value heads           D  head dimension
     G  query heads per key-value head (H = K * G)      F  feed-forward size
 
-Weights have the trainer's names (`hf/families.py`), so query-key-value and gate-up are one tensor each, for speed.
-`named_weights` are views into them under Hugging Face names: to load or update a weight is to copy into its view.
+Weights have the trainer's names (`hf/families.py`). Query-key-value and gate-up are one tensor each, for speed.
+`named_weights` are views into them under Hugging Face names: copying into a view loads or updates its weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bapo_megatron.hf.shape import ModelShape, entries, load_hf_config, model_sh
 from bapo_megatron.hf.splits import Entry
 from bapo_megatron.hf.streams import model_streams
 
-_TOGETHER = 256  # tokens that are scored at a time: log-probs of the whole vocabulary take memory
+_TOGETHER = 256  # tokens scored at a time, since log-probs of the whole vocabulary take memory
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -44,17 +44,17 @@ class KVCache:
 
     def __init__(self, spec: ModelShape, *, num_rows: int, max_len: int, dtype: torch.dtype) -> None:
         shape = (spec.num_layers, 2, num_rows, spec.num_kv_heads, max_len, spec.head_dim)
-        # Zeros, since masked positions are multiplied by 0, and 0 times nan is nan.
+        # Zeros, because masked positions are multiplied by 0, and 0 times nan is nan.
         self.data, self._memory = _mapped_zeros(shape, dtype)
         self.num_rows = num_rows
         self.max_len = max_len
 
     def release(self) -> None:
-        """Give the memory back to the operating system; from now on all entries are zero."""
+        """Return the memory to the operating system; all entries are zero from now on."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     def arrange(self, targets: Sequence[int], sources: Sequence[int], num_tokens: int) -> None:
-        """Copy rows over others at once, up to `num_tokens`; a row may be both a source and a target."""
+        """Copy rows over others simultaneously, up to `num_tokens`; a row may be both a source and a target."""
         self.data[:, :, list(targets), :, :num_tokens] = self.data[:, :, list(sources), :, :num_tokens]
 
 
@@ -66,7 +66,7 @@ class Model:
         self.streams = streams or {}
         self.dtype = dtype
         self.named_weights: dict[str, Tensor] = {}
-        self._memory: list[mmap.mmap] = []  # of the weights
+        self._memory: list[mmap.mmap] = []  # memory of the weights
         self._layers: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]  # by name within the layer
         self._weights: dict[str, Tensor] = {}  # outside the layers
         for entry in entries(spec):
@@ -109,11 +109,7 @@ class Model:
         return model
 
     def new_cache(self, *, num_rows: int, max_len: int) -> KVCache:
-        """Return an empty cache.
-
-        Args:
-            max_len: at most the `max_len` of the model.
-        """
+        """Return an empty cache of at most the model's `max_len`."""
         assert max_len <= self._cos_LD.shape[0], "the cache is longer than the rotary tables"
         return KVCache(self.spec, num_rows=num_rows, max_len=max_len, dtype=self.dtype)
 
@@ -122,7 +118,7 @@ class Model:
         weight = self.named_weights.get(spec.name)
         held = "no weight of this name" if weight is None else TensorSpec.of(spec.name, weight)
         if held != spec:
-            raise CheckpointError(f"{spec} was sent, and the model has {held}")
+            raise CheckpointError(f"{spec} was sent, but the model has {held}")
 
     @torch.inference_mode()
     def prefill(
@@ -133,9 +129,9 @@ class Model:
         Args:
             token_ids_BT: int64; tokens beyond a row's length are ignored.
             lengths_B: int64, each at least 1.
-            fed: computes rows of these tokens.
+            fed: computes the streams' rows for these tokens.
 
-        Returns: logits float32 [B, V] of the token after each sequence.
+        Returns: logits float32 [B, V] for the token after each sequence.
         """
         num_rows, num_tokens = token_ids_BT.shape
         rows = slice(first_row, first_row + num_rows)
@@ -162,9 +158,9 @@ class Model:
         Args:
             token_ids_B: int64.
             positions_B: int64, the number of tokens that each row already holds.
-            fed: computes rows of these tokens.
+            fed: computes the streams' rows for these tokens.
 
-        Returns: logits float32 [B, V] of the token after it.
+        Returns: logits float32 [B, V] for the token after the appended one.
         """
         num_rows = token_ids_B.numel()
         length = int(positions_B.max()) + 1
@@ -178,7 +174,7 @@ class Model:
             keys, values = cache.data[layer, 0], cache.data[layer, 1]
             keys[row_index_B, :, positions_B] = k_BTKD[:, 0]
             values[row_index_B, :, positions_B] = v_BTKD[:, 0]
-            # Query heads of one key-value head take the place of a sequence of queries: GQA without copies of keys.
+            # The query heads of one key-value head form a sequence of queries: GQA without copying keys.
             q_BKGD = q_BTHD.view(num_rows, self.spec.num_kv_heads, -1, self.spec.head_dim)
             # Written out: on a CPU this takes half the time of the fused kernel, made for many queries per row.
             scores_BKGL = torch.matmul(q_BKGD * scale, keys[:num_rows, :, :length].transpose(-1, -2)) + mask_B11L
@@ -191,9 +187,9 @@ class Model:
 
     @torch.inference_mode()
     def score(self, token_ids_T: Tensor, first: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Score the tokens from number `first` (at least 1) on, without a cache: N = T - first.
+        """Score the tokens from index `first` (at least 1) on, without a cache: N = T - first.
 
-        Returns: their log-probs float32 [N], and the `top_k` likeliest tokens in their places: ids int32 and log-probs
+        Returns: their log-probs float32 [N], and the `top_k` likeliest tokens there: ids int32 and log-probs
         float32 [N, top_k].
         """
         num_tokens = len(token_ids_T)
@@ -215,7 +211,7 @@ class Model:
         return logprobs, top_ids, top_logprobs
 
     def release(self) -> None:
-        """Give the memory of all weights back to the operating system; from now on they are zero."""
+        """Return the memory of all weights to the operating system; they are zero from now on."""
         for memory in self._memory:
             memory.madvise(mmap.MADV_DONTNEED)
 
@@ -247,7 +243,7 @@ class Model:
         return F.linear(self._rms_norm(hidden_BE, self._weights[FINAL_NORM.name]), self._head_VE).float()
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise as transformers does: in float32, where `norm_plus_one` also applies the weight."""
+        """Normalise as transformers does: in float32; with `norm_plus_one` the weight is applied in float32 too."""
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.spec.norm_eps)
         if self.spec.norm_plus_one:
@@ -255,7 +251,7 @@ class Model:
         return weight * normed.to(x.dtype)
 
     def _allocate(self, entry: Entry) -> Tensor:
-        """Make one parameter whose slices along the first dimension are the named weights."""
+        """Allocate one parameter; slices along its first dimension are the named weights."""
         rows = [shape[0] for shape in entry.hf_shapes]
         weight, memory = _mapped_zeros((sum(rows), *entry.hf_shapes[0][1:]), self.dtype)
         self._memory.append(memory)
@@ -264,7 +260,7 @@ class Model:
 
 
 def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
-    """Return zeros, and their memory: mapped, so that the system provides only what is written, and takes it back."""
+    """Return zeros and their memory, mapped so that the system provides only written pages and can take them back."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape), memory
@@ -275,6 +271,6 @@ def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings in Hugging Face's half-split layout; `sin` carries the sign of the first half."""
+    """Apply rotary embeddings in Hugging Face's half-split layout; `sin` includes the sign of the first half."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((second, first), dim=-1) * sin

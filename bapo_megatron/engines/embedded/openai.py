@@ -1,7 +1,7 @@
 """OpenAI's routes on an embedded engine: /v1/models, /v1/completions and /v1/chat/completions, streamed or not.
 
-Source: the API reference at platform.openai.com (2026-11), and the openai client 2.8. Fields that change nothing here
-are accepted and ignored; a field that would need what this engine lacks is refused.
+Source: the API reference at platform.openai.com (2026-11), and the openai client 2.8. Fields without effect here
+are accepted and ignored. A field that needs something this engine lacks is refused.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from pydantic import Field, StrictInt
 from bapo_megatron.engines.embedded.protocol import BadRequestError, RequestBody, SamplingParams, parse
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 
-_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 _MAX_CHOICES = 128
 
 
 class _UnknownModelError(BadRequestError):
-    """A request for a model that is not served: HTTP 404."""
+    """A request for a model that this server does not have: HTTP 404."""
 
 
 class _StreamOptions(RequestBody):
@@ -37,7 +37,7 @@ class _Common(RequestBody):
     model: str
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = -1  # this and min_p: as vLLM and SGLang extend the API
+    top_k: int = -1  # top_k and min_p: as vLLM and SGLang extend the API
     min_p: float = Field(default=0.0, ge=0, le=1)
     max_tokens: int | None = Field(default=None, ge=1)
     n: int = Field(default=1, ge=1, le=_MAX_CHOICES)
@@ -126,7 +126,7 @@ class OpenAIRoutes:
         if given and isinstance(given[0], int):
             given = [given]
         if not given or len(given) * body.n > _MAX_CHOICES:
-            raise BadRequestError(f"prompt: 1 to {_MAX_CHOICES} prompts x n are possible, got {len(given) * body.n}")
+            raise BadRequestError(f"prompt: prompts x n must be 1 to {_MAX_CHOICES}, got {len(given) * body.n}")
         prompts = [self._model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
         limits = [min(body.max_tokens or _DEFAULT_COMPLETION_TOKENS, self._model.room(ids)) for ids in prompts]
 
@@ -190,7 +190,7 @@ class OpenAIRoutes:
                 await _send(response, {**head, "choices": [choice]})
             if body.stream_options and body.stream_options.include_usage:
                 await _send(response, {**head, "choices": [], "usage": _usage(prompts, replies)})
-        except FloatingPointError as error:  # too late for a status
+        except FloatingPointError as error:  # too late for an HTTP status
             await _send(response, {"error": _error(str(error), "server_error")})
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -210,7 +210,7 @@ class OpenAIRoutes:
 
 
 async def merged(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, str], None]:
-    """Sample all replies at once; yield the number of a reply and its next piece of text."""
+    """Sample all replies at the same time; yield the number of a reply and its next piece of text."""
     queue: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
 
     async def follow(number: int, reply: Reply) -> None:

@@ -18,14 +18,14 @@ from pydantic_core import ErrorDetails
 from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.errors import UserError
 
-MAX_SEQUENCES = 4096  # in one request: prompts x n
+MAX_SEQUENCES = 4096  # per request: prompts x n
 MAX_GROUP_SIZE = 1 << 16
 PromptIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
 PromptBatch = Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
 
 
 def _one_or_batch(value: object) -> str:
-    """Return the member of a union that a value is meant to be, so that an error names only that one."""
+    """Return which member of a union a value is meant to be, so that an error names only that member."""
     is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
     return "batch" if is_batch else "prompt"
 
@@ -57,7 +57,7 @@ class SamplingParams(RequestBody):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, lt=2**31)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    max_new_tokens: int = Field(default=128, ge=0)  # 0: a prompt is scored
+    max_new_tokens: int = Field(default=128, ge=0)  # 0 scores the prompt
     stop: None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -99,14 +99,12 @@ class GenerateBody(RequestBody):
     ] = SamplingParams()
     rid: str | list[str] | None = None
     return_logprob: bool = False
-    return_sampling_mask: bool = False  # the reply has the log-probs under the cut distribution; SGLang adds its tokens
-    logprob_start_len: int | None = Field(default=None, ge=-1)  # of an only prompt, for max_new_tokens=0
+    return_sampling_mask: bool = False  # return log-probs under the cut distribution; SGLang adds its tokens
+    logprob_start_len: int | None = Field(default=None, ge=-1)  # for a single prompt, with max_new_tokens=0
     top_logprobs_num: int | None = Field(default=None, ge=0)
     stream: Literal[False] = False
-    return_rows: tuple[str, ...] = ()  # streams of the model, by name; SGLang has none
-    num_fed: StrictInt | list[StrictInt] = (
-        1  # of each prompt: leading tokens whose rows of fed streams are not asked for
-    )
+    return_rows: tuple[str, ...] = ()  # the model's streams, by name; SGLang has none
+    num_fed: StrictInt | list[StrictInt] = 1  # per prompt: leading tokens whose rows of fed streams are not wanted
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
@@ -116,7 +114,7 @@ class GenerateBody(RequestBody):
 
     @property
     def to_score(self) -> tuple[list[int], int, int] | None:
-        """The prompt whose own tokens are asked for, the place before the first, and the number of likeliest tokens."""
+        """The prompt to score, the position before the first scored token, and the number of likeliest tokens."""
         if self.logprob_start_len in (None, -1):
             return None
         assert self.logprob_start_len is not None
@@ -156,7 +154,7 @@ class EmptyBody(RequestBody):
 
 
 class MemoryBody(RequestBody):
-    """/release_memory_occupation and /resume_memory_occupation: of everything."""
+    """/release_memory_occupation and /resume_memory_occupation, always for everything."""
 
     tags: None = None
 
@@ -194,7 +192,7 @@ class DestroyGroupBody(RequestBody):
 
 
 class WeightsCheckerBody(RequestBody):
-    """checksum: as SGLang; manifest: names, types and shapes of the weights, which SGLang does not tell."""
+    """checksum: as SGLang; manifest: names, types and shapes of the weights, which SGLang does not report."""
 
     action: Literal["checksum", "manifest"]
 
@@ -209,7 +207,7 @@ def parse(kind: type[Body], raw: bytes) -> Body:
 
 
 def _reason(error: ErrorDetails) -> str:
-    """Say in plain words, after its name, why a field is refused."""
+    """Explain in plain words why a field is refused; the text follows the field's name."""
     only = error.get("ctx", {}).get("expected")
     if error["type"] in ("extra_forbidden", "none_required") or only in ("0", "False"):
         return " is not supported"

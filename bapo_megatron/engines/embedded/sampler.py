@@ -1,8 +1,8 @@
 """Sampling one token per row, reproducible whatever else is in the batch.
 
-Each token costs one uniform number, a hash of (seed, position): a request draws the same numbers alone, in a crowd, or
-resumed in pieces, since position counts from the start of the prompt. Inverting the cumulative distribution needs one
-number per row where the Gumbel trick needs one per vocabulary entry.
+Each token takes one uniform number, a hash of (seed, position). Position counts from the start of the prompt, so a
+request draws the same numbers alone, in a batch, or resumed in pieces. Inverting the cumulative distribution needs one
+number per row; the Gumbel trick needs one per vocabulary entry.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 def sample(
     logits_BV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[list[int], list[float], list[float]]:
-    """Return one token per row, and its log-prob under the tempered distribution and under the one sampled from.
+    """Sample one token per row.
 
     Args:
         logits_BV: float32, overwritten.
         params: a temperature below 1e-6 means greedy, with log-probs at temperature 1.
-        seeds, positions: what the random number of each row is made of.
+        seeds, positions: hashed into each row's random number.
 
     Returns token ids; log-probs under the tempered distribution over all tokens; log-probs under that distribution cut
     by top_k, top_p and min_p and renormalised (0 where greedy). A row whose logits are not finite has nan for both.
@@ -64,10 +64,10 @@ def sample(
 
 
 def _truncate(probs_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Zero what top_k, top_p and min_p leave out."""
+    """Zero the probabilities that top_k, top_p and min_p exclude."""
     vocab_size = probs_BV.shape[1]
     top_k_B = torch.tensor([vocab_size if p.top_k == -1 else p.top_k for p in params])
-    top_p_B = torch.tensor([2.0 if p.top_p >= 1 else p.top_p for p in params])  # 2: rounding must not cut a tail
+    top_p_B = torch.tensor([2.0 if p.top_p >= 1 else p.top_p for p in params])  # 2 keeps rounding from cutting a tail
     min_p_B = torch.tensor([p.min_p for p in params])
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV

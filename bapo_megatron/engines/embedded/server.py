@@ -1,4 +1,4 @@
-"""The HTTP server of the embedded engine: SGLang's API (0.5.23), as far as a trainer needs it.
+"""The HTTP server of the embedded engine: the part of SGLang's API (0.5.23) that a trainer needs.
 
     python -m bapo_megatron.engines.embedded --model-path CHECKPOINT --port 0 --ready-file F
 
@@ -36,17 +36,17 @@ from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.engines.key import take_key
-from bapo_megatron.errors import UserError, escaped
+from bapo_megatron.errors import UserError, escaped, plural
 from bapo_megatron.runtime.web import Guard
 from bapo_megatron.tokens import TokenStream
 
 if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
 
-_MAX_BODY_BYTES = 16 * 2**20  # parsing holds the event loop for a second
-_MAX_LINE = 500  # characters of the log about a malformed request
+_MAX_BODY_BYTES = 16 * 2**20  # parsing this much blocks the event loop for a second
+_MAX_LINE = 500  # characters logged about a malformed request
 _UPDATE_TIMEOUT_S = 300.0
-_GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators: let it have it back soon
+_GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators, and should get it back soon
 
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,10 @@ class Server:
         text: TextModel | None = None,
         guard: Guard | None = None,
     ) -> None:
-        """Serve a trainer; with `text`, serve texts and OpenAI's routes instead, and no route that changes the engine.
+        """Serve a trainer. With `text`, serve texts and OpenAI's routes instead, without routes that change the engine.
 
         Args:
-            guard: decides which requests are let in. None means one without a key, for addresses of this machine.
+            guard: decides which requests to admit. None admits requests without a key, to addresses of this machine.
         """
         self.engine = engine
         self._guard = guard or Guard("localhost")
@@ -128,7 +128,7 @@ class Server:
         self.engine.submit(sequences)
         try:
             await asyncio.gather(*(asyncio.wrap_future(s.done) for s in sequences))
-        except asyncio.CancelledError:  # the client has gone away: do not sample for nobody
+        except asyncio.CancelledError:  # the client has left: do not sample for nobody
             rids = {s.rid for s in sequences}
             self.engine.call(lambda: self.engine.abort(rids))
             raise
@@ -213,7 +213,7 @@ class Server:
         return web.Response(text="Stop profiling. This will take some time.\n")
 
     async def about(self, request: web.Request) -> web.Response:
-        """Say what is served here, to those who look."""
+        """Say what this server offers, for people who look."""
         routes = [
             f"{route.method} {route.resource.canonical}" for route in request.app.router.routes() if route.resource
         ]
@@ -222,7 +222,7 @@ class Server:
         )
 
     def banner(self, url: str) -> str:
-        """Return what the start of a server at `url` shows."""
+        """Return what to print when a server starts at `url`."""
         if self._text is None:
             return f"serving on {url}"
         asked: dict[str, Any] = {"model": self._model_path, "prompt": "1+1="}
@@ -235,7 +235,7 @@ class Server:
         return f"serving on {url}\nmodel      {self._model_path}\ntry        {curl}\nend        Ctrl-C"
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 while the engine thread lives, paused or not (SGLang answers 503 while paused)."""
+        """Answer 200 while the engine thread lives, paused or not (SGLang answers 503 while paused)."""
         return web.Response(status=200 if self.engine.failure is None else 503)
 
     async def model_info(self, request: web.Request) -> web.Response:
@@ -265,12 +265,14 @@ class Server:
         return web.json_response({"loads": [await self._command(self.engine.load)]})
 
     async def _score(self, token_ids: list[int], start: int, top_k: int) -> web.Response:
-        """Answer with the log-probs of a prompt's tokens after `start`, whose own entry has none, as SGLang does."""
+        """Answer with log-probs of the prompt tokens after `start`; as in SGLang, `start` has an entry without one."""
         self.engine.new_sequence("", token_ids, protocol.SamplingParams(max_new_tokens=0))  # checks them
         if start > len(token_ids) - 2:
-            raise BadRequestError(f"logprob_start_len: {start} leaves none of {len(token_ids)} tokens to score")
+            raise BadRequestError(
+                f"logprob_start_len: {start} leaves none of {plural(len(token_ids), 'token')} to score"
+            )
         if top_k > (vocab_size := self.engine.model.spec.vocab_size):
-            raise BadRequestError(f"top_logprobs_num: {top_k} of a vocabulary of {vocab_size}")
+            raise BadRequestError(f"top_logprobs_num: {top_k} exceeds the vocabulary of {vocab_size}")
         scores = await self._command(lambda: self.engine.score(token_ids, start + 1, top_k))
         if scores is None:
             message = "the weights are not whole: ask again after the update"
@@ -301,7 +303,7 @@ class Server:
         if rids is None:
             rids = [uuid.uuid4().hex for _ in prompts]
         if len(params) != len(prompts):
-            raise BadRequestError(f"sampling_params: {len(params)} entries for {len(prompts)} prompts")
+            raise BadRequestError(f"sampling_params: {len(params)} for {plural(len(prompts), 'prompt')}")
         if (num_samples := sum(p.n for p in params)) > (limit := protocol.MAX_SEQUENCES):
             raise BadRequestError(f"sampling_params: {num_samples} samples in a request, more than {limit}; send fewer")
         if len(rids) != len(prompts) or len(set(rids)) != len(rids):
@@ -381,7 +383,7 @@ def _success(message: str, **facts: Any) -> web.Response:
 
 
 class _OneLine(logging.Filter):
-    """Turns what aiohttp logs of a malformed request, with a traceback, into one line for debugging."""
+    """Turns aiohttp's log of a malformed request, with its traceback, into one debug line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         problem = record.exc_info[1] if record.exc_info else None
@@ -408,7 +410,7 @@ async def serve_engine(
     except OSError as problem:
         why = os.strerror(problem.errno) if problem.errno else str(problem)
         print(f"cannot listen on {host}:{port}: {why}", file=sys.stderr, flush=True)
-        os._exit(2)  # at once: Python's own end does not bear the thread that reads stdin
+        os._exit(2)  # skip Python's shutdown, which fails with the thread that reads stdin
     address = runner.addresses[0]
     name = f"[{address[0]}]" if ":" in address[0] else address[0]
     print(server.banner(f"http://{name}:{address[1]}"), flush=True)
@@ -419,17 +421,17 @@ async def serve_engine(
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((stopped, asyncio.wrap_future(server.engine.ended)), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    await runner.cleanup()  # answers what is open
+    await runner.cleanup()  # answers open requests
 
 
 def _exit_when_stdin_closes() -> None:
     while sys.stdin.buffer.read(4096):
         pass
-    os._exit(0)  # at once: a broadcast or a decode step may be under way, and nobody is left to wait for it
+    os._exit(0)  # immediately: a broadcast or a decode step may be in progress, and nobody waits for it
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise UserError if nothing can listen there. A model takes long to load: look first."""
+    """Raise UserError if nothing can listen there. Loading a model takes long: check first."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as listening:
@@ -440,7 +442,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
-    """Serve token ids, texts and OpenAI's routes until a signal. OpenAI's clients send a key: any will do."""
+    """Serve token ids, texts and OpenAI's routes until a signal. OpenAI's clients send a key; any works."""
     guard = Guard(host)
     server = Server(text.engine, model_path=text.name, update_timeout_s=_UPDATE_TIMEOUT_S, text=text, guard=guard)
     sys.setswitchinterval(_GIL_SWITCH_S)
@@ -467,7 +469,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     faulthandler.register(signal.SIGUSR1)  # a supervisor asks for the stacks of a hung engine
-    torch.set_num_threads(1)  # of this thread: see BatchingEngine
+    torch.set_num_threads(1)  # for this thread: see BatchingEngine
     sys.setswitchinterval(_GIL_SWITCH_S)
     try:
         own, dtype = own_family(args.family), getattr(torch, args.dtype)
@@ -496,5 +498,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _leave(engine: BatchingEngine) -> NoReturn:
-    """End the process, once everything is answered, with 1 if a supervisor should start it again."""
-    os._exit(0 if engine.failure is None else 1)  # at once: a daemon thread inside torch can crash Python's own end
+    """End the process once every request is answered. Exit code 1 asks a supervisor to start it again."""
+    os._exit(0 if engine.failure is None else 1)  # skip Python's shutdown: a daemon thread inside torch can crash it

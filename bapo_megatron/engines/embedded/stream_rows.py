@@ -16,7 +16,7 @@ class FedRows:
     """Rows of the tokens that one forward pass reads. The model reports its layers, in order, and its end.
 
     Args:
-        streams: of these, those on fed tokens.
+        streams: only the ones on fed tokens are computed.
     """
 
     def __init__(self, streams: Streams, tokens: ServedTokens) -> None:
@@ -25,14 +25,14 @@ class FedRows:
         self._layers: dict[TokenStream, list[Tensor]] = {stream: [] for stream in self._streams}
 
     def see_layer(self, layer: int, hidden_BTE: Tensor, weights: Mapping[str, Tensor]) -> None:
-        """Compute a layer's part of staged streams, from what its MLP reads."""
+        """Compute a layer's part of staged streams from the input of its MLP."""
         tokens = replace(self._tokens, layer=layer, hidden_BTE=hidden_BTE, weights=weights)
         for stream, one in self._streams.items():
             if stream.to == "owner's stage":
                 self._layers[stream].append(_rows(stream, one, tokens, stream.shape[1:]))
 
     def see_end(self, hidden_BTE: Tensor) -> None:
-        """Compute the other streams, from what the final norm reads."""
+        """Compute the other streams from the input of the final norm."""
         tokens = replace(self._tokens, hidden_BTE=hidden_BTE)
         for stream, one in self._streams.items():
             if stream.to != "owner's stage":
@@ -47,7 +47,7 @@ class FedRows:
 
 
 def sampled_rows(streams: Streams, tokens: ServedTokens) -> dict[TokenStream, Tensor]:
-    """Return rows of sampled tokens, [B, 1, *shape], of the streams on these."""
+    """Return rows of sampled tokens, [B, 1, *shape], for the streams on sampled tokens."""
     on_sampled = ((stream, one) for stream, one in streams.items() if stream.on == "sampled")
     return {stream: _rows(stream, one, tokens, stream.shape) for stream, one in on_sampled}
 

@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from bapo_megatron.engines.embedded.engine import BatchingEngine
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -48,8 +48,8 @@ class TextModel:
         """Load a checkpoint folder and start its engine.
 
         Args:
-            max_context: longest prompt and response together, in tokens; None: as long as the model allows.
-            max_running: responses sampled at once; more wait.
+            max_context: longest prompt and response together, in tokens; None means as long as the model allows.
+            max_running: responses sampled at the same time; more wait.
             num_threads: see `BatchingEngine`.
             own: see `model_shape`.
 
@@ -66,7 +66,8 @@ class TextModel:
             engine = BatchingEngine(model, max_running=max_running, max_context=context, num_threads=num_threads)
         except OSError as error:
             raise UserError(
-                f"no memory for {max_running} responses of {context} tokens ({error.strerror}); lower --max-context"
+                f"no memory for {plural(max_running, 'response')} of {context} tokens ({error.strerror}); lower "
+                "--max-context"
             ) from error
         return cls(engine, load_tokenizer(folder, own), name)
 
@@ -75,7 +76,7 @@ class TextModel:
         return self.tokenizer.encode(text)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the ids of a conversation in the chat template; without a template, those of the last message.
+        """Return the ids of a conversation in the chat template, or of its last message if there is no template.
 
         Raises:
             BadRequestError: the template refuses the conversation.
@@ -94,7 +95,7 @@ class TextModel:
         left = self.engine.max_context - len(prompt_ids)
         if left < 1:
             raise BadRequestError(
-                f"the prompt has {len(prompt_ids)} tokens, which leaves no room in a context of "
+                f"the prompt has {plural(len(prompt_ids), 'token')}, which leaves no room in a context of "
                 f"{self.engine.max_context}"
             )
         return left
@@ -104,8 +105,8 @@ class Reply:
     """One response as text.
 
     Args:
-        stop: texts that end the response and are no part of it.
-        index: place among the samples of one prompt, which have seeds of their own.
+        stop: texts that end the response and are not part of it.
+        index: number of this sample of its prompt; each has its own seed.
 
     Raises:
         BadRequestError: the request does not fit the model.
@@ -121,17 +122,17 @@ class Reply:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"]:
-        """The reason of its end, in OpenAI's words."""
+        """Why the response ended, in OpenAI's words."""
         ended = self.sequence.finish_reason
         return "length" if not self._stopped and ended is not None and ended["type"] == "length" else "stop"
 
     async def pieces(self) -> AsyncGenerator[str, None]:
-        """Sample, and yield the text as it grows. Leaving the iteration stops the engine's work on it."""
+        """Sample, and yield the text as it grows. Leaving the iteration ends the request."""
         engine, sequence = self._model.engine, self.sequence
         loop, grown = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and the engine has not heard of it yet
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the engine does not know yet
                 loop.call_soon_threadsafe(grown.set)
 
         sequence.on_token = wake
@@ -148,7 +149,7 @@ class Reply:
                 engine.call(lambda: engine.abort({sequence.rid}))
 
     async def _decoded(self, grown: asyncio.Event, done: asyncio.Future[Any]) -> AsyncGenerator[str, None]:
-        """Yield the text of new tokens; a character of several tokens comes whole."""
+        """Yield the text of new tokens; hold a character back until all its tokens are here."""
         decoder, num_read = DecodeStream(skip_special_tokens=True), 0
         while True:
             await grown.wait()
@@ -162,7 +163,7 @@ class Reply:
                 return
 
     async def _cut(self, texts: AsyncIterator[str]) -> AsyncGenerator[str, None]:
-        """Pass text on up to the first stop text; hold back what may be the beginning of one."""
+        """Yield the text up to the first stop text; hold back what may be the beginning of one."""
         held, longest = "", max((len(stop) for stop in self._stop), default=1)
         async for text in texts:
             held += text

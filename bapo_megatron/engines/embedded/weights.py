@@ -21,14 +21,14 @@ from bapo_megatron.engines.embedded.protocol import (
 )
 from bapo_megatron.engines.update_group import UpdateGroup, reach_store
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack_bucket
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.reader import weight_files
 
-_MAX_WEIGHT = 1e15  # sums of products of two stay within float32
+_MAX_WEIGHT = 1e15  # products of two such values can be summed within float32
 
 
 class WeightUpdater:
-    """One engine's side of weight updates. Its methods block: call them off the event loop."""
+    """One engine's side of weight updates. Its methods block: call them outside the event loop."""
 
     def __init__(self, engine: BatchingEngine, *, timeout_s: float) -> None:
         """`timeout_s` bounds joining a group, and each broadcast."""
@@ -38,10 +38,10 @@ class WeightUpdater:
         self._lock = threading.Lock()  # one command at a time
         self._in_session = False
         self._has_failed = False  # a bucket of this session was refused or lost
-        self._digests: dict[str, str] = {}  # of current weights; others are computed when asked for
+        self._digests: dict[str, str] = {}  # digests of the current weights; missing ones are computed on request
 
     def init_group(self, body: InitGroupBody) -> None:
-        """Join the trainer's group. Raises BadRequestError if the name is taken or the others do not come."""
+        """Join the trainer's group. Raises BadRequestError if the name is taken or another rank does not join."""
         with self._lock:
             if body.group_name in self.groups:
                 raise BadRequestError(f"group_name: {body.group_name!r} has already been created")
@@ -76,11 +76,11 @@ class WeightUpdater:
             self._has_failed = False
 
     def end(self) -> None:
-        """Close the session; the weights received are now the model, with or without a version.
+        """Close the session. The received weights are now the model's, with or without a version.
 
         Raises:
-            BadRequestError: no session is open, or a failed update left the weights torn; nothing is sampled from them
-                until a later update is whole.
+            BadRequestError: no session is open, or a failed update left the weights torn; nothing is sampled until
+                a later update is whole.
         """
         with self._lock:
             if not self._in_session:
@@ -91,13 +91,13 @@ class WeightUpdater:
             self._engine.call(lambda: self._engine.publish(None)).result(self._timeout_s)
 
     def update(self, body: UpdateWeightsBody) -> dict[str, str]:
-        """Receive the announced weights into their places, and return the digest of each, by name.
+        """Receive the announced weights into place, and return each one's digest by name.
 
-        A refusal comes before anything is received.
+        It refuses before it receives anything.
 
         Raises:
-            BadRequestError: no session, no group, or tensors of another model; the group is then closed, so that the
-                sender's broadcast fails at once instead of at its deadline.
+            BadRequestError: no session, no group, or tensors of another model. The group is then closed, so that the
+                sender's broadcast fails immediately instead of at its deadline.
         """
         with self._lock:
             group = self.groups.get(body.group_name)
@@ -110,7 +110,7 @@ class WeightUpdater:
                 if body.abort_all_requests:
                     self._abort_all()
                 self._check_memory()
-                self._run_when_still(lambda: self._engine.set_weights([]))  # torn: it samples no more
+                self._run_when_still(lambda: self._engine.set_weights([]))  # torn: stop sampling
                 self._receive(group, specs, flat=body.load_format == "flattened_bucket")
                 if body.flush_cache or body.weight_version is not None:
                     self._run_when_still(lambda: self._finish(body))
@@ -123,7 +123,7 @@ class WeightUpdater:
             return {spec.name: self._digests[spec.name] for spec in specs}
 
     def update_from_disk(self, body: UpdateFromDiskBody) -> None:
-        """Load a checkpoint folder; all of it is checked before any of it is put in place.
+        """Load a checkpoint folder. All of it is checked before any of it is put into place.
 
         Raises:
             BadRequestError: the folder cannot be read, or does not hold exactly this model's names, types and shapes.
@@ -134,7 +134,7 @@ class WeightUpdater:
                 opened = [
                     files.enter_context(safe_open(f, framework="pt")) for f in weight_files(Path(body.model_path))
                 ]
-                self._engine.call(lambda: self._check_files(opened)).result(self._timeout_s)  # it has the threads
+                self._engine.call(lambda: self._check_files(opened)).result(self._timeout_s)  # it has the CPU threads
             except (CheckpointError, OSError, SafetensorError) as problem:
                 raise BadRequestError(f"model_path: {problem}") from None
             if body.abort_all_requests:
@@ -144,7 +144,7 @@ class WeightUpdater:
             self._run_when_still(lambda: self._install_all(tensors, body))
 
     def checksum(self) -> dict[str, Any]:
-        """Return the digest of each weight by Hugging Face name, and of all together."""
+        """Return the digest of each weight by Hugging Face name, and one digest of them all."""
         weights = self._engine.model.named_weights
         with self._lock:
             self._check_memory()
@@ -158,13 +158,13 @@ class WeightUpdater:
         }
 
     def release(self) -> None:
-        """Give the memory of weights and cache back; see `BatchingEngine.release`. Once more changes nothing."""
+        """Free the memory of weights and cache; see `BatchingEngine.release`. Calling it twice changes nothing."""
         with self._lock:
             self._digests.clear()
             self._run_when_still(self._engine.release)
 
     def restore(self) -> None:
-        """Take the memory back; nothing is sampled until all weights have come again."""
+        """Allocate the memory again. Nothing is sampled until all weights have been received."""
         with self._lock:
             self._engine.call(self._engine.restore).result(self._timeout_s)
 
@@ -199,11 +199,11 @@ class WeightUpdater:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 tensor = file.get_tensor(name)
                 self._engine.model.check_weight(TensorSpec.of(name, tensor))
-                if not bool((tensor.abs() <= _MAX_WEIGHT).all()):  # nan is not
+                if not bool((tensor.abs() <= _MAX_WEIGHT).all()):  # false for nan
                     raise CheckpointError(f"{name} holds nan, or a value beyond {_MAX_WEIGHT:g}: it is broken")
                 missing.discard(name)
         if missing:
-            raise CheckpointError(f"{len(missing)} weights are missing, such as {min(missing)!r}")
+            raise CheckpointError(f"{plural(len(missing), 'weight')} missing, such as {min(missing)!r}")
 
     def _checked(self, body: UpdateWeightsBody) -> list[TensorSpec]:
         if not self._in_session:
@@ -225,10 +225,10 @@ class WeightUpdater:
         return specs
 
     def _receive(self, group: UpdateGroup, specs: list[TensorSpec], *, flat: bool) -> None:
-        """Receive a flat bucket, or one broadcast per weight straight into its place, digested while the next travels.
+        """Receive a flat bucket or one broadcast per weight straight into place; digest each while the next arrives.
 
         Raises:
-            BadRequestError: it does not arrive.
+            BadRequestError: the weights do not arrive.
         """
         places = {spec.name: self._engine.model.named_weights[spec.name] for spec in specs}
         for name in places:
@@ -254,14 +254,14 @@ class WeightUpdater:
             raise BadRequestError(f"Failed to receive weights: {problem}") from problem
 
     def _finish(self, body: UpdateWeightsBody) -> None:
-        """Flush and publish as asked; runs on the engine thread."""
+        """Flush and publish as the request asks; runs on the engine thread."""
         if body.flush_cache:
             self._engine.flush_cache()
         if body.weight_version is not None:
             self._engine.publish(body.weight_version)
 
     def _install_all(self, tensors: Iterable[tuple[str, Tensor]], body: UpdateFromDiskBody) -> None:
-        """Install weights from files, on the engine thread; if one fails half-way, nothing is sampled."""
+        """Install weights from files, on the engine thread; if one fails midway, nothing is sampled."""
         if body.flush_cache:
             self._engine.flush_cache()
         self._engine.set_weights(tensors)
@@ -269,7 +269,7 @@ class WeightUpdater:
 
 
 def _wait_for_all(works: Iterable[dist.Work]) -> None:
-    """Wait until each has ended or failed: after a failure the others fail at once, or at the group's deadline."""
+    """Wait until each has ended. After a failure the others fail immediately, or at the group's deadline."""
     for work in works:
         with contextlib.suppress(RuntimeError):
             work.wait()
