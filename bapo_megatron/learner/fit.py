@@ -1,4 +1,4 @@
-"""Models that fit the layout, and a reference policy that fits the policy."""
+"""Checks that models fit the layout, and that a reference policy fits the policy."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +29,7 @@ def check_reference(config: Config, reference: dict[str, Any], policy: dict[str,
 
 
 def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterator[Violation]:
-    """Check that the model which the setting `model` names is supported, and can be split over the ranks."""
+    """Check that the model named by the setting `model` is supported, and can be split over the ranks."""
     p, own = config.parallel, own_family(config.model.family)
     if problems := unsupported(hf_config, own):
         yield from (Violation((model,), problem) for problem in problems)
