@@ -52,7 +52,7 @@ class ValueHead(Module):
 
 
 class CriticModel(PolicyModel):
-    """A part of the critic; the last one returns values_R, float32: row t is V of the prompt and the response before t."""
+    """A part of the critic; the last returns values_R, float32: row t is V of the prompt and the response before t."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
         super().__init__(config, shape, layout, chunk)

@@ -20,8 +20,8 @@ def check_reference(config: Config, reference: dict[str, Any], policy: dict[str,
     if (size := reference.get("vocab_size")) != policy.get("vocab_size"):
         yield Violation(
             (*settings, "model.path"),
-            f"{name} has a vocabulary of {size} tokens, the policy one of {policy.get('vocab_size')}: log-probs of the "
-            "same tokens cannot be compared",
+            f"{name} has a vocabulary of {size} tokens, but the policy's has {policy.get('vocab_size')}: log-probs of "
+            "the same tokens cannot be compared",
             "set it to a model of the policy's family, or leave it out",
         )
     for violation in check_split(config, reference, "loss.reference_path"):

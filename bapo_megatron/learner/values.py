@@ -45,8 +45,8 @@ class ValueAdvantages:
             num_critic, num_policy = self.critic.shape.vocab_size, policy.shape.vocab_size
             if num_critic < num_policy:
                 raise ConfigError(
-                    f"critic.path={str(self.critic.hf_path)!r} has a vocabulary of {num_critic} tokens, the policy one "
-                    f"of {num_policy}: set it to a model of the policy's family, or leave it out"
+                    f"critic.path={str(self.critic.hf_path)!r} has a vocabulary of {num_critic} tokens, but the "
+                    f"policy's has {num_policy}: set it to a model of the policy's family, or leave it out"
                 )
 
     @property
