@@ -1,5 +1,5 @@
-"""Corrections of upstream packages, one folder each, one file per upstream version.
+"""Corrections of upstream packages: one folder per package, one file per upstream version.
 
-Importable as `bapo_megatron_patches` (see `package_dir` in setup.py). Every file says why it exists, which upstream
-lines it corrects and when it can go.
+They are importable as `bapo_megatron_patches` (see `package_dir` in setup.py). Every file says why it exists, which
+upstream lines it corrects and when it can go.
 """

@@ -1,9 +1,10 @@
-"""From a group (all responses to one prompt) to advantages, one per response, or one per turn.
+"""From a group (all responses to one prompt) to advantages, one per response or one per turn.
 
-A group of equal rewards, and so a group of one, teaches nothing: its built-in advantages are exactly 0, whatever
-rounding does to its mean. `whiten` then brings the advantages of a whole batch to one scale, if the run asks for it.
+A group whose rewards are all equal (such as a group of one) teaches nothing: its built-in advantages are exactly 0, no
+matter how its mean is rounded. `whiten` then brings the advantages of a whole batch to one scale, if the run asks for
+it.
 
-The configuration reads this file, so it imports no torch: the built-in advantages use the methods of tensors.
+The configuration reads this file, so it does not import torch: the built-in advantages use the methods of tensors.
 
 Shape legend: G responses in the group, S responses in the batch.
 """
@@ -32,8 +33,8 @@ class SampleView:
     reward: float  # shaped and scaled
     turn_lengths: tuple[int, ...]  # sampled tokens of each turn
     finish_reason: FinishReason | None
-    parts: Mapping[str, float] = field(default_factory=dict)  # by name, where the judge's verdict has parts
-    turn_rewards: tuple[float | None, ...] = ()  # one per turn, where turns have rewards of their own
+    parts: Mapping[str, float] = field(default_factory=dict)  # by name, if the judge's verdict has parts
+    turn_rewards: tuple[float | None, ...] = ()  # one per turn, if turns have their own rewards
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +51,7 @@ class GroupView:
     @property
     def rewards_G(self) -> Tensor:
         """The shaped and scaled rewards, float64."""
-        import torch  # takes seconds
+        import torch  # takes seconds to import
 
         return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
 
@@ -60,7 +61,7 @@ class Advantage:
     """A built-in advantage."""
 
     function: Callable[[GroupView], Tensor]
-    divides_by_std: bool = False  # by the standard deviation of the group, so that a scale of rewards does nothing
+    divides_by_std: bool = False  # by the group's standard deviation, so that scaling rewards has no effect
 
 
 def grpo(group: GroupView) -> Tensor:
@@ -87,16 +88,16 @@ ADVANTAGES = {
     "dr_grpo": Advantage(dr_grpo),
     "rloo": Advantage(rloo),
 }
-"""Built-in advantages of a group by `advantage.kind`."""
+"""Built-in advantages by `advantage.kind`."""
 
 
 def whiten(advantages_S: Tensor) -> Tensor:
     """Divide by (std + 1e-6), the sample standard deviation over the batch.
 
     After `dr_grpo` this is REINFORCE++ with a group baseline (arXiv 2501.03262): (A - mean of the batch) / std of the
-    batch, with A = r - mean of the group. The mean is not subtracted: A sums to 0 in every group, so the mean is
-    rounding, and a response that teaches nothing keeps its exact 0. Statistics are over responses, not tokens (as in
-    OpenRLHF), so the length of one response does not change the advantages of the others. Unlike `grpo`, a group of
+    batch, with A = r - mean of the group. The mean is not subtracted: A sums to 0 in every group, so the mean is only
+    rounding error, and a response that teaches nothing keeps its exact 0. Statistics are over responses, not tokens (as
+    in OpenRLHF), so one response's length does not change the advantages of the others. Unlike with `grpo`, a group of
     nearly equal rewards is not scaled up to the size of the others.
     """
     if not bool(advantages_S.any()):

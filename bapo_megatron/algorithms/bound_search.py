@@ -1,13 +1,13 @@
-"""BAPO's search from update to update: which tables the bounds of an optimizer update come from.
+"""BAPO's search from update to update: the tables that an optimizer update's bounds come from.
 
     exact        the table of the update's own tokens, searched before the update
     microbatch   the table of each micro-batch's own tokens
-    lagged       the table of the update before
+    lagged       the table of the previous update
     smoothed     an exponential mean of the tables of earlier updates
     fixed        none
 
-The mean needs no divisor: every reading of rho is a quotient of P and N, so that a factor common to both cancels. The
-framework's learner follows `ContributionRule`, the plugins keep a `BoundSearch`.
+The mean needs no divisor: every reading of rho is a quotient of P and N, so a common factor cancels. The framework's
+learner follows `ContributionRule`; the plugins keep a `BoundSearch`.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from bapo_megatron.types import ClipBounds, Number
 
 
 class ContributionRule(BoundsRule):
-    """BAPO's search of a table of contributions."""
+    """BAPO's search over a table of contributions."""
 
     def __init__(self, options: Any, bapo: ClipBoundConfig) -> None:
         super().__init__(options, bapo)
@@ -80,7 +80,7 @@ def tabulated(
 ) -> Tensor:
     """Return the `contribution_table` of this rank's tokens, computed on the CPU.
 
-    There the order of additions is the same in every run.
+    On the CPU, the order of additions is the same in every run.
     """
     sampled, weights = (None if x is None else x.detach().cpu() for x in (behaviour_logprobs, weights))
     ratio, advantages, mask = (x.detach().cpu() for x in (ratio, advantages, mask))
@@ -88,9 +88,9 @@ def tabulated(
 
 
 def remembered(total: Tensor, past: Tensor | None, bapo: ClipBoundConfig) -> Tensor | None:
-    """Return the table for the bounds of later updates, from a finished update's: scopes lagged and smoothed.
+    """Return the table for the bounds of later updates, from a finished update's table: scopes lagged and smoothed.
 
-    An update that was skipped for a nan, or in which no token has an advantage, leaves these bounds alone.
+    An update that was skipped because of a nan, or in which no token has an advantage, does not change these bounds.
     """
     if not total.isfinite().all() or total[-2:].sum() == 0:  # the same on every rank
         return past
@@ -100,7 +100,7 @@ def remembered(total: Tensor, past: Tensor | None, bapo: ClipBoundConfig) -> Ten
 
 
 class BoundSearchState(TypedDict):
-    """A `BoundSearch` in a checkpoint."""
+    """The state of a `BoundSearch` in a checkpoint."""
 
     lagged: list[Annotated[Number, Field(gt=-1e18, lt=1e18)]] | None  # sums over tokens
 
@@ -109,17 +109,17 @@ class BoundSearch:
     """The search in a plugin: tables in, bounds out, the same on every rank.
 
     Args:
-        config: [bapo].
-        sum_over_ranks: returns the sum of a float64 vector [K + 2] on the CPU over all ranks that hold other tokens of
-            the update. It is the only collective.
+        config: the section [bapo].
+        sum_over_ranks: returns the sum of a float64 vector [K + 2], on the CPU, over all ranks that hold other tokens
+            of the update. It is the only collective.
     """
 
     def __init__(self, config: ClipBoundConfig, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         self.config = config
         self.bounds = search_bounds(empty_table(config), config)  # in force
         self.sum_over_ranks = sum_over_ranks
-        self._open = empty_table(config)  # of this rank, in the update under way
-        self._past: Tensor | None = None  # of all ranks, in earlier updates
+        self._open = empty_table(config)  # this rank's table in the current update
+        self._past: Tensor | None = None  # all ranks' table from earlier updates
 
     def tabulate(
         self,
@@ -133,7 +133,7 @@ class BoundSearch:
         return tabulated(ratio, advantages, mask, behaviour_logprobs, self.config, weights)
 
     def search(self, table: Tensor) -> ClipBounds:
-        """Search the table of this rank's own tokens, after one all-reduce: scopes exact and microbatch."""
+        """Search the table of this rank's own tokens after one all-reduce: scopes exact and microbatch."""
         self.bounds = search_bounds(self.sum_over_ranks(table), self.config)
         return self.bounds
 
@@ -145,26 +145,26 @@ class BoundSearch:
         return self.bounds
 
     def add(self, table: Tensor) -> None:
-        """Add a micro-batch to the update under way."""
+        """Add a micro-batch to the current update."""
         self._open += table
 
     def finish_update(self) -> None:
-        """Keep what was added since the last call for the bounds of later updates, after one all-reduce.
+        """Keep what was added since the last call for the bounds of later updates: see `remembered`.
 
-        See `remembered`.
+        Makes one all-reduce.
         """
         table, self._open = self.sum_over_ranks(self._open), empty_table(self.config)
         self._past = remembered(table, self._past, self.config)
 
     def metrics(self) -> dict[str, float]:
-        """Return the bounds in force as numbers, named as the framework's metrics where these have the meaning."""
+        """Return the bounds in force as numbers, under the framework's names for metrics of the same meaning."""
         return {f"bapo/{name}": float(value) for name, value in asdict(self.bounds).items()}
 
     def state_dict(self) -> BoundSearchState:
         return {"lagged": None if self._past is None else self._past.tolist()}
 
     def load_state_dict(self, state: BoundSearchState) -> None:
-        """Restore a `BoundSearchState`. Raises CheckpointError for the table of another grid."""
+        """Restore a `BoundSearchState`. Raises CheckpointError if its table has another grid."""
         lagged = state["lagged"]
         if lagged is not None and len(lagged) != (size := empty_table(self.config).numel()):
             raise CheckpointError(f"the checkpoint's table of bounds has {len(lagged)} entries, not {size}")

@@ -1,7 +1,7 @@
-"""The rows of a chunk of logits. Plans read this too, so it imports no torch."""
+"""The number of rows in a chunk of logits. Plans read this too, so it does not import torch."""
 
 _CPU_ROWS = 256
-_GPU_BYTES = 1 << 30  # of float32 logits
+_GPU_BYTES = 1 << 30  # for float32 logits
 
 
 def chunk_rows(vocab_rows: int, *, on_gpu: bool) -> int:

@@ -12,7 +12,7 @@ The positive side P depends on c_high only and the negative side N on c_low only
 vector holding P and N at every grid point (55 numbers at the paper's values) adds up over micro-batches and ranks;
 after one all-reduce the loop runs on plain numbers, with the same result everywhere.
 
-Shape legend: any shape [...] for token tensors (the same for all of them); K = number of grid points of both bounds.
+Shape legend: [...] any shape of token tensors, the same for all of them; K number of grid points of both bounds.
 """
 
 import math
@@ -44,17 +44,18 @@ def contribution_table(
     """Tabulate the contributions of positive and negative tokens at every candidate bound: float64 [K + 2], additive.
 
     Layout: P at each point of `high`, N at each point of `low`, number of positive tokens, number of negative tokens.
-    If the term of any token in the mask is nan, so is the whole table: that update's gradient is nan too, and skipped.
+    If the term of any token in the mask is nan, so is the whole table: that update's gradient is nan too, so the update
+    is skipped.
 
-    All tensors have one shape [...], on any device.
+    All tensors have the same shape [...], on any device.
 
     Args:
-        ratio: the ratio that the loss clips, of each token, dimensionless. Compared with the bounds in float64.
+        ratio: each token's ratio that the loss clips, dimensionless. Compared with the bounds in float64.
         advantages: tokens with advantage 0 add nothing.
         mask: bool; tokens outside it count nowhere, whatever their values (NaN included).
         behaviour_logprobs: log-prob of each token under the policy that sampled it, in nats; read only by
             token_weight = "rollout_prob".
-        weights: factor of each token's term in the objective, at least 0 (`losses.token_ratios`); None: all 1.
+        weights: factor of each token's term in the objective, at least 0 (`losses.token_ratios`); None means all 1.
     """
     factors = [] if weights is None else [weights]
     if config.token_weight == "rollout_prob":
@@ -72,7 +73,7 @@ def contribution_table(
         by_ratio.scatter_add_(0, bucket, mass * r)
         if config.contribution != "gradient":
             by_mass.scatter_add_(0, bucket, mass)
-    # No bucket holds tokens of both signs. Bound k has the buckets 0..k on its left; summing each side on its own keeps
+    # No bucket holds tokens of both signs. Bound k has the buckets 0..k on its left; summing each side separately keeps
     # exact zeros exact.
     by_ratio.abs_()
     by_mass.abs_()
@@ -85,9 +86,9 @@ def contribution_table(
 
 
 def _chunks(mask: Tensor, *values: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the values of as many tokens at a time as fit a processor's cache: flat, float64, 0 outside the mask."""
+    """Yield as many tokens' values at a time as fit into a processor's cache: flat, float64, 0 outside the mask."""
     for inside, *parts in zip(*(x.flatten().split(_CHUNK_TOKENS) for x in (mask, *values)), strict=True):
-        if inside.count_nonzero() == inside.numel():  # the rule where sequences are packed
+        if inside.count_nonzero() == inside.numel():  # the usual case if sequences are packed
             yield [x.double() for x in parts]
         else:
             yield [torch.where(inside, x, 0).double() for x in parts]
@@ -95,11 +96,11 @@ def _chunks(mask: Tensor, *values: Tensor) -> Iterator[list[Tensor]]:
 
 @lru_cache(maxsize=16)
 def _grid(high: BoundRange, low: BoundRange) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the points of both bounds, and the upper edge of each bucket, which is not in it: of the buckets of
-    positive tokens, a bucket that stays empty, and those of negative tokens. Not to be written to.
+    """Return the points of both bounds, and the exclusive upper edge of each bucket. The results are read-only.
 
-    Inside means r < c_high (positive) or r > c_low (negative): a ratio equal to a bound lies above an upper one, and
-    below a lower one.
+    The buckets are those for positive tokens, one that stays empty, and those for negative tokens. Inside means
+    r < c_high (positive) or r > c_low (negative): a ratio equal to a bound lies above an upper bound, and below a lower
+    one.
     """
     highs, lows = (torch.tensor(side.points, dtype=torch.float64) for side in (high, low))
     end = torch.tensor([math.inf], dtype=torch.float64)
@@ -107,12 +108,12 @@ def _grid(high: BoundRange, low: BoundRange) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _buckets(ratio: Tensor, is_positive: Tensor, tops: Tensor, num_highs: int, config: ClipBoundConfig) -> Tensor:
-    """Return the bucket of each token, int64, by its index in the upper edges of `_grid`.
+    """Return the bucket of each token, int64, as an index into the upper edges of `_grid`.
 
-    The bounds of a range are equally spaced, but for their rounding to decimals. So a quotient finds the bucket or the
-    one before it, and a comparison decides: a fraction of the time of a binary search.
+    The bounds of a range are equally spaced, except that they are rounded to decimals. So a quotient finds the bucket
+    or the one before it, and a comparison decides, in a fraction of the time of a binary search.
     """
-    finite = ratio.nan_to_num()  # in whichever bucket, a nan makes the whole table nan
+    finite = ratio.nan_to_num()  # a nan makes the whole table nan, whichever bucket it falls into
 
     def guess(side: BoundRange, first: int, last: int) -> Tensor:
         return (finite * (1.0 / side.step)).add_(first + 0.5 - side.start / side.step).clamp_(first, last)
@@ -133,7 +134,7 @@ def _right(buckets: Tensor) -> Tensor:
 def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
     """Search the table of the whole optimizer step (summed over micro-batches and data ranks).
 
-    If nothing contributes (P + N = 0), or the table is nan, rho is nan, and the search stops.
+    If nothing contributes (P + N = 0), or the table is nan, then rho is nan and the search stops.
     """
     highs, lows, _ = _grid(config.high, config.low)
     assert table.shape == (len(highs) + len(lows) + 2,), "the table was made with other bounds"
@@ -149,7 +150,7 @@ def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
 
 
 def _search_path(num_high: int, num_low: int, order: str) -> list[tuple[int, int]]:
-    """List the grid steps (of high, of low) in the order in which the search tries them.
+    """List the grid steps (high, low) in the order in which the search tries them.
 
     high_first is Algorithm 1, whose loop requires room for the lower bound before it moves either one.
     low_first is the authors' recipe: one loop for the lower bound, then one for the upper.

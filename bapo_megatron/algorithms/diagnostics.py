@@ -1,5 +1,7 @@
-"""Which tokens raise the policy's entropy, which lower it, and which are clipped: by the Entropy-Clip Rule, and by
-their probability (the token profile: the data behind Figures 5 and 10 of BAPO).
+"""Which tokens raise the policy's entropy, which lower it, and which are clipped.
+
+Tokens are classified by the Entropy-Clip Rule, and by their probability (the token profile: the data behind Figures 5
+and 10 of BAPO).
 
 For a softmax policy pi over one token, a change dz of its logits changes its entropy, to first order, by
 
@@ -10,16 +12,16 @@ For a softmax policy pi over one token, a change dz of its logits changes its en
     the natural gradient                 eta A(y) X(y)                            -Cov(log pi, A X)          (the rule)
 
 with X(y) = 0 for a clipped token, which carries no gradient, and 1 for others. The second line is Eq. 6 of BAPO (arXiv
-2510.18927) and, without X, the covariance of arXiv 2505.22617; the paper's own logit step is that of the first line,
-whose factor pi(y) its Eq. 6 leaves out. Adam does neither to a transformer: read the rule's sign and trend.
+2510.18927) and, without X, the covariance of arXiv 2505.22617. The paper's own logit step is the one in the first line,
+but its Eq. 6 leaves out the factor pi(y). Adam does neither to a transformer: read only the rule's sign and trend.
 
-In training each state has one sampled token, of an older policy mu. The mean of log pi in a state is known: -H. So one
-sample suffices for the covariance: with w = pi / mu,
+In training each state has one token, sampled from an older policy mu. The mean of log pi in a state is known to be -H,
+so one sample suffices for the covariance: with w = pi / mu,
 
     E_{y ~ mu}[ w(y) (log pi(y) + H) A(y) X(y) ] = Cov_{y ~ pi}( log pi, A X )
 
-A constant added to all A of a state changes nothing. The sign of (log pi + H) A is the token's class: probability
-`high` (above the state's typical one, e^-H) or `low`, advantage positive or negative.
+Adding a constant to all A of a state changes nothing. The signs of log pi + H and A give the token's class: probability
+`high` (above the state's typical probability, e^-H) or `low`, advantage positive or negative.
 
     raise entropy: positive_low, negative_high        lower entropy: positive_high, negative_low
 
@@ -50,15 +52,15 @@ def covariance_terms(log_probs_R: Tensor, entropy_R: Tensor, weight_R: Tensor, k
     """Compute w (log pi + H) A X per token; its mean over tokens estimates the rule's covariance without bias.
 
     Args:
-        log_probs_R, entropy_R: float, nats, of the current policy.
-        weight_R: float, pi / mu with the policy mu that sampled each token.
+        log_probs_R, entropy_R: the current policy's, float, nats.
+        weight_R: float, pi / mu, where mu is the policy that sampled each token.
         kept_advantages_R: A X, float.
     """
     return weight_R * (log_probs_R + entropy_R) * kept_advantages_R
 
 
 def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
-    """Sum over trained tokens, by metric: float32 scalars that add up over micro-batches and ranks.
+    """Sum each metric over trained tokens: float32 scalars that add up over micro-batches and ranks.
 
         entropy_rule/covariance[_AGE]    sum of `covariance_terms`
         entropy_rule/CLASS[_AGE]         number of tokens of a class
@@ -94,7 +96,7 @@ def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
 def token_profile_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
     """Sum over the trained tokens of each bin: float32 scalars that add up over micro-batches and ranks.
 
-    BIN_share is the number of tokens, BIN_NAME the sum of a value in `MEANS`.
+    BIN_share is the number of tokens, and BIN_NAME the sum of a value in `MEANS`.
     """
     mask_R = tokens.mask_R
     log_probs_R = torch.where(mask_R, tokens.inputs.log_probs_R.detach(), 0.0).double()
@@ -112,5 +114,5 @@ def _sum_by_cell(cell_R: Tensor, num_cells: int, counted_R: Tensor, values: Sequ
     is_in_RC = cell_R[:, None] == torch.arange(num_cells, device=cell_R.device)
     cells_RC = (is_in_RC & counted_R[:, None]).double()
     values_RV = torch.stack([value_R.double() for value_R in values], dim=1)
-    # A matrix product: on a GPU, the order of scattered additions changes from run to run.
+    # A matrix product, since on a GPU the order of scattered additions changes from run to run.
     return (cells_RC.T @ values_RV).float()

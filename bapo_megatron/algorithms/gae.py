@@ -1,21 +1,21 @@
-"""Advantages of single tokens, from a critic's values: generalized advantage estimation and n-step returns.
+"""Advantages of single tokens from a critic's values: generalized advantage estimation and n-step returns.
 
-V_t is the value of the state that token t is sampled in: the prompt and the response before t. With the temporal
+V_t is the value of the state in which token t is sampled: the prompt and the response before t. With the temporal
 difference error d_t = r_t + gamma V_{t+1} - V_t,
 
     gae      A_t = sum_k (gamma lam)^k d_{t+k}                        arXiv 1506.02438, Eq. 16
     n_step   A_t = sum_{k<n} gamma^k d_{t+k}
                  = r_t + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n} - V_t
 
-The tokens are the sampled ones: those given in between add nothing, and V_{t+1} is the value before the next sampled
-token. The reward comes with the last token, and V is 0 after it. This includes truncated responses: their reward, and
-reward.overlong_penalty, judge them as they are. PPO implementations for language models do the same: a value after the
-last token would promise the reward of an ending that the response never reached.
+Only sampled tokens count: tokens given in between add nothing, and V_{t+1} is the value before the next sampled token.
+The reward comes with the last token, and V is 0 after it, for truncated responses too: their reward and
+reward.overlong_penalty judge them as they are. PPO implementations for language models do the same, because a value
+after the last token would promise the reward of an ending that the response never reached.
 
-A_t + V_t is what the critic learns to predict. Tokens of an older policy are treated as the current one's: stale
-samples bias the values as they do in PPO with several epochs.
+The critic learns to predict A_t + V_t. Tokens of an older policy are treated as the current policy's: stale samples
+bias the values as they do in PPO with several epochs.
 
-Shape legend: R sampled tokens, one sequence after the other; T tokens with the given ones; S sequences.
+Shape legend: R sampled tokens, one sequence after the other; T all tokens, including given ones; S sequences.
 """
 
 import torch
@@ -25,24 +25,24 @@ _EPSILON = 1e-8  # added to the standard deviation that advantages are divided b
 
 
 def gae(td_errors_R: Tensor, num_left_R: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """Compute generalized advantage estimates: lam = 0 is the TD error, lam = 1 the whole return less V_t."""
+    """Compute generalized advantage estimates: lam = 0 gives the TD error, lam = 1 the whole return minus V_t."""
     return discounted_sums(td_errors_R, num_left_R, gamma * lam, max(1, int(num_left_R.max())))
 
 
 def n_step(td_errors_R: Tensor, num_left_R: Tensor, *, gamma: float, num_steps: int) -> Tensor:
-    """Compute advantages of n-step returns; near the end of the response, the whole return less V_t."""
+    """Compute advantages of n-step returns; near the end of the response, the whole return minus V_t."""
     return discounted_sums(td_errors_R, num_left_R, gamma, min(num_steps, max(1, int(num_left_R.max()))))
 
 
 def td_errors(rewards_S: Tensor, values_R: Tensor, num_sampled_S: Tensor, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """Compute TD errors of sampled tokens, and how many of the sequence are left from each on, itself included.
+    """Compute the TD errors of sampled tokens, and the number of sampled tokens left in each one's sequence.
 
     Args:
-        rewards_S: of each sequence; comes with its last token.
+        rewards_S: each sequence's reward, which comes with its last token.
         values_R: V of each sampled token, float.
-        num_sampled_S: sampled tokens of each sequence, int64; every one has some.
+        num_sampled_S: each sequence's number of sampled tokens, int64, at least 1.
 
-    Returns td_errors_R, of the values' type, and num_left_R, int64.
+    Returns td_errors_R, of the values' type, and num_left_R, int64, which counts the token itself.
     """
     assert bool((num_sampled_S > 0).all()), "every response has a token"
     ends_S = num_sampled_S.cumsum(0)
@@ -55,10 +55,10 @@ def td_errors(rewards_S: Tensor, values_R: Tensor, num_sampled_S: Tensor, *, gam
 def discounted_sums(x_R: Tensor, num_left_R: Tensor, discount: float, num_terms: int) -> Tensor:
     """Compute sum_{k < num_terms} discount^k x_{t+k} within each response.
 
-    By doubling: from the sums of 1, 2, 4, ... terms, so log2(num_terms) passes over all tokens and no loop over them.
+    Doubles the sums of 1, 2, 4, ... terms: log2(num_terms) passes over all tokens, and no loop over them.
     """
     total_R, num_covered = torch.zeros_like(x_R), 0
-    block_R, size = x_R, 1  # sums of `size` terms from each token on
+    block_R, size = x_R, 1  # sums of `size` terms, starting at each token
     while True:
         if num_terms & size:
             total_R = total_R + discount**num_covered * _ahead(block_R, num_covered, num_left_R)
@@ -82,8 +82,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
     Args:
         old_values: V before the first update with this batch.
-        clip: with clip c, the larger of that and 0.5 (V' - R)^2, where V' is V within c of its old value: a token has
-            no gradient once V has come closer to R by more than c (as in PPO's first implementation).
+        clip: if given as c, the loss is the larger of that and 0.5 (V' - R)^2, where V' is V kept within c of its old
+            value: a token has no gradient once V has moved towards R by more than c (as in PPO's first implementation).
     """
     loss = 0.5 * (values - returns) ** 2
     if clip is None:
@@ -95,8 +95,10 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Compute 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one no better than a constant;
-    nan if all returns are equal."""
+    """Compute 1 - Var(returns - values) / Var(returns).
+
+    It is 1 for a perfect critic, 0 for one no better than a constant, and nan if all returns are equal.
+    """
     variance = float(returns.var(correction=0))
     return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")
 

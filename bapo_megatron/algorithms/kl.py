@@ -1,6 +1,6 @@
 """KL divergence from the policy to a reference policy as a term of the loss, and the controller of its coefficient.
 
-With d = log pi_theta - log pi_ref of a token that was sampled, and x its estimator of KL(pi_theta || pi_ref):
+With d = log pi_theta - log pi_ref of a sampled token, and x its estimator of KL(pi_theta || pi_ref):
 
              value            d x / d log pi_theta
     k1       d                1
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema_loss import LossConfig
 
 HORIZON = 10.0  # updates over which the controller corrects an error
-_MAX_ERROR = 0.2  # of the controller: bounds its change per update, as in Ziegler et al.
+_MAX_ERROR = 0.2  # bounds the controller's change per update, as in Ziegler et al.
 
 
 def k3(difference: Tensor) -> Tensor:
-    """Compute e^-d - 1 + d; a difference beyond +-20 is cut there, without gradient, as in `importance_ratio`."""
+    """Compute e^-d - 1 + d; a difference beyond +-20 is cut off, without gradient, as in `importance_ratio`."""
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded
 
@@ -47,13 +47,13 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "k2": la
 
 
 def reference_kl(log_probs_R: Tensor, reference_logprobs_R: Tensor, mask_R: Tensor, estimator: str) -> Tensor:
-    """Compute the KL per token in nats, with the gradient of `log_probs_R`. 0 where masked, whatever the values."""
-    # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
+    """Compute the KL per token in nats, differentiable in `log_probs_R`; 0 where masked, whatever the values."""
+    # Select the inputs, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
     return ESTIMATORS[estimator](torch.where(mask_R, log_probs_R - reference_logprobs_R, 0.0))
 
 
 class KLState(TypedDict):
-    """The controller of the coefficient in a checkpoint; None for a fixed one."""
+    """The state of the coefficient's controller in a checkpoint; None for a fixed coefficient."""
 
     coefficient: Annotated[Number, Field(ge=0)] | None
 
@@ -61,11 +61,11 @@ class KLState(TypedDict):
 class KLCoefficient:
     """The coefficient of the KL term: fixed, or steered towards `loss.kl_target`.
 
-    Steered as in Ziegler et al. (arXiv 1909.08593, section 2.2): after each update with a KL of x per token,
+    It is steered as in Ziegler et al. (arXiv 1909.08593, section 2.2): after each update with a KL of x per token,
 
         error = clip(x / target - 1, -0.2, 0.2);  coefficient *= 1 + error / HORIZON
 
-    Their K = 0.1 is a horizon of 10 updates. The KL is the one that the loss saw: before the update.
+    Their K = 0.1 is a horizon of 10 updates. The KL is the one that the loss saw, before the update.
     """
 
     def __init__(self, settings: LossConfig) -> None:
@@ -80,7 +80,7 @@ class KLCoefficient:
         self.value *= 1 + error / HORIZON
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value; None for a fixed coefficient, so that the setting counts."""
+        """Return a JSON value; None for a fixed coefficient, so that the setting applies."""
         return {"coefficient": None if self._target is None else self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

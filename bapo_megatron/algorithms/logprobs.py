@@ -4,7 +4,7 @@ Logits exist for one chunk of rows at a time; the backward pass computes them ag
 tensor-parallel group: each call then makes two small all-reduces forward and one backward, whatever the chunk size.
 
 Shape legend: R rows (one per response token), H hidden size, V vocabulary rows held by this rank, C rows of a chunk,
-B rows of a block of it.
+B rows of a block of the chunk.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from bapo_megatron.kernels import kernels_of
 from bapo_megatron.kernels.base import slices
 
 Backend = Literal["torch", "triton"]
-_ADDMM_WIDENS = torch.__version__ >= "2.10"  # before, addmm(out_dtype) took a total of the operands' 16-bit type only
+_ADDMM_WIDENS = torch.__version__ >= "2.10"  # older addmm(out_dtype) only takes a total of the operands' 16-bit type
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,20 @@ def token_log_probs(
 
     Args:
         hidden_RH: hidden states that predict the targets, the same on all ranks of the group; any float type.
-        weight_VH: this rank's rows of the output layer; the type of hidden_RH. If Megatron gave it a `main_grad`
+        weight_VH: this rank's rows of the output layer, of the type of hidden_RH. If Megatron gave it a `main_grad`
             (float32), the backward pass adds the gradient to that, and autograd gets none.
         targets_R: int64 token ids in [0, shard.vocab_size).
-        temperature: the one that the tokens were sampled with.
-        chunk_tokens: rows whose logits exist at once: chunk_tokens x V values in float32; None: `chunk_rows`.
-        with_entropy: False skips its arithmetic; the entropies returned are then zeros.
-        backend: code for the passes over a chunk of logits; triton needs a GPU and no float64.
-        hooks_need_grad: let autograd have zeros as the gradient that went to `main_grad`. Without any, hooks of the
-            weight run in another thread, and collectives that they start in another order on each rank.
+        temperature: the temperature that the tokens were sampled with.
+        chunk_tokens: rows whose logits exist at the same time, chunk_tokens x V values in float32; None means
+            `chunk_rows`.
+        with_entropy: False skips the entropy's arithmetic; the entropies returned are then zeros.
+        backend: code for the passes over a chunk of logits; triton needs a GPU, and does not support float64.
+        hooks_need_grad: give autograd zeros in place of the gradient that went to `main_grad`. Without a gradient,
+            hooks of the weight run in another thread, and start their collectives in a different order on each rank.
 
     Returns log_probs_R and entropy_R, float32 (float64 for float64 inputs), the same on all ranks of the group. Both
-    are differentiable: hidden_RH receives its gradient summed over the group (do not sum it again), weight_VH that of
-    its own rows. An entropy that no loss uses costs nothing in the backward pass.
+    are differentiable: hidden_RH receives its gradient summed over the group (do not sum it again), and weight_VH the
+    gradient of its own rows. An entropy that no loss uses costs nothing in the backward pass.
     """
     assert weight_VH.shape[0] == shard.size, f"{weight_VH.shape[0]} vocabulary rows, but the shard has {shard.size}"
     if chunk_tokens is None:
@@ -82,10 +83,10 @@ def token_log_probs(
 
 
 def _kernels(backend: Backend) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]:
-    """Return `row_statistics` and `logit_gradients`, for torch or Triton."""
+    """Return torch's or Triton's `row_statistics` and `logit_gradients`."""
     if backend == "torch":
         return row_statistics, logit_gradients
-    from bapo_megatron.algorithms import logprobs_triton  # Triton comes with torch's CUDA builds only
+    from bapo_megatron.algorithms import logprobs_triton  # Triton comes only with torch's CUDA builds
 
     return logprobs_triton.row_statistics, logprobs_triton.logit_gradients
 
@@ -175,15 +176,17 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def left_for_autograd(weight: Tensor, hooks_need_grad: bool) -> Tensor | None:
-    """Return the gradient that autograd gets of a weight whose own went to `main_grad`: see `token_log_probs`."""
+    """Return what autograd receives for a weight whose real gradient went to `main_grad`: see `token_log_probs`."""
     return torch.zeros_like(weight) if hooks_need_grad else None
 
 
 def row_statistics(
     logits_CV: Tensor, columns_C: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reduce a rank's columns: with l = logits / temperature, return the max of l, the sums of exp(l - max) and of
-    exp(l - max) * l (0 without entropy), and the target's l (0 where it is elsewhere). Overwrites the logits.
+    """Reduce a rank's columns, and overwrite the logits.
+
+    With l = logits / temperature, return the max of l, the sums of exp(l - max) and of exp(l - max) * l (0 without
+    entropy), and the target's l (0 if it is on another rank).
 
     Args:
         columns_C: int64, each row's target among the columns, -1 if it is on another rank.
@@ -215,7 +218,7 @@ def logit_gradients(
         columns_C: as in `row_statistics`.
         log_z_C: logarithm of the sum of exp(logits / temperature) over all ranks.
         pull_C: gradients of the log-probs, divided by the temperature.
-        entropy_pull_C: gradients of the entropies, divided by the temperature; None: zero.
+        entropy_pull_C: gradients of the entropies, divided by the temperature; None means zero.
     """
     for rows in kernels_of(logits_CV).blocks(logits_CV):
         l_BV = logits_CV[rows] if temperature == 1 else logits_CV[rows].div_(temperature)
@@ -230,7 +233,7 @@ def logit_gradients(
 
 
 def _local_columns(targets_C: Tensor, shard: VocabShard) -> Tensor:
-    """Return the column of each target among this rank's real rows, -1 if it is elsewhere."""
+    """Return the column of each target among this rank's real rows, -1 if it is on another rank."""
     column_C = targets_C - shard.start
     return torch.where((column_C >= 0) & (column_C < shard.num_real), column_C, -1)
 
@@ -240,7 +243,7 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to float32 (or float64) `total` in place, on GPUs and for equal types without another of its size."""
+    """Add a @ b to float32 (or float64) `total` in place, on GPUs and for equal types without a temporary matrix."""
     low = _low_dtype(a, b)
     if low is not None and a.is_cuda and _ADDMM_WIDENS:
         torch.addmm(total, a.to(low), b.to(low), out_dtype=torch.float32, out=total)
@@ -251,7 +254,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b, accumulated and returned in float32 (float64 for float64), also for 16-bit operands."""
+    """Compute a @ b, accumulated and returned in float32 (float64 for float64), even for 16-bit operands."""
     low = _low_dtype(a, b)
     if low is not None and a.is_cuda:  # tensor cores take 16-bit operands and can return their float32 sums
         return torch.mm(a.to(low), b.to(low), out_dtype=torch.float32)

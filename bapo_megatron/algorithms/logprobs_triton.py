@@ -1,8 +1,8 @@
 """The two passes of `logprobs.py` over a chunk of logits, as Triton kernels: each reads the chunk once.
 
-The matrix products stay cuBLAS's. In plain torch a chunk of float32 logits goes through memory about ten times forward
-and backward; here it is read once forward, and read and written once backward, in place. The running maximum and sums
-are those of online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867), float32.
+The matrix products are still cuBLAS's. In plain torch a chunk of float32 logits goes through memory about ten times
+forward and backward; here it is read once forward, and read and written once backward, in place. The running maximum
+and sums follow online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867), in float32.
 
 Shape legend: C rows of a chunk, V vocabulary rows of this rank that are not padding.
 """
@@ -21,7 +21,7 @@ NUM_WARPS = 8
 def row_statistics(
     logits_CV: Tensor, columns_C: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `logprobs.row_statistics`; logits are float32 and stay as they are."""
+    """See `logprobs.row_statistics`; logits are float32 and are not overwritten."""
     num_rows, num_columns = _checked(logits_CV).shape
     out_4C = logits_CV.new_empty(4, num_rows)
     statistics_kernel[(num_rows,)](

@@ -9,8 +9,8 @@ search, or from the configuration (`fixed_bounds`). There are two ways to measur
                              pi_prox is the learner at the start of the step (decoupled PPO, arXiv 2110.00641,
                              2505.24298).
 
-The losses that a setting names are in `objectives`; here are their inputs, their records and what they share. Nothing
-here is a sum or a mean: the learner sums losses and metrics over tokens, micro-batches and ranks, and divides
+The losses that a setting can name are in `objectives`; here are their inputs, their records and what they share.
+Nothing here is a sum or a mean: the learner sums losses and metrics over tokens, micro-batches and ranks, and divides
 once, by the token count of the whole optimizer step.
 
 Shape legend: R response tokens of a micro-batch.
@@ -46,10 +46,10 @@ class ScoredTokens:
     """A micro-batch, with log-probs at the current weights. Masked tokens may hold anything."""
 
     batch: MicroBatch
-    log_probs_R: Tensor  # float32, nats, of the current weights; for a loss, with gradient
+    log_probs_R: Tensor  # float32, nats, at the current weights; for a loss, with gradient
     ages_R: Tensor  # int64: optimizer updates since each token was sampled
     over_context: Callable[[Tensor], Tensor] = _no_context
-    """Sums a float64 table over the ranks that hold the other tokens of these responses; all of them call it."""
+    """Sums a float64 table over the ranks that hold the other tokens of these responses; all these ranks call it."""
 
     def ratios(self, options: RatioOptions) -> TokenRatios:
         """Compute r_t and w_t: see `token_ratios`."""
@@ -62,14 +62,14 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs(ScoredTokens, Generic[Found]):
-    """The tokens of a micro-batch, with all that a loss may read."""
+    """The tokens of a micro-batch, with everything that a loss may read."""
 
-    entropy_R: Tensor  # float32, nats, of the current weights, without gradient; for the metrics
-    found: Found  # by the loss's update rule, for this optimizer step
+    entropy_R: Tensor  # float32, nats, at the current weights, without gradient; for the metrics
+    found: Found  # the decision of the loss's update rule for this optimizer step
 
     @property
     def bounds(self) -> ClipBounds:
-        """What was found, where that is bounds."""
+        """The decision, if it is clip bounds."""
         assert isinstance(self.found, ClipBounds), f"the update rule found {self.found!r}, not clip bounds"
         return self.found
 
@@ -78,15 +78,14 @@ class LossInputs(ScoredTokens, Generic[Found]):
         return TokenLoss(self, loss_R)
 
     def weighted(self, ratios: TokenRatios, objective_R: Tensor) -> RatioTokenLoss:
-        """Return the record of the loss -w A times an objective, [R]."""
+        """Return the record of the loss -w A times the objective, [R]."""
         return RatioTokenLoss(**self._record(ratios, objective_R))
 
     def clipped(self, ratios: TokenRatios, dual_clip: float | None = None) -> ClippedTokenLoss:
-        """Return the record of the loss -w min(r A, clip(r, c_low, c_high) A); with `dual_clip` c, at most w c |A|
-        where A < 0 (arXiv 1912.09729).
+        """Return the record of the loss -w min(r A, clip(r, c_low, c_high) A).
 
-        A token on its bound is clipped, without gradient, as in the `gradient` reading of the search. The bounds are
-        compared in float64, as in the search.
+        With `dual_clip` c, the loss is at most w c |A| where A < 0 (arXiv 1912.09729). A token on its bound is clipped,
+        without gradient, as in the `gradient` reading of the search. Bounds are compared in float64, as in the search.
         """
         bounds, ratio_R = self.bounds, ratios.ratio_R
         advantages_R = torch.where(self.batch.mask_R, self.batch.advantages_R, 0.0)
@@ -123,9 +122,9 @@ class LossInputs(ScoredTokens, Generic[Found]):
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss per token, and the values that metrics are made of (`Metric.of`). All are 0 where masked.
+    """A loss per token, and the values that metrics are computed from (`Metric.of`). All are 0 where masked.
 
-    A loss with further values returns a subclass. A metric applies if the record has its field, and it is not None.
+    A loss with more values returns a subclass. A metric applies if the record has its field, and the field is not None.
     """
 
     inputs: LossInputs
@@ -145,15 +144,15 @@ class TokenLoss:
         return torch.where(self.mask_R, self.inputs.ages_R, 0)
 
     def tables(self, *, with_profile: bool) -> dict[str, Tensor]:
-        """Sum what is not one value per token: float32 scalars by the key of a declared mean."""
+        """Sum whatever is not one value per token: float32 scalars by the key of a declared mean."""
         return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioTokenLoss(TokenLoss):
-    """The record of a loss of ratios."""
+    """The record of a loss that uses ratios."""
 
-    ratio_R: Tensor  # r_t, or the response's
+    ratio_R: Tensor  # r_t, or the response's ratio
     weight_R: Tensor  # w_t
     advantages_R: Tensor
     capped_R: Tensor  # bool: the importance weight was moved to a bound, or masked beyond it
@@ -186,7 +185,7 @@ class RatioTokenLoss(TokenLoss):
 class ClippedTokenLoss(RatioTokenLoss):
     """The record of a loss that gives no gradient to clipped tokens."""
 
-    clipped_high_R: Tensor  # bool: A > 0 and on or over the upper bound, so without gradient
+    clipped_high_R: Tensor  # bool: A > 0 and on or over the upper bound
     clipped_low_R: Tensor  # bool: A < 0 and on or under the lower bound
     dual_clipped_R: Tensor  # bool: A < 0 and on or over `dual_clip`
 
@@ -202,9 +201,9 @@ class ClippedTokenLoss(RatioTokenLoss):
 def importance_ratio(log_probs: Tensor, denominator_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return pi / pi_denominator per token; 1 where masked.
 
-    A log-ratio beyond +-20 is cut there and carries no gradient; the gradient of nan is nan, so its update is skipped.
+    A log-ratio beyond +-20 is cut off and carries no gradient. The gradient of nan is nan, so the update is skipped.
     """
-    # The inputs are selected, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
+    # Select the inputs, not the result: a nan that is merely multiplied by 0 still spoils the gradient.
     log_ratio = torch.where(mask, log_probs - denominator_logprobs, 0.0)
     cut = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, cut, log_ratio).exp()  # the gradient of clamp hides a nan
@@ -212,7 +211,7 @@ def importance_ratio(log_probs: Tensor, denominator_logprobs: Tensor, mask: Tens
 
 @dataclass(frozen=True, slots=True)
 class TokenRatios:
-    """The ratios of a micro-batch and the weights of its tokens, for the loss and for the search for its bounds."""
+    """The ratios and weights of a micro-batch's tokens, for the loss and for the search for its bounds."""
 
     ratio_R: Tensor  # r_t, with the gradient of the log-probs; 1 where masked
     weight_R: Tensor  # w_t, at least 0, without gradient; 1 where masked
@@ -228,11 +227,11 @@ def token_ratios(
 ) -> TokenRatios:
     """Compute r_t and w_t of the objective.
 
-    With `max_drift`, a token has the weight 0 if A < 0 and the mean of log(pi_rollout / pi_theta) over its response's
-    trained tokens exceeds it (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, Eq. 9).
+    With `max_drift`, a token's weight is 0 if A < 0 and the mean of log(pi_rollout / pi_theta) over its response's
+    trained tokens exceeds `max_drift` (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, Eq. 9).
 
     Args:
-        log_probs_R: nats, of the current weights; r_t keeps their gradient.
+        log_probs_R: nats, at the current weights; r_t keeps their gradient.
         over_context: see `ScoredTokens`; called the same number of times for each micro-batch.
     """
     mask_R, behaviour_R, proximal_R = batch.mask_R, batch.behaviour_logprobs_R, batch.proximal_logprobs_R
@@ -251,7 +250,7 @@ def token_ratios(
 def _importance_weight(
     batch: MicroBatch, proximal_R: Tensor, options: RatioOptions, over_context: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights between their bounds, and whether a weight was on a bound or, for `mask`, beyond it."""
+    """Return the bounded weights, and whether each was on a bound or, for `mask`, beyond it."""
     mask_R, low, high = batch.mask_R, options.importance_floor, options.importance_cap
     weight_R = importance_ratio(proximal_R, batch.behaviour_logprobs_R, mask_R)
     if options.importance_level == "sequence":
@@ -265,20 +264,20 @@ def _importance_weight(
 
 
 def clipped_policy_loss(inputs: LossInputs[ClipBounds], options: ClippedLoss) -> ClippedTokenLoss:
-    """Compute the clipped policy loss with the section of `loss.name = "bapo"` or "grpo": see `LossInputs.clipped`."""
+    """Compute the clipped policy loss of `loss.name = "bapo"` or "grpo" from its section: see `LossInputs.clipped`."""
     return inputs.clipped(inputs.ratios(options), dual_clip=options.dual_clip)
 
 
 def response_means(
     values_R: Tensor, batch: MicroBatch, over_context: Callable[[Tensor], Tensor] = _no_context
 ) -> Tensor:
-    """Return, for each token, the mean of `values_R` over the trained tokens of its response, on all context ranks.
+    """Return, for each token, the mean of `values_R` over its response's trained tokens on all context ranks.
 
     Args:
-        values_R: without gradient; masked tokens may hold anything.
+        values_R: values without gradient; masked tokens may hold anything.
         over_context: see `ScoredTokens`.
 
-    Returns float64 [R]; 0 where a response has no trained token.
+    Returns float64 [R]; 0 if a response has no trained token.
     """
     total_S, count_S = _response_sums(values_R, batch, over_context)
     return (total_S / count_S.clamp(min=1))[batch.sequence_R]
@@ -289,9 +288,9 @@ def _response_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of `values_R` over the trained tokens of each response, and their number; both float64 [S]."""
     places_S1 = torch.arange(batch.cu_seqlens_S1.numel(), device=batch.sequence_R.device)
-    starts_S1 = torch.searchsorted(batch.sequence_R, places_S1)  # a count per response would make the CPU wait
+    starts_S1 = torch.searchsorted(batch.sequence_R, places_S1)  # counting per response would make the CPU wait
     columns_2R = torch.stack([torch.where(batch.mask_R, values_R, 0.0).double(), batch.mask_R.double()])
-    # Segments are summed in order; scattered additions would come in another order in each run on a GPU.
+    # Segments are summed in order; on a GPU, scattered additions would have a different order in each run.
     table_2S = torch.stack(
         [torch.segment_reduce(column_R, "sum", offsets=starts_S1, unsafe=True) for column_R in columns_2R]
     )

@@ -1,8 +1,9 @@
-"""Difference of the engine's and the trainer's log-probs at the same weights: zero in theory, not in practice.
+"""Difference between the engine's and the trainer's log-probs at the same weights: zero in theory, not in practice.
 
-Other kernels, another order of additions, 16-bit weights, a stale or torn weight update: each moves the log-probs that
-the engine reports away from those that the trainer computes, and the policy gradient is then off-policy unnoticed
-(arXiv 2510.26788 and the note on truncated importance sampling at fengyao.notion.site/off-policy-rl measure it).
+Different kernels, a different order of additions, 16-bit weights, a stale or torn weight update: each moves the
+log-probs that the engine reports away from those that the trainer computes, and the policy gradient is then off-policy
+without anyone noticing (arXiv 2510.26788 and the note on truncated importance sampling at
+fengyao.notion.site/off-policy-rl measure it).
 
 Everything is a sum over tokens, or a maximum, so that micro-batches, ranks and updates combine exactly. The quantile
 is read off a histogram with 100 bins per decade.
@@ -26,7 +27,7 @@ _BINS_PER_DECADE = 100
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Differences |d| of some tokens, in nats: d is the trainer's log-prob minus the engine's. `+` adds more tokens."""
+    """Differences |d| of some tokens, in nats; d is the trainer's log-prob minus the engine's. `+` adds more tokens."""
 
     sums: Tensor  # float64 [2 + B]: sum of |d|, sum of the KL estimator, then the histogram of |d|
     largest: Tensor  # float64 scalar: max |d|, 0 without tokens
@@ -45,13 +46,17 @@ class Mismatch:
 
     @property
     def kl(self) -> float:
-        """KL(engine || trainer) in nats, estimator k3 = e^d - 1 - d (joschu.net/blog/kl-approx.html); nan without
-        tokens. The tokens are the engine's samples, so its mean is unbiased, and no term is negative."""
+        """KL(engine || trainer) in nats, estimator k3 = e^d - 1 - d (joschu.net/blog/kl-approx.html).
+
+        The tokens are the engine's samples, so the mean is unbiased, and no term is negative. It is nan without tokens.
+        """
         return float(self.sums[1]) / self.num_tokens if self.num_tokens else math.nan
 
     def quantile(self, share: float) -> float:
-        """Return the smallest |d| that at least `share` of the tokens do not exceed, within 1.2 % (and 1e-8 nats); nan
-        without tokens."""
+        """Return the smallest |d| that at least `share` of the tokens do not exceed; nan without tokens.
+
+        It is exact to 1.2 % (and 1e-8 nats).
+        """
         if not self.num_tokens:
             return math.nan
         rank = max(1, math.ceil(share * self.num_tokens))
@@ -65,16 +70,16 @@ class Mismatch:
 
 
 def logprob_mismatch(log_probs_R: Tensor, behaviour_logprobs_R: Tensor, counted_R: Tensor) -> Mismatch:
-    """Measure the differences of the tokens in `counted_R` (bool); others may hold anything.
+    """Measure the differences for the tokens in `counted_R` (bool); others may hold anything.
 
     Args:
-        log_probs_R: float, nats, of the trainer; no gradient flows.
-        behaviour_logprobs_R: float, nats, of the engine.
+        log_probs_R: the trainer's log-probs, float, nats; no gradient flows.
+        behaviour_logprobs_R: the engine's log-probs, float, nats.
 
     Returns a Mismatch on the device of its inputs. A difference that is not a number makes its mean and KL nan.
     """
     difference = log_probs_R.detach().double() - behaviour_logprobs_R.double()
-    difference = torch.where(counted_R, difference, 0.0)  # to select the tokens would wait for the GPU to count them
+    difference = torch.where(counted_R, difference, 0.0)  # selecting the tokens would wait for the GPU to count them
     size = difference.abs()
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     low, high = _DECADES

@@ -8,11 +8,11 @@
                                v
                              LossInputs.found; mask and divisor of the loss
 
-A rule computes, and keeps nothing: the learner (`learner/bounds.py`) scores, sums and remembers for it. Which tokens a
-rule reads is a trait of the loss (`LossConfig.rule_reads`). The rules:
+A rule only computes, and keeps no state: the learner (`learner/bounds.py`) scores, sums and remembers for it. The loss
+says which tokens its rule reads (`LossConfig.rule_reads`). The rules:
 
     NoBounds           none
-    FixedBounds        bounds of the loss's own section
+    FixedBounds        the bounds in the loss's own section
     ContributionRule   BAPO's search (`bound_search`)
     SecondMomentRule   M2PO's limit (`second_moment`)
 """
@@ -34,22 +34,22 @@ from bapo_megatron.types import ClipBounds
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The wish for another round of tables."""
+    """A request for another round of tables."""
 
     so_far: Any
-    """What the rounds so far have found; the next ones get it."""
+    """What the rounds so far have found; the next rounds get it."""
 
 
 class UpdateRule(Generic[Found]):
-    """A decision from the tokens of an update; the same on every rank, as the table is.
+    """A decision from an update's tokens; it is the same on every rank because the table is.
 
     Args:
-        options: what the loss's function reads: its section, or [loss.options] as their type.
-        bapo: [bapo].
+        options: what the loss's function reads: its section, or its typed [loss.options].
+        bapo: the section [bapo].
     """
 
     shape: tuple[int, ...] = ()
-    """Of the table."""
+    """The shape of the table."""
     masks: bool = False
     """Whether `mask` leaves tokens out."""
 
@@ -57,15 +57,15 @@ class UpdateRule(Generic[Found]):
         self.options = options
 
     def values(self, tokens: ScoredTokens) -> Any:
-        """Return what the tables of a micro-batch are made of; called once, whatever the number of rounds."""
+        """Return what the tables of a micro-batch are computed from; called once, whatever the number of rounds."""
         return tokens
 
     def table(self, values: Any, so_far: Any) -> Tensor:
         """Return the table of a micro-batch: float64 [*shape], additive over tokens.
 
         Args:
-            values: of `values`.
-            so_far: of the round before; None in the first.
+            values: the result of `values`.
+            so_far: the previous round's `Again.so_far`; None in the first round.
         """
         raise NotImplementedError
 
@@ -78,26 +78,26 @@ class UpdateRule(Generic[Found]):
         raise NotImplementedError
 
     def remember(self, total: Tensor, past: Tensor | None) -> Tensor | None:
-        """Return the table for later updates, from that of a finished one; for a rule that reads earlier updates."""
+        """Return the table for later updates from a finished update's `total`; for rules that read earlier updates."""
         return total
 
     def mask(self, tokens: ScoredTokens, found: Found) -> Tensor:
-        """Return the trained tokens of a micro-batch, in its update: bool [R], within its own mask.
+        """Return the tokens of a micro-batch that its update trains: bool [R], within its own mask.
 
-        On some machines the log-probs differ from those of the tables by a rounding error: at a limit, another token
-        may be left out than was counted.
+        On some machines the log-probs differ by a rounding error from those behind the tables: at a limit, the token
+        left out may not be the one that was counted.
         """
         raise NotImplementedError
 
     def num_trained_tokens(self, found: Found) -> int:
-        """Return the number of tokens on all ranks that `mask` leaves, the divisor of loss and gradient.
+        """Return the number of tokens that `mask` leaves on all ranks, the divisor of loss and gradient.
 
-        At 0, there is nothing to learn: the gradient is 0.
+        If it is 0, there is nothing to learn: the gradient is 0.
         """
         raise NotImplementedError
 
     def metrics(self, found: Found) -> dict[str, float]:
-        """Return the decision as numbers, by the key of their metric."""
+        """Return the decision as numbers, by metric key."""
         return {}
 
 
@@ -110,18 +110,18 @@ class BoundsRule(UpdateRule[ClipBounds]):
 
 
 class NoBounds(BoundsRule):
-    """The rule of a loss without bounds: they are nan."""
+    """The rule of a loss without bounds, which are nan."""
 
     def decide(self, total: Tensor, so_far: Any) -> ClipBounds:
-        """Return nan, whatever the tokens are."""
+        """Return nan, whatever the tokens."""
         return ClipBounds(math.nan, math.nan, positive_share=math.nan, saturated=False, num_moves=0)
 
 
 class FixedBounds(NoBounds):
-    """The bounds of the loss's section."""
+    """The bounds in the loss's section."""
 
     def decide(self, total: Tensor, so_far: Any) -> ClipBounds:
-        """Return the bounds, whatever the tokens are."""
+        """Return the bounds, whatever the tokens."""
         return replace(super().decide(total, so_far), low=self.options.clip_low, high=self.options.clip_high)
 
 

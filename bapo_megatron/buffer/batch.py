@@ -1,4 +1,4 @@
-"""Judged groups become one padding-free batch."""
+"""Turns judged groups into one batch without padding."""
 
 import math
 import statistics
@@ -21,26 +21,27 @@ from bapo_megatron.types import Batch, Ended, Group, Sample, Sampled, Segment, t
 
 
 class BuilderState(TypedDict):
-    """A `BatchBuilder` in a checkpoint."""
+    """The state of a `BatchBuilder` in a checkpoint."""
 
     rewards: MomentsState
 
 
 class BatchBuilder:
-    """Builder of a run's batches, with its advantages, rewards and masking."""
+    """Builder of a run's batches, with the run's advantages, rewards and masking."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         a = config.advantage
-        self._advantages = advantage_function(a.kind) if a.compares_responses else _zeros  # a critic's come later
+        # a critic's advantages come later
+        self._advantages = advantage_function(a.kind) if a.compares_responses else _zeros
         self._scaler = RewardScaler(config.reward)
 
     def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
-        """Return the next step's batch, with `batch_metrics`; its rewards enter running statistics: build it once.
+        """Return the next step's batch, with `batch_metrics`. Build it once: its rewards enter running statistics.
 
-        Each turn of a sample has one advantage, spread over its tokens. Each trajectory is a sequence. One without a
-        sampled token is left out, and the tokens of a sample that is not trained (see `is_trained`) are masked; both
-        still count in their group's advantages. An invalid sample is left out of these, too.
+        Each turn of a sample has one advantage, spread over its tokens. Each trajectory becomes a sequence; one without
+        a sampled token is left out. Tokens of a sample that is not trained (see `is_trained`) are masked. Both still
+        count in their group's advantages. An invalid sample does not count in them either.
         """
         config = self._config
         shaped = [[shaped_reward(s, config) for s in group.valid] for group in groups]
@@ -84,7 +85,7 @@ class BatchBuilder:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running statistics, as a JSON value."""
+        """Return the running statistics as a JSON value."""
         return {"rewards": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -92,10 +93,10 @@ class BatchBuilder:
 
 
 def group_view(group: Group, rewards: Sequence[float]) -> GroupView:
-    """Return a group as its advantage sees it.
+    """Return the view of a group that its advantage gets.
 
     Args:
-        rewards: of its valid samples, shaped and scaled.
+        rewards: the rewards of its valid samples, shaped and scaled.
     """
     return GroupView(group.prompt, tuple(_sample_view(*found) for found in zip(group.valid, rewards, strict=True)))
 
@@ -105,7 +106,7 @@ def _sample_view(sample: Sample, reward: float) -> SampleView:
     parts = sample.need.parts if isinstance(sample.need, Ended) else {}
     of_turns = [None if r is None else total(r) for r in sample.turn_rewards]
     if of_turns:
-        of_turns += [None] * (len(turn_lengths) - len(of_turns))  # the last one's is the sample's own
+        of_turns += [None] * (len(turn_lengths) - len(of_turns))  # the last turn's reward is the sample's own
     return SampleView(reward, turn_lengths or (0,), sample.finish_reason, parts, tuple(of_turns))
 
 
@@ -114,13 +115,13 @@ def _zeros(view: GroupView) -> list[list[float]]:
 
 
 def _on_tokens(stream: TokenStream, segments: Sequence[Segment]) -> Tensor:
-    """Return the stream's rows of all tokens, [T, *shape], filled where a segment has none."""
+    """Return the stream's rows for all tokens, [T, *shape], with the filler where a segment has none."""
     parts = (s.values[stream] if stream in s.values else stream.filled(s.num_tokens) for s in segments)
     return torch.from_numpy(np.concatenate([stream.filled(0), *parts]))
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return rewards, lengths and shares of one step's judged groups, under the names of docs/metrics.md."""
+    """Return rewards, lengths and shares of one step's judged groups, under their names in docs/metrics.md."""
     samples = [s for g in groups for s in g.valid]
     lengths = [s.num_sampled_tokens for s in samples]
     rewards = [r for g in groups for r in g.rewards]
@@ -139,7 +140,7 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _part_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean of each part of the reward, over the samples that have it."""
+    """Return the mean of each part of the reward over the samples that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, part in sample.need.parts.items() if isinstance(sample.need, Ended) else ():
@@ -148,7 +149,7 @@ def _part_means(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def source_metrics(groups: Sequence[Group], sources: Sequence[MixedSource]) -> dict[str, float]:
-    """Return the share of each of [[data.sources]] in one step's prompts, and its mean reward, nan without a prompt."""
+    """Return each data source's share of one step's prompts and its mean reward, which is nan without a prompt."""
     metrics: dict[str, float] = {}
     for one in sources:
         rewards = [group.rewards for group in groups if group.prompt.source == one.name]

@@ -1,11 +1,12 @@
-"""Cut a batch into optimizer steps, data-parallel shares and packed micro-batches.
+"""Cuts a batch into optimizer steps, data-parallel shares and packed micro-batches.
 
 Every rank computes the same plan from the same batch and seed, and builds only its own share. Loss and statistics do
 not depend on the plan: they are sums over tokens, divided by the token count of the whole optimizer step. All padding
 for the layout is added here.
 
-Micro-batches hold as many tokens as fit the memory; data ranks get the same number of FLOPs, as each update waits for
-the slowest. A sequence of n tokens costs n + pair_cost * n**2: attention makes one of 64k tokens dearer than 8 of 8k.
+Micro-batches hold as many tokens as fit in memory. Data ranks get about the same number of FLOPs, since each update
+waits for the slowest. A sequence of n tokens costs n + pair_cost * n**2: because of attention, one sequence of 64k
+tokens costs more than eight of 8k.
 """
 
 import heapq
@@ -23,49 +24,49 @@ from bapo_megatron.types import Batch, MicroBatch, MiniBatch, TokenCounts
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's part of every mini-batch, and the form that its layout needs.
+    """A rank's part of every mini-batch, and how its layout needs it packed.
 
     Example: Share(data_rank=1, data_size=2) holds every other pack, whole and unpadded.
     """
 
     data_rank: int = 0
     data_size: int = 1
-    context_rank: int = 0  # context ranks hold the same packs, each a part of every sequence
+    context_rank: int = 0  # context ranks hold the same packs, and each holds a part of every sequence
     context_size: int = 1
     tokens_multiple: int = 1  # a rank's tokens of a pack are a multiple of this (sequence parallelism, FP8)
     packs_multiple: int = 1  # the number of packs is a multiple of this (virtual pipeline)
-    equal_lengths: bool = False  # all packs of a data rank have one length (pipeline: stages agree on it once)
-    pair_cost: float = 0.0  # of the model: `ModelShape.pair_cost`
+    equal_lengths: bool = False  # all packs of a data rank have the same length (pipeline: stages agree on it once)
+    pair_cost: float = 0.0  # the model's `ModelShape.pair_cost`
 
     def cost(self, length: int) -> float:
-        """Return the FLOPs of a sequence, those of a token's matrices being 1."""
+        """Return the FLOPs of a sequence, in units of the FLOPs of one token's matrices."""
         return length + self.pair_cost * length**2
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that every sequence is cut into, two for each context rank; a padded sequence is a multiple of it."""
+        """Chunks per sequence, two for each context rank; a padded sequence's length is a multiple of it."""
         return 1 if self.context_size == 1 else 2 * self.context_size
 
     @property
     def pack_multiple(self) -> int:
-        """Tokens of a whole pack are a multiple of this."""
+        """The number that must divide a whole pack's tokens."""
         return math.lcm(self.num_chunks, self.context_size * self.tokens_multiple)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass over a batch: `num_epochs` times all its sequences, each time newly shuffled into `num_minibatches`."""
+    """A pass over a batch: all its sequences `num_epochs` times, each time reshuffled into `num_minibatches`."""
 
-    share: Share  # this rank's part and its form; the other ranks have the same pass with their own share
-    max_tokens: int  # of one micro-batch on one rank; a longer single sequence gets a micro-batch of its own
+    share: Share  # this rank's; the other ranks have the same pass with their own share
+    max_tokens: int  # limit of one micro-batch on one rank; a longer sequence gets its own micro-batch
     num_minibatches: int = 1
     num_epochs: int = 1
     seed: int = 0
 
     def steps(self, batch: Batch) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
-        """Yield the sequences of each optimizer step, and those of each data rank's micro-batches.
+        """Yield the sequences of each optimizer step, and how they are split into each data rank's micro-batches.
 
-        A step whose responses are all masked is left out: an update would divide by nothing. Reads lengths and masks.
+        A step whose responses are all masked is left out: an update would divide by zero. Reads lengths and masks.
         """
         padded_lens_S = round_up(batch.seq_lens_S, self.share.num_chunks)
         num_trained_S = batch.count_S(batch.mask_T)
@@ -96,7 +97,7 @@ class Pass:
 
 
 def one_minibatch(batch: Batch, *, max_tokens: int, share: Share) -> MiniBatch:
-    """Return the whole batch, which has a trained token, as one mini-batch."""
+    """Return the whole batch, which must have a trained token, as one mini-batch."""
     (whole,) = Pass(share, max_tokens).minibatches(batch)
     return whole
 
@@ -112,10 +113,10 @@ def sequences_of(passes: Sequence[Pass], batch: Batch, data_size: int) -> list[T
 
 
 def balanced_shares(lengths: list[int], share: Share, max_tokens: int) -> list[list[list[int]]]:
-    """Return each data rank's bins of indices of `lengths`: as many for every rank, of at most `max_tokens` each.
+    """Return each data rank's bins of indices of `lengths`: the same number for every rank, of at most `max_tokens`.
 
-    Two plans compete, and the one whose costliest rank has less to do is taken: the fewest bins, dealt by cost; and
-    sequences dealt by cost, then packed. The second may need more bins, which cost padding if they have equal lengths.
+    Two plans compete: the fewest bins, dealt by cost; and sequences dealt by cost, then packed. The plan whose
+    costliest rank has less to do wins. The second may need more bins, which cost padding if they have equal lengths.
     """
     num_ranks = share.data_size
     bins = balanced_bins(lengths, num_ranks * share.packs_multiple, max_tokens)
@@ -136,7 +137,7 @@ def balanced_shares(lengths: list[int], share: Share, max_tokens: int) -> list[l
 
 
 def _cost(bins: list[list[int]], lengths: list[int], share: Share) -> float:
-    """Return the cost of a rank's bins, with the padding of `share.equal_lengths`."""
+    """Return the cost of a rank's bins, including the padding for `share.equal_lengths`."""
     sizes = [sum(lengths[i] for i in b) for b in bins]
     padding = [max(sizes) - size for size in sizes] if share.equal_lengths else []
     return sum(map(share.cost, [*(lengths[i] for b in bins for i in b), *padding]))
@@ -147,10 +148,10 @@ def _fit(bins: list[list[int]], lengths: list[int], max_tokens: int) -> bool:
 
 
 def balanced_bins(lengths: list[int], multiple: int, max_tokens: int) -> list[list[int]]:
-    """Return indices of `lengths` in balanced bins of at most `max_tokens`; their number divides by `multiple`.
+    """Return indices of `lengths` in balanced bins of at most `max_tokens`; their number is a multiple of `multiple`.
 
-    They are as few as packing longest first allows. A bin exceeds `max_tokens` only if it holds a single sequence; bins
-    are empty only if there are fewer sequences than bins.
+    It is the smallest number that packing longest first allows. A bin exceeds `max_tokens` only if it holds a single
+    sequence; bins are empty only if there are fewer sequences than bins.
     """
     assert lengths, "an optimizer step needs at least one sequence"
     num_bins = round_up(-(-sum(min(n, max_tokens) for n in lengths) // max_tokens), multiple)
@@ -165,7 +166,7 @@ def longest_first(lengths: Sequence[float], num_bins: int, max_items: int | None
     """Put each sequence, longest first, into the emptiest bin (Graham's rule): within 4/3 of the best balance.
 
     Args:
-        max_items: of one bin; there are no more sequences than fit. None: any number.
+        max_items: the most sequences in one bin; None means no limit. All sequences together must fit.
     """
     heap = [(0.0, b) for b in range(num_bins)]
     bins: list[list[int]] = [[] for _ in heap]
@@ -178,8 +179,10 @@ def longest_first(lengths: Sequence[float], num_bins: int, max_items: int | None
 
 
 def pack(batch: Batch, sequences: Tensor, length: int, share: Share) -> MicroBatch:
-    """Pack the given sequences, each padded to a multiple of `share.num_chunks`, plus one sequence of padding up to
-    `length` tokens; return the part of `share.context_rank`."""
+    """Pack the given sequences, and return the part of `share.context_rank`.
+
+    Each sequence is padded to a multiple of `share.num_chunks`; one more sequence of padding fills up to `length`.
+    """
     lens_S = batch.seq_lens_S[sequences]
     padded_lens_S = round_up(lens_S, share.num_chunks)
     missing = length - int(padded_lens_S.sum())
@@ -194,8 +197,8 @@ def pack(batch: Batch, sequences: Tensor, length: int, share: Share) -> MicroBat
 
     is_token_T = position_ids_T < of_each_token(lens_S)
     starts_S = batch.seq_lens_S.cumsum(0) - batch.seq_lens_S
-    source_T = of_each_token(starts_S[sequences]) + position_ids_T  # in the batch; meaningless on padding
-    here_T = of_each_token(batch.first_here_S[sequences]) + position_ids_T  # among the rows that this rank has
+    source_T = of_each_token(starts_S[sequences]) + position_ids_T  # place in the batch; meaningless on padding
+    here_T = of_each_token(batch.first_here_S[sequences]) + position_ids_T  # place among the rows that this rank has
     token_T = is_token_T.nonzero().squeeze(1)
     sampled_R = token_T[batch.sampled_T[source_T[token_T]]]
     mine_T = context_tokens(cu_seqlens_S1, share.context_rank, share.context_size)
@@ -203,7 +206,7 @@ def pack(batch: Batch, sequences: Tensor, length: int, share: Share) -> MicroBat
     source_R = source_T[sampled_R]
 
     def on_tokens(values_T: Tensor, stream: TokenStream) -> Tensor:
-        """Return the stream's rows of all tokens of the pack; those of fed tokens lie with the next one."""
+        """Return the stream's rows for all tokens of the pack; `values_T` has a fed token's row at the next token."""
         rows_T = values_T.new_full((length, *values_T.shape[1:]), stream.filler)
         at_T = token_T[position_ids_T[token_T] > 0] if stream.on == "fed" else token_T
         rows_T[at_T - int(stream.on == "fed")] = values_T[place_T(stream)[at_T]]
@@ -213,7 +216,7 @@ def pack(batch: Batch, sequences: Tensor, length: int, share: Share) -> MicroBat
         return source_T if stream.to == "every rank" else here_T
 
     token_ids_T = on_tokens(batch.token_ids_T, TOKEN_IDS)
-    of_sampled: dict[str, Any] = {}  # by attribute
+    of_sampled: dict[str, Any] = {}  # by attribute name
     extra: dict[TokenStream, Tensor] = {}
     for stream, values_T in batch.values.items():
         if stream.on == "sampled":
@@ -238,11 +241,11 @@ def pack(batch: Batch, sequences: Tensor, length: int, share: Share) -> MicroBat
 
 
 def context_tokens(cu_seqlens_S1: Tensor, rank: int, size: int) -> Tensor:
-    """Return the tokens of a pack that a context rank holds: int64, ascending, a `size`-th of each sequence.
+    """Return the tokens of a pack that a context rank holds: int64, ascending, 1 / size of each sequence.
 
-    Every sequence is cut into 2 x size equal chunks, of which the rank holds chunks `rank` and 2 x size - 1 - rank: a
-    causal query costs more the later its position, so this balances the ranks. Transformer Engine cuts
-    packed ("thd") sequences in the same way.
+    Every sequence is cut into 2 x size equal chunks, and the rank holds chunks `rank` and 2 x size - 1 - rank. A causal
+    query costs more the later its position, so this balances the ranks. Transformer Engine cuts packed ("thd")
+    sequences in the same way.
     """
     lens_S = cu_seqlens_S1.diff().long()
     if size == 1:

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint's state: values of many tokens, in one file, by their place in state.json."""
+"""The arrays of a checkpoint's state: values of many tokens, in one file, named by their place in state.json."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A saved model as files: shards of every rank and one index; independent of the layout, and free of pickle.
+"""A saved model as files: shards of every rank and one index, independent of the layout and free of pickle.
 
     <folder>/index.json                     facts (format, version, model), a digest of each file, and where each slice
                                             of each tensor lies; written last
@@ -6,14 +6,14 @@
                                             weight, exp_avg, exp_avg_sq (Adam's moments)
     <folder>/hf_config/                     config.json and tokenizer, for export (`bapo convert`)
 
-Tensors have Hugging Face names and shapes, so that any layout can read them: query, key and value are separate, as are
-gate and up; vocabulary padding is not stored. A box is a contiguous range along each dimension. At version 0 the
-moments may be missing: they are then zero.
+Tensors have Hugging Face names and shapes, so that any layout can read them: query, key and value are separate, and so
+are gate and up; vocabulary padding is not stored. A box is a contiguous range along each dimension. At version 0 the
+moments may be missing, which means zero.
 
-Why a format of our own: megatron's dist_checkpointing and torch.distributed.checkpoint keep their metadata in a pickle.
-The latter's HuggingFaceStorageWriter (torch 2.13) does not, but its planner sends pickled plans between ranks, it has
-neither checksums nor an index (it infers shapes from the shards it finds: a missing file goes unnoticed), and its
-asynchronous save runs collectives in the background. The shards are plain safetensors files.
+Why our own format: megatron's dist_checkpointing and torch.distributed.checkpoint keep their metadata in a pickle. The
+latter's HuggingFaceStorageWriter (torch 2.13) does not, but its planner sends pickled plans between ranks, it has
+neither checksums nor an index (it infers shapes from the shards it finds, so a missing file goes unnoticed), and its
+asynchronous save runs collectives in the background. Our shards are plain safetensors files.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from bapo_megatron.hf.writer import write_durably
 from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.types import Natural
 
-FORMAT = 2  # of a saved model
-STATE_FORMAT = 3  # of state.json
+FORMAT = 2  # format of a saved model
+STATE_FORMAT = 3  # format of state.json
 INDEX = "index.json"
-STATE = "state.json"  # of a whole checkpoint: store.py
+STATE = "state.json"  # belongs to a whole checkpoint: store.py
 HF_CONFIG = "hf_config"
 WEIGHT = "weight"
 SQUARES = "exp_avg_sq"
 MOMENTS = ("exp_avg", SQUARES)
 DIGEST_FIELD = "xxh3_128"
 _CHUNK_BYTES = 8 << 20
-_DECODED_BYTES = 4  # memory for each byte of JSON, at least
+_DECODED_BYTES = 4  # memory that decoding takes for each byte of JSON, at least
 
 _T = TypeVar("_T")
 Manifest = dict[str, Any]  # JSON: {"files": {file: [bytes, digest]}, "tensors": {part: {name: Saved}}} of one rank
@@ -57,9 +57,9 @@ class Facts(TypedDict):
     """The facts about a saved model."""
 
     version: Natural  # optimizer updates
-    skipped_updates: Natural  # those that the moments have not seen
+    skipped_updates: Natural  # updates that the moments have not seen
     model: dict[str, Any]  # ModelShape.to_json
-    skipped_in_a_row: NotRequired[Natural]  # a critic's
+    skipped_in_a_row: NotRequired[Natural]  # only in a critic's facts
 
 
 def _stays_inside(name: str) -> str:
@@ -83,7 +83,7 @@ class StoredBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One whole tensor."""
+    """One whole tensor in a saved model."""
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     shape: tuple[Natural, ...]
@@ -92,7 +92,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Contents of index.json."""
+    """The contents of index.json."""
 
     folder: Path
     facts: Facts
@@ -100,7 +100,7 @@ class Index:
     tensors: dict[str, dict[str, Saved]]  # part -> Hugging Face name
 
     def verify(self, share: int = 0, num_shares: int = 1) -> None:
-        """Compare every file's size, and the digests of each `num_shares`-th file, with what was written.
+        """Compare every file's size, and every `num_shares`-th file's digest, with what was written.
 
         Raises:
             TornCheckpointError: names the first file that is missing or differs.
@@ -126,7 +126,7 @@ class Index:
 
 
 class _Contents(TypedDict):
-    """Contents of index.json, apart from its format and digest."""
+    """The contents of index.json, apart from its format and digest."""
 
     facts: Facts
     files: dict[Annotated[str, AfterValidator(_stays_inside)], tuple[Natural, str]]
@@ -162,7 +162,7 @@ def write_index(folder: Path, facts: Mapping[str, Any], manifests: Iterable[Mani
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index that `write_index` wrote, without looking at the files it names.
+    """Read the index that `write_index` wrote, without looking at the files that it names.
 
     Raises:
         TornCheckpointError: index.json is missing or torn, or a field of it is wrong.
@@ -209,10 +209,11 @@ def read_sealed(file: Path, expected: int = FORMAT) -> dict[str, Any]:
 
 
 def _read_line(file: Path) -> bytes:
-    """Read a file that holds one line of JSON, as far as it can be that: a crash may leave one with terabytes of zeros.
+    """Read a file of one line of JSON, and stop if it cannot be one: a crash may leave a file with terabytes of zeros.
 
     Raises:
-        OSError, ValueError: it cannot be read, is no line of text, or is larger than what this machine could decode.
+        OSError: it cannot be read.
+        ValueError: it is not a line of text, or is larger than what this machine could decode.
     """
     num_bytes = regular_file(file).stat().st_size
     if num_bytes > (most := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _DECODED_BYTES):
@@ -230,7 +231,7 @@ def checked(adapter: TypeAdapter[_T], body: dict[str, Any], file: Path, context:
     """Return what a sealed file holds, with its types.
 
     Args:
-        context: for validators that compare values with facts about the run.
+        context: facts about the run, for validators that compare values with them.
 
     Raises:
         TornCheckpointError: names the file and each wrong field.
@@ -242,7 +243,7 @@ def checked(adapter: TypeAdapter[_T], body: dict[str, Any], file: Path, context:
 
 
 def digest_of(file: Path) -> str:
-    """Hash a file's bytes with xxh3_128: detects loss and mix-ups, not an adversary."""
+    """Hash a file's bytes with xxh3_128, which detects loss and mix-ups, but not tampering."""
     state, buffer = xxhash.xxh3_128(), bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
     with file.open("rb", buffering=0) as stream:
@@ -272,11 +273,11 @@ def _check_covered(index: Index) -> None:
             if any(box.file not in index.files or Path(box.file).name != box.file for box in saved.boxes):
                 raise CheckpointError(f"{what} lies in a file that is not listed")
             if any(not len(box.start) == len(box.size) == len(saved.shape) for box in saved.boxes):
-                raise CheckpointError(f"{what} has a box of another number of dimensions")
+                raise CheckpointError(f"{what} has a box with the wrong number of dimensions")
             inside = all(a >= 0 and a + n <= m for box in saved.boxes for a, n, m in _sides(box, saved.shape))
             apart = not any(one.overlaps(other) for one, other in combinations(saved.boxes, 2))
             if not (inside and apart and sum(prod(box.size) for box in saved.boxes) == prod(saved.shape)):
-                raise CheckpointError(f"{what} is not covered by its boxes, each value once")
+                raise CheckpointError(f"{what} is not covered exactly once by its boxes")
 
 
 def _sides(box: StoredBox, shape: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Reusable CPU memory for copies of a model, page-locked for copies from a GPU."""
+"""Reusable CPU memory for copies of a model; page-locked for copies from a GPU."""
 
 import weakref
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-_ALIGN = 64  # bytes between starts of tensors: a multiple of every item size
+_ALIGN = 64  # tensors start at multiples of this many bytes, itself a multiple of every item size
 
 
 class HostBuffer:
-    """One block that holds the latest copies, grows as needed, and lives as long as this object.
+    """One block of memory that holds the latest copies, grows as needed, and lives as long as this object.
 
-    For a GPU the block is registered with CUDA: torch's allocator of page-locked memory would round it up to a power
-    of two and never release it.
+    For a GPU the block is registered with CUDA: torch's allocator of page-locked memory would round its size up to a
+    power of two and never release it.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class HostBuffer:
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return contiguous copies of the same shapes and dtypes, overwriting the previous copies.
 
-        From a GPU, copies are ordered on the current stream and may still be running: see `wait`.
+        Copies from a GPU are ordered on the current stream and may still be running: see `wait`.
         """
         *starts, end = accumulate((-(-t.nbytes // _ALIGN) * _ALIGN for t in tensors), initial=0)
         from_gpu = any(tensor.is_cuda for tensor in tensors)

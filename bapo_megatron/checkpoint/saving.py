@@ -1,4 +1,4 @@
-"""Writing one checkpoint to disk: this rank's part, in a thread, and its outcome."""
+"""Writing one checkpoint to disk: this rank's part, written in a thread, and the outcome."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from bapo_megatron.hf.writer import write_durably
 from bapo_megatron.runtime.ranks import gather_json
 from bapo_megatron.tokens import Array
 
-_ROUND_S = 5.0  # interval at which waiting ranks meet, well within the deadline of a collective
+_ROUND_S = 5.0  # interval at which waiting ranks meet, far shorter than the deadline of a collective
 
 
 class Saving:
@@ -23,11 +23,11 @@ class Saving:
 
     Args:
         partial: folder to write into.
-        final: its later name.
-        snapshots: by folder name.
+        final: the folder's name once it is complete.
+        snapshots: models by folder name.
         state: the body of state.json, on rank 0.
-        arrays: of the state, by path; see arrays.py.
-        timeout_s: counted from construction.
+        arrays: the state's arrays, by path; see arrays.py.
+        timeout_s: how long writing may take, counted from construction.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Saving:
                 self.manifests[name] = snapshot.write(self.partial / name)
             if self._arrays:
                 self._state["arrays"] = write_arrays(self._arrays, self.partial)
-        except Exception as error:  # any error: all ranks learn of it at the next step boundary
+        except Exception as error:  # whatever it is, all ranks learn of it at the next step boundary
             self._error = error
 
     def has_ended(self) -> bool:
@@ -79,11 +79,11 @@ class Saving:
         if self._error is not None:
             return str(self._error) or repr(self._error)
         if self._thread.is_alive():
-            return f"the disk has not taken {self.partial} within {self._timeout_s:g} s"
+            return f"writing {self.partial} took longer than {self._timeout_s:g} s"
         return None
 
     def complete(self, manifests: Sequence[dict[str, Manifest]]) -> None:
-        """Write the indices and state.json on rank 0 once all ranks have written, and flush everything to disk.
+        """Write the indices and state.json, and flush everything to disk; on rank 0, once all ranks have written.
 
         state.json names the step and each part's version and index, so that parts of two checkpoints never mix.
 
@@ -100,7 +100,7 @@ class Saving:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or folder to disk: a name must not get there before its content."""
+    """Flush a file or folder to disk: a name must not reach the disk before its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,5 +121,5 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder as far as possible: leftovers count as torn, or the next save removes them."""
+    """Delete a folder as far as possible; leftovers count as torn, or the next save removes them."""
     shutil.rmtree(folder, ignore_errors=True)

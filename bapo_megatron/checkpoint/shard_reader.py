@@ -18,7 +18,7 @@ from bapo_megatron.hf.shape import ModelShape, hf_tensors
 class ShardReader:
     """One part of a saved model (its weights, or a moment); reads like `hf.reader.HFReader`.
 
-    Files are opened when first needed and mapped, not loaded: reading a slice touches the bytes of that slice.
+    Files are opened when first needed, and mapped instead of loaded: reading a slice touches only its own bytes.
 
     Args:
         part: `folder.WEIGHT` or one of `folder.MOMENTS`.
@@ -43,7 +43,7 @@ class ShardReader:
 
         Raises:
             TornCheckpointError: a file cannot be read, or does not hold what the index says.
-            CheckpointError: a value is nan or infinite, or a mean of squares negative.
+            CheckpointError: a value is nan or infinite, or a mean of squares is negative.
         """
         saved = self._tensors[name]
         wanted = _ranges(saved, index)
@@ -70,7 +70,7 @@ class ShardReader:
         return tensor
 
     def check(self, shape: ModelShape) -> None:
-        """Compare names and shapes with those of the model.
+        """Compare names and shapes with the model's.
 
         Raises:
             CheckpointError: lists missing, unexpected and mis-shaped tensors.
@@ -103,11 +103,11 @@ class ShardReader:
         )
 
 
-Ranges = list[tuple[int, int]]  # first and one past the last, along each dimension
+Ranges = list[tuple[int, int]]  # first index and one past the last, along each dimension
 
 
 def _ranges(saved: Saved, index: tuple[slice, ...]) -> Ranges:
-    """Resolve a Python index to ranges; missing dimensions are whole."""
+    """Resolve a Python index to ranges; missing dimensions are taken whole."""
     full = (*index, *(slice(None),) * (len(saved.shape) - len(index)))
     return [part.indices(length)[:2] for part, length in zip(full, saved.shape, strict=True)]
 

@@ -20,11 +20,11 @@ class Piece:
     """A box of one tensor."""
 
     part: str  # weight, or one of Adam's moments
-    name: str  # Hugging Face's
-    shape: tuple[int, ...]  # of the whole tensor
+    name: str  # Hugging Face's name
+    shape: tuple[int, ...]  # the whole tensor's shape
     start: tuple[int, ...]
     size: tuple[int, ...]
-    values: Tensor  # as many values as the box, in its order, perhaps strided and in another shape
+    values: Tensor  # the box's values in its order, perhaps strided and in another shape
 
     @classmethod
     def whole(cls, part: str, name: str, tensor: Tensor) -> Piece:
@@ -33,7 +33,7 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """Name inside a file."""
+        """The piece's name inside a file."""
         return f"{self.part}/{self.name}"
 
     @property
@@ -42,7 +42,7 @@ class Piece:
 
 
 class Snapshot:
-    """One rank's pieces at one moment, to be written by that rank; all ranks' manifests together make the index.
+    """One rank's pieces at one moment, to be written by that rank; all ranks' manifests together form the index.
 
     Args:
         pieces: each tensor once; consumed once, by `write`.
@@ -62,10 +62,10 @@ class Snapshot:
     def detach(self, buffer: HostBuffer | None = None) -> None:
         """Copy the pieces to the CPU, so that training can change the originals before `write`.
 
-        From a GPU, copies are ordered on the current stream and may still be running on return.
+        Copies from a GPU are ordered on the current stream and may still be running on return.
 
         Args:
-            buffer: destination, reserved for this snapshot until `write` returns; None: a new one.
+            buffer: destination, reserved for this snapshot until `write` returns; None means a new one.
         """
         self._buffer = buffer or HostBuffer()
         pieces = list(self.pieces)
@@ -75,10 +75,10 @@ class Snapshot:
     def write(self, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> Manifest:
         """Write this rank's files, once. Not collective; may run in any thread after `detach`.
 
-        Holds one file's pieces on the CPU, besides the copies of `detach`.
+        Needs CPU memory for one file's pieces, besides the copies of `detach`.
 
         Raises:
-            CheckpointError: the disk is full, or a value is nan or infinite, which loading would refuse.
+            CheckpointError: the disk is full, or a value is nan or infinite, so that loading would refuse it.
         """
         if self._buffer is not None:
             self._buffer.wait()

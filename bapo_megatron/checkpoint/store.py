@@ -3,11 +3,11 @@
 checkpoints/step-000020/{learner/, state.json, state.safetensors}     a folder appears only when it is complete
 checkpoints/latest                                                     the name of the newest complete one
 
-state.safetensors holds the arrays of the state, values of many tokens, by their place in state.json.
+state.safetensors holds the arrays of the state, values of many tokens, named by their place in state.json.
 
-Every rank writes its own files into .writing-step-000020. Once all ranks have agreed that they are done, rank 0 adds
-the indices, flushes the disk and renames the folder. With `checkpoint.asynchronous` training continues meanwhile, and
-these last steps happen at a later step boundary: the writing threads take part in no collective.
+Every rank writes its own files into .writing-step-000020. Once all ranks agree that they are done, rank 0 adds the
+indices, flushes the disk and renames the folder. With `checkpoint.asynchronous` training continues meanwhile, and these
+last steps happen at a later step boundary, because the writing threads never take part in collectives.
 """
 
 import json
@@ -34,7 +34,7 @@ from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.checkpoint.saving import Saving, flush, remove, replace_durably
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.errors import CheckpointError, TornCheckpointError
+from bapo_megatron.errors import CheckpointError, TornCheckpointError, plural
 from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_size
 from bapo_megatron.tokens import TokenStream
@@ -56,7 +56,7 @@ class _Head(TypedDict):
     step: Natural
     parts: dict[str, _Part]
     run: NotRequired[str]  # id of the run that saved it
-    arrays: NotRequired[str]  # the digest of state.safetensors; none without arrays
+    arrays: NotRequired[str]  # the digest of state.safetensors; absent without arrays
 
 
 _HEAD = TypeAdapter(_Head)
@@ -76,8 +76,9 @@ class CheckpointStore:
         warn: receives a message for each torn checkpoint that is skipped.
         state_type: a TypedDict that describes the whole state.json.
         run_id: the run (`RunDir.run_id`) whose checkpoints these must be. None means any run.
-        vocab_size: of the model, for the tokens in state.json.
-        streams: of the model, for the tokens in state.json.
+        vocab_size: the model's, for checking the tokens in state.json.
+        streams: the model's, for checking the tokens in state.json.
+        timeout_s: how long one rank may take to write one checkpoint; after that the run ends with an error.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class CheckpointStore:
         streams: Sequence[TokenStream] = (),
         timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
-        self.timeout_s = timeout_s  # past it, the run ends with an error
+        self.timeout_s = timeout_s
         self.folder = folder
         self._run_id = run_id
         self._of_tokens = {"vocab_size": vocab_size, "streams": streams}
@@ -99,10 +100,12 @@ class CheckpointStore:
         self._config = config
         self._warn = warn
         self._saving: Saving | None = None
-        self._buffers: dict[str, HostBuffer] = {}  # by part; free while no save is under way
+        self._buffers: dict[str, HostBuffer] = {}  # by part; free while no save is in progress
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that `latest` names, or the newest without it; reads no other file. Not collective.
+        """Return the checkpoint that `latest` names, or the newest if it names none. Not collective.
+
+        Reads no other file.
 
         Raises:
             CheckpointError: `latest` names a missing folder.
@@ -126,11 +129,11 @@ class CheckpointStore:
 
         Args:
             parts: models by folder name.
-            state: JSON, needed on rank 0 only, copied now; dicts may hold arrays, which must not change.
+            state: JSON, needed only on rank 0, copied now; its dicts may hold arrays, which must not change.
 
         Raises:
-            CheckpointError: on every rank, if one could not write this save or the previous one; the last complete
-                checkpoint stays the latest.
+            CheckpointError: a rank could not write this save or the previous one; raised on every rank. The last
+                complete checkpoint stays the latest.
         """
         self.close()
         final = self.folder / f"step-{step:06d}"
@@ -150,7 +153,7 @@ class CheckpointStore:
         return final
 
     def poll(self) -> None:
-        """Complete the save under way if all ranks have written their part; call at a step boundary.
+        """Complete the save in progress if all ranks have written their part; call it at a step boundary.
 
         Raises:
             CheckpointError: see `save`.
@@ -159,7 +162,7 @@ class CheckpointStore:
             self._complete(self._saving)
 
     def close(self) -> None:
-        """Complete the save under way, up to `timeout_s` after it began.
+        """Complete the save in progress, waiting until `timeout_s` after it began.
 
         Raises:
             CheckpointError: see `save`.
@@ -172,7 +175,7 @@ class CheckpointStore:
         complaint = None
         try:
             if rank_and_size()[0] == 0:
-                for torn in self.folder.glob(f"{_PARTIAL}*"):  # an attempt was killed while it saved
+                for torn in self.folder.glob(f"{_PARTIAL}*"):  # left by an attempt that was killed while it saved
                     remove(torn)
                 for name in parts:
                     (partial / name).mkdir(parents=True)
@@ -212,15 +215,15 @@ class CheckpointStore:
             return
         assert self._saving is not None
         saving, self._saving = self._saving, None
-        self._buffers = {}  # a thread that is late may still read them
+        self._buffers = {}  # a late thread may still read the old ones
         if rank_and_size()[0] == 0:
-            remove(saving.partial)  # it may be what has filled the disk
+            remove(saving.partial)  # it may be what filled the disk
         has_earlier = (self.folder / "latest").exists()
         left = "the previous checkpoint is still the latest" if has_earlier else "no checkpoint was saved before it"
         raise CheckpointError(f"cannot save {saving.final}: {found}; {left}")
 
     def _delete_old(self, step: int) -> None:
-        """Keep the newest checkpoints up to `step`; later ones, left by a rewind of `latest`, stay until rewritten."""
+        """Keep the newest checkpoints up to `step`. Later ones, left by a rewind of `latest`, stay until rewritten."""
         for old in self._steps(step)[self._config.keep_last :]:
             remove(old)
 
@@ -232,7 +235,7 @@ class CheckpointStore:
         Torn checkpoints are skipped with a warning. Each file's digest is checked by one rank.
 
         Raises:
-            CheckpointError: on every rank: none is whole, one has another format or model, or a part refuses it.
+            CheckpointError: none is whole, one has another format or model, or a part refuses it; raised on every rank.
         """
         candidates = self._candidates() if rank_and_size()[0] == 0 else []
         names = gather_json(None if candidates is None else [path.name for path in candidates])[0]
@@ -244,7 +247,7 @@ class CheckpointStore:
             if torn is None:
                 return self.load(path, parts)
             complaints.append(torn)
-            self._warn(f"warning: passing over {path.name}: {torn}")
+            self._warn(f"warning: skipping {path.name}: {torn}")
         found = "; ".join(complaints) or "there is no folder step-N"
         raise CheckpointError(f"no checkpoint in {self.folder} is whole: {found}; remove {self.folder} to start over")
 
@@ -273,7 +276,7 @@ class CheckpointStore:
                 tied = (index.facts["version"], digest_of(path / name / INDEX))
                 if saved and (saved["version"], saved["index"]) != tied:
                     raise TornCheckpointError(
-                        f"{path / name / INDEX} is of another checkpoint, after {tied[0]} updates; "
+                        f"{path / name / INDEX} belongs to another checkpoint, after {plural(tied[0], 'update')}; "
                         f"{STATE} was saved with the one after {saved['version']}"
                     )
                 if saved is None:
@@ -300,7 +303,7 @@ class CheckpointStore:
     def _candidates(self) -> list[Path] | None:
         """List the checkpoint named by `latest` and older ones, newest first; all if it names none.
 
-        None without a trace of a checkpoint.
+        Return None if there is no trace of a checkpoint.
         """
         pointer, named, why = self.folder / "latest", None, "names no checkpoint"
         try:
@@ -311,7 +314,7 @@ class CheckpointStore:
             steps = self._steps()
             if not steps and not os.path.lexists(pointer):
                 return None
-            self._warn(f"warning: {pointer} {why}: going on from the newest whole checkpoint")
+            self._warn(f"warning: {pointer} {why}: continuing from the newest whole checkpoint")
             return steps
         first = self.folder / named[0]
         return [first, *(path for path in self._steps(int(named[1])) if path != first)]
@@ -328,10 +331,10 @@ class CheckpointStore:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """Read state.json, which names the step of its own folder.
+    """Read state.json, and check that it names its own folder's step.
 
     Raises:
-        TornCheckpointError: it is missing, altered, or of another step.
+        TornCheckpointError: it is missing, altered, or names another step.
         CheckpointError: it has another format.
     """
     state = read_sealed(path / STATE, STATE_FORMAT)
@@ -341,6 +344,6 @@ def _read_state(path: Path) -> dict[str, Any]:
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != state["step"]:
         raise TornCheckpointError(
-            f"{path / STATE} is of step {state['step']}: another checkpoint's, or a renamed folder"
+            f"{path / STATE} names step {state['step']}: it is another checkpoint's, or the folder was renamed"
         )
     return state

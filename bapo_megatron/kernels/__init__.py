@@ -1,6 +1,6 @@
-"""Operations that CPUs compute in ways of their own, to be fast; the results are those of torch, to rounding.
+"""Operations that have a faster version on CPUs; the results equal torch's, up to rounding.
 
-`kernels_of` is the only place that chooses. `base.py` has what torch does by itself, `cpu.py` what CPUs do instead.
+`kernels_of` is the only place that chooses. `base.py` has torch's own operations, and `cpu.py` the versions for CPUs.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The operations, as torch and its collectives compute them by themselves: what runs on a GPU."""
+"""The operations as torch and its collectives compute them; GPUs use these."""
 
 from collections.abc import Iterator
 
@@ -18,14 +18,16 @@ class Kernels:
         return F.rms_norm(x, weight_H.shape, weight_H, eps)
 
     def blocks(self, x_RV: Tensor) -> Iterator[slice]:
-        """Split the rows of x_RV into blocks, each of which passes through several operations before the next one."""
+        """Split the rows of x_RV into blocks; each passes through several operations before the next one starts."""
         yield slice(0, x_RV.shape[0])
 
     def combine(
         self, table: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """Return the sum, maximum or minimum of a table over a group (default: all ranks), with the same bits on each
-        rank. One collective of the group."""
+        """Return the sum, maximum or minimum of a table over a group (default: all ranks), bit-identical on each rank.
+
+        Makes one collective of the group.
+        """
         table = table.clone()
         dist.all_reduce(table, op, group=group)
         return table

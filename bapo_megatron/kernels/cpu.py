@@ -1,4 +1,4 @@
-"""The operations on a CPU: in fewer passes over memory, in pieces that its cache holds, and without gloo's rings."""
+"""The operations on a CPU: in fewer passes over memory, in pieces that fit its cache, and without gloo's rings."""
 
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from bapo_megatron.kernels.base import Kernels, slices
 
-CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a usual second-level cache, for a block and one temporary
-NUM_DIRECT = 1 << 14  # numbers that ranks send each other directly; the ring is faster from 16 times as many on
+CACHED_VALUES = 1 << 17  # 512 KiB of float32: half of a typical second-level cache, for a block and one temporary
+NUM_DIRECT = 1 << 14  # most numbers that ranks send each other directly; the ring is faster from 16 times that number
 _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -21,26 +21,26 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class CPUKernels(Kernels):
-    """Operations that read and write memory less often, and wait less for other ranks."""
+    """Operations that access memory less often, and wait less for other ranks."""
 
     def rms_norm(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        """Return the norm of float32, computed in few passes; others are torch's."""
+        """Return the norm: float32 in few passes over memory, other types as torch does."""
         if x.dtype != torch.float32:
             return super().rms_norm(x, weight_H, eps)
         out: Tensor = _RMSNorm.apply(x, weight_H, eps)
         return out
 
     def blocks(self, x_RV: Tensor) -> Iterator[slice]:
-        """Split into blocks so small that the cache holds one from the first operation to the last."""
+        """Split into blocks small enough to stay in the cache from the first operation to the last."""
         num_rows, num_columns = x_RV.shape
         return slices(num_rows, max(1, CACHED_VALUES // num_columns))
 
     def combine(
         self, table: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """Let the ranks send small tables to each other, and combine them in rank order.
+        """Send small tables directly to all ranks, and combine them in rank order.
 
-        gloo's all-reduce passes many messages on in turn, and takes 2 to 4 times as long (docs/performance.md).
+        gloo's all-reduce passes many messages around in turn, and takes 2 to 4 times as long (docs/performance.md).
         """
         group = group or dist.group.WORLD
         assert group is not None, "there is a process group"

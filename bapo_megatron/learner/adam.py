@@ -20,13 +20,13 @@ from bapo_megatron.learner.parallel import ParallelLayout
 
 
 class AdamState:
-    """Access to one optimizer's tensors in the shape of the parameter, wherever their parts are.
+    """Access to one optimizer's tensors in the shape of the parameter, wherever their parts live.
 
     WEIGHT is the float32 weight that Adam updates: the parameter itself, or its master copy when it is bfloat16.
 
     Args:
-        optimizer: one of Megatron's chain.
-        group: the ranks that hold the same parameters, and that it may be split over.
+        optimizer: one optimizer of Megatron's chain.
+        group: the ranks that hold the same parameters; the optimizer may be split over them.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, group: dist.ProcessGroup) -> None:
@@ -44,9 +44,9 @@ class AdamState:
     def writers(self, parameters: Sequence[Parameter]) -> list[tuple[bool, bool]]:
         """Return for each parameter whether this rank writes it, and whether it must be gathered first.
 
-        Replicated parameters are dealt out so that all ranks write about as much. The rank that owns most of a split
-        parameter writes it: nearly all lie within one rank's range, only those across a border must be gathered.
-        Collective over data ranks; all pass the same parameters in the same order.
+        Replicated parameters are dealt out so that all ranks write about the same amount. The rank that owns most of a
+        split parameter writes it: nearly all lie within one rank's range, and only those across a border must be
+        gathered. Collective over data ranks; all pass the same parameters in the same order.
         """
         num_ranks = self._group.size()
         if not self._is_split:
@@ -88,7 +88,7 @@ class AdamState:
     def fill(self, name: str, parameter: Parameter, tensor: Tensor) -> None:
         """Overwrite this rank's part of a tensor that `gather` reads; for WEIGHT also the whole parameter."""
         if name == WEIGHT:
-            parameter.copy_(tensor.to(parameter.dtype))  # FP8 ones, too, are made of bfloat16 after an update
+            parameter.copy_(tensor.to(parameter.dtype))  # after an update, FP8 parameters are made from bfloat16 too
         part = self.part(parameter, name)
         if part is not None:
             part.copy_(tensor.reshape(-1)[self._range(parameter)] if self._is_split else tensor)
@@ -99,7 +99,7 @@ class AdamState:
         for group in adam.param_groups:
             for weight in group["params"]:
                 self._state(weight)["step"] = torch.tensor(float(num_applied), device=weight.device)
-            group["step"] = num_applied  # where fused Adam of Transformer Engine or Apex counts, from its first step on
+            group["step"] = num_applied  # the fused Adam of Transformer Engine or Apex counts here after its first step
 
     def _owns(self, parameter: Parameter) -> bool:
         return not self._is_split or parameter in self._optimizer.model_param_group_index_map
@@ -116,7 +116,7 @@ class AdamState:
         return self._optimizer.optimizer.param_groups[group]["params"][index]
 
     def _state(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return Adam's state of one weight; make it before the first update, as Adam would at its first."""
+        """Return Adam's state of one weight; before the first update, create it as Adam would."""
         state = self._optimizer.optimizer.state[weight]
         if not state:
             step = torch.tensor(0.0, device=weight.device)  # the fused kernel reads it there
@@ -137,7 +137,7 @@ class AdamState:
 class ChainedAdam:
     """Adam's state of every parameter: one state for each optimizer of Megatron's chain.
 
-    Experts that ranks share out have an optimizer of their own, since other ranks hold copies of them.
+    Experts that are spread over ranks have their own optimizer, since their copies are on other ranks.
 
     Args:
         chain: from `get_megatron_optimizer`.
@@ -176,7 +176,7 @@ class ChainedAdam:
         self._of(parameter).fill(name, parameter, tensor)
 
     def writers(self, parameters: Sequence[Parameter]) -> list[tuple[bool, bool]]:
-        """See `AdamState.writers`; the parameters may be of any optimizer."""
+        """See `AdamState.writers`; the parameters may belong to any optimizer."""
         found: dict[Parameter, tuple[bool, bool]] = {}
         for axis, state in self._states.items():
             own = [parameter for parameter in parameters if _axis(parameter) == axis]

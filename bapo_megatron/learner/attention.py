@@ -8,8 +8,8 @@ gathers the keys and values of all ranks once, and a mask shows each chunk of qu
 is exact and simple; the price is one layer's keys and values of the whole pack on each rank. Transformer Engine's
 attention cuts "thd" packs in the same way, but passes keys around a ring.
 
-Shape legend: T packed tokens of this rank, U of the whole pack, N query heads, K key-value heads, D head dimension,
-    S sequences of a block, Q and L the longest of their queries and keys
+Shape legend: T packed tokens of this rank, U tokens of the whole pack, N query heads, K key-value heads, D head
+    dimension, S sequences of a block, Q and L the lengths of their longest queries and keys
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch import Tensor
 from bapo_megatron.buffer.packing import context_tokens
 from bapo_megatron.learner.elementwise import Rotation, rotate
 
-# argument of Transformer Engine's attention; left out, lengths with and without padding are compared in each layer, and
-# the CPU waits for the GPU
+# an argument of Transformer Engine's attention; without it, each layer compares lengths with and without padding, which
+# makes the CPU wait for the GPU
 _HAS_GAPS = "pad_between_seqs"
 
 
@@ -38,8 +38,8 @@ _HAS_GAPS = "pad_between_seqs"
 class Ragged:
     """Places of some tokens of each of S sequences, in the pack and in the padded block."""
 
-    packed_B: Tensor | None  # int64; None: all tokens of the pack, in order
-    padded_B: Tensor | None  # int64, the same tokens in the block, flattened to [S * length]; None: all of it, in order
+    packed_B: Tensor | None  # int64; None means all tokens of the pack, in order
+    padded_B: Tensor | None  # int64, the same tokens in the block flattened to [S * length]; None means all, in order
     num_sequences: int
     length: int
 
@@ -78,7 +78,7 @@ class Block:
 
     queries: Ragged  # among this rank's tokens
     keys: Ragged  # among the gathered tokens
-    visible_S1QL: Tensor | None  # bool; None: plain causal attention among the same tokens
+    visible_S1QL: Tensor | None  # bool; None means plain causal attention among the same tokens
 
 
 def make_blocks(
@@ -86,11 +86,11 @@ def make_blocks(
 ) -> list[Block]:
     """Sort sequences into blocks whose lengths differ by less than a factor of two: padding stays under half.
 
-    With context parallelism, each of the rank's two chunks of the sequences forms a block of its own.
+    With context parallelism, each of the rank's two chunks of the sequences forms its own block.
 
     Args:
-        cu_seqlens_S1: int [S + 1], of the whole pack, on the CPU: starts with 0, ends with its number of tokens.
-        device: of the tokens; None: the CPU.
+        cu_seqlens_S1: int [S + 1] on the CPU: where the whole pack's sequences start, from 0, and its number of tokens.
+        device: where the tokens are; None means the CPU.
     """
     device = device or cu_seqlens_S1.device
     starts_S, lengths_S, num_tokens = cu_seqlens_S1[:-1].long(), cu_seqlens_S1.diff().long(), int(cu_seqlens_S1[-1])
@@ -126,7 +126,7 @@ def _visible(first_S: Tensor, num_queries: int, num_keys: int) -> Tensor:
 
 
 def _gathered_places(cu_seqlens_S1: Tensor, context_size: int) -> Tensor | None:
-    """Return each token's place after gathering all context ranks, int64 [U]; None: its place in the pack."""
+    """Return each token's place after gathering all context ranks, int64 [U]; None means its place in the pack."""
     if context_size == 1:
         return None
     return torch.cat([context_tokens(cu_seqlens_S1, rank, context_size) for rank in range(context_size)]).argsort()
@@ -141,8 +141,8 @@ class PackedSequences(PackedSeqParams):
     """
 
     blocks: list[Block] | None = None
-    context_group: dist.ProcessGroup | None = None  # None: this rank holds whole sequences
-    rotation: Rotation | None = None  # of this rank's tokens, before attention; None: Megatron has applied it
+    context_group: dist.ProcessGroup | None = None  # None means that this rank holds whole sequences
+    rotation: Rotation | None = None  # to apply to this rank's tokens before attention; None means Megatron has done so
 
     @classmethod
     def of(
@@ -151,7 +151,7 @@ class PackedSequences(PackedSeqParams):
         context_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> PackedSequences:
-        """Describe a pack, given on the CPU, for `PackedAttention` on `device`."""
+        """Describe a pack, whose lengths are on the CPU, for `PackedAttention` on `device`."""
         rank, size = (context_group.rank(), context_group.size()) if context_group is not None else (0, 1)
         return cls(
             qkv_format="sbhd",
@@ -168,7 +168,10 @@ class PackedSequences(PackedSeqParams):
         context_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> PackedSequences:
-        """Describe a pack, given on the CPU, for `TransformerEngineAttention`, which has its own context group."""
+        """Describe a pack, whose lengths are on the CPU, for `TransformerEngineAttention`.
+
+        That module has its own context group.
+        """
         longest = int(cu_seqlens_S1.diff().max())
         cu_seqlens_S1 = cu_seqlens_S1.to(device or cu_seqlens_S1.device, non_blocking=True)
         is_split = context_group is not None and context_group.size() > 1
@@ -205,9 +208,9 @@ def _place(x: Tensor, of_B: Tensor | None, into_B: Tensor | None, num_rows: int)
 
 
 class _Place(torch.autograd.Function):
-    """out[into] = x[of], zero elsewhere. No row appears twice, so the backward is the same with both swapped.
+    """out[into] = x[of], zero elsewhere; None means all rows, in order.
 
-    None means all rows, in order.
+    No row appears twice, so the backward is the same operation with `of` and `into` swapped.
     """
 
     @staticmethod
@@ -223,11 +226,11 @@ class _Place(torch.autograd.Function):
 
 
 def needs_repeated_heads(device_type: str, dtype: torch.dtype, is_masked: bool) -> bool:
-    """Return whether torch's fused attention wants as many key-value heads as query heads.
+    """Return whether torch's fused attention needs as many key-value heads as query heads.
 
-    On a GPU, only its flash kernel shares them, and that one takes neither float32 nor a mask. Its memory-efficient
-    kernel takes both, and else torch would compute and keep the weights of all pairs of tokens
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    On a GPU, only its flash kernel shares them between query heads, and it takes neither float32 nor a mask. Its
+    memory-efficient kernel takes both. Without repeated heads, torch would fall back to computing and keeping the
+    weights of all pairs of tokens (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     return device_type == "cuda" and (dtype == torch.float32 or is_masked)
 
@@ -241,10 +244,12 @@ def attend(
     *,
     repeat_heads: bool,
 ) -> Tensor:
-    """Return attention [S, N, Q, D], causal without a mask. K divides N: each key-value head serves N / K query heads.
+    """Return attention [S, N, Q, D]; without a mask it is causal.
+
+    K divides N: each key-value head serves N / K query heads.
 
     Args:
-        repeat_heads: copy keys and values for each query head, instead of leaving that to the kernel.
+        repeat_heads: copy keys and values for each query head, instead of letting the kernel share them.
     """
     if repeat_heads:
         copies = q_SNQD.shape[1] // k_SKLD.shape[1]
@@ -271,7 +276,7 @@ class PackedAttention(_CoreAttention):
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
-        self.scale = softmax_scale  # None: 1 / sqrt(head dimension)
+        self.scale = softmax_scale  # None means 1 / sqrt(head dimension)
 
     def forward(
         self,

@@ -19,8 +19,8 @@ from bapo_megatron.sync.base import WeightSource
 from bapo_megatron.types import ClipBounds, MiniBatch
 
 FoundOf = Callable[[ScoredTokens], ClipBounds]
-"""Decides for a micro-batch from its tokens at the current weights, as its loss is computed. All ranks of a last stage
-call it together, tensor copies included."""
+"""Makes the decision for a micro-batch from its tokens at the current weights, while its loss is computed. All ranks of
+the last stage call it together, including all tensor ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class StepResult:
     """The outcome of one optimizer update."""
 
     metrics: dict[str, float]  # the same on every rank
-    log_probs: list[Tensor]  # before the update; like Learner.log_probs
-    mismatch: Mismatch  # of trained tokens of age 0, engine against learner; the same on every rank, on the CPU
+    log_probs: list[Tensor]  # before the update, in the form of Learner.log_probs
+    mismatch: Mismatch  # engine against learner, on trained tokens of age 0; the same on every rank, on the CPU
     found: tuple[Any, ...]  # decisions that the losses used: one, or one per micro-batch; the same on every rank
 
 
@@ -45,17 +45,17 @@ class Learner(Protocol):
 
     version: int  # optimizer updates so far = weight version
     share: Share  # this rank's part of a mini-batch
-    local_time: LocalTime  # of this rank's own passes, those of models beside the policy included
+    local_time: LocalTime  # time of this rank's own passes, including the passes of models other than the policy
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """Return log-probs without gradient: one float32 [R] per micro-batch; empty off the last stage."""
         ...
 
     def score(self, minibatch: MiniBatch) -> list[Tensor]:
-        """Return the same as `log_probs`, if the mini-batch's `step` comes next.
+        """Return the same as `log_probs`; the mini-batch's `step` must come next.
 
-        It may cost nothing: log-probs in the mini-batch (`proximal_version`) are returned, and forward passes that can
-        run now are kept, with their activations, for the step.
+        It may cost nothing extra: it returns log-probs that the mini-batch already has (`proximal_version`), and it
+        keeps forward passes that can run now, with their activations, for the step.
         """
         ...
 
@@ -67,9 +67,9 @@ class Learner(Protocol):
         ...
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
-        """Return the same sum on the ranks of the last stage alone; a `FoundOf` may call it.
+        """Return the same sum, on the ranks of the last stage alone; a `FoundOf` may call it.
 
-        They are all at the same micro-batch then; other stages are at other ones.
+        The last stage's ranks are then all at the same micro-batch, while other stages are at other micro-batches.
         """
         ...
 
@@ -89,7 +89,7 @@ class Learner(Protocol):
         ...
 
     def take_times(self) -> dict[str, float]:
-        """Return this rank's seconds in parts of `step` since the last call, as metrics. Not collective."""
+        """Return this rank's seconds in each part of `step` since the last call, as metrics. Not collective."""
         ...
 
     def weights(self) -> WeightSource:
@@ -113,6 +113,6 @@ class Learner(Protocol):
         """Load a checkpoint of any layout.
 
         Raises:
-            CheckpointError: on every rank: the folder is torn, or holds another model.
+            CheckpointError: the folder is torn, or holds another model; raised on every rank.
         """
         ...

@@ -1,4 +1,4 @@
-"""The decisions of the loss's update rule: clip bounds from BAPO's search or M2PO's limit, and others."""
+"""The decisions of the loss's update rule, such as clip bounds from BAPO's search, or M2PO's limit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -20,13 +20,13 @@ from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 class BoundsFinder:
     """Tables for the update rule, and its decision for one optimizer step, the same on every rank.
 
-    By the tokens that the rule reads (`LossConfig.rule_reads`):
+    The rule reads one of these sets of tokens (`LossConfig.rule_reads`):
 
     update: the whole global mini-batch at the current weights (`Learner.score`).
-    earlier updates: those that previous optimizer steps saw in their own forward passes; no extra pass, one step late.
-        The first step reads its own tokens.
-    micro-batch: read by the step itself, for each micro-batch those of its own forward pass (on all data ranks); no
-        extra pass, but the result depends on how the mini-batch was split. Such a rule decides on `ClipBounds`.
+    earlier updates: the tokens that previous optimizer steps saw in their own forward passes; no extra pass, but one
+        step late. The first step reads its own tokens.
+    micro-batch: the tokens of each micro-batch's own forward pass (on all data ranks), read during the step; no extra
+        pass, but the result depends on how the mini-batch was split. Such a rule decides on `ClipBounds`.
     nothing: no pass, and no collective.
     """
 
@@ -34,11 +34,13 @@ class BoundsFinder:
         self._learner = learner
         self._rule = update_rule(config.loss, config.bapo)
         self._reads = config.rule_reads
-        self._past: Tensor | None = None  # table of earlier updates, of all ranks
+        self._past: Tensor | None = None  # table of earlier updates, summed over all ranks
 
     def find(self, minibatch: MiniBatch) -> Any:
-        """Return the decision, or a `FoundOf`: one all-reduce of a small table in each round of the rule; of micro-
-        batches, in each of their rounds."""
+        """Return the decision, or a `FoundOf` that makes it for each micro-batch.
+
+        Each round of the rule makes one all-reduce of a small table.
+        """
         if self._reads == "nothing":
             return self._rule.decide(no_tokens(self._rule), None)
         if self._reads == "micro-batch":
@@ -49,7 +51,7 @@ class BoundsFinder:
         return self._decision(values, self._learner.sum_over_data_ranks)
 
     def observe(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> None:
-        """Keep the table of a finished step, from the log-probs of its forward pass, for the steps after it."""
+        """Keep the table of a finished step for later steps; it comes from the log-probs of its forward pass."""
         if self._reads == "earlier updates":
             table = self._table(self._values(minibatch, log_probs), None)
             self._past = self._rule.remember(self._learner.sum_over_data_ranks(table).cpu(), self._past)
@@ -58,7 +60,7 @@ class BoundsFinder:
         return {"lagged": None if self._past is None else self._past.flatten().tolist()}
 
     def load_state_dict(self, state: BoundSearchState) -> None:
-        """Restore what `state_dict` returned. Raises CheckpointError for the table of another rule."""
+        """Restore what `state_dict` returned. Raises CheckpointError if the table belongs to another rule."""
         lagged = state["lagged"]
         if lagged is not None and len(lagged) != (size := no_tokens(self._rule).numel()):
             raise CheckpointError(f"the checkpoint's table of bounds has {len(lagged)} entries, not {size}")
@@ -66,7 +68,7 @@ class BoundsFinder:
         self._past = None if past is None else past.reshape(self._rule.shape)
 
     def _values(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> list[Any]:
-        """Read this rank's micro-batches; there are no log-probs off the last stage."""
+        """Read this rank's micro-batches; off the last stage there are no log-probs."""
         pairs = zip(minibatch.micro_batches, log_probs, strict=bool(log_probs))
         return [self._rule.values(self._scored(mb, log_probs_R)) for mb, log_probs_R in pairs]
 
@@ -79,7 +81,7 @@ class BoundsFinder:
         return sum((self._rule.table(each, so_far).cpu() for each in values), no_tokens(self._rule))
 
     def _of_micro_batch(self, tokens: ScoredTokens) -> Any:
-        """Decide inside the forward pass, where only the last stage takes part."""
+        """Decide during the forward pass, in which only the last stage takes part."""
         return self._decision([self._rule.values(tokens)], self._learner.sum_over_last_stage)
 
     def _decision(self, values: Sequence[Any], sum_over_ranks: Callable[[Tensor], Tensor]) -> Any:
@@ -93,7 +95,7 @@ class BoundsFinder:
 def found_on_all_stages(
     found: Sequence[ClipBounds], minibatch: MiniBatch, layout: ParallelLayout
 ) -> tuple[ClipBounds, ...]:
-    """Broadcast the bounds of each micro-batch, which only the last stage has `found`, to every stage."""
+    """Broadcast each micro-batch's bounds, which only the last stage has `found`, to every stage."""
     table_M5 = torch.zeros(len(minibatch.micro_batches), 5, dtype=torch.float64, device=device())
     if layout.is_last_stage:
         table_M5.copy_(torch.tensor([astuple(bounds) for bounds in found], dtype=torch.float64))

@@ -1,9 +1,9 @@
 """The critic of value-based advantages: a model like the policy, split like it, with one number for each token.
 
     MiniBatch -> its micro-batches through Megatron's schedule -> V of the state that each response token is sampled in
-              -> value loss summed over tokens / tokens of ALL ranks -> gradients -> an Adam of its own
+              -> value loss summed over tokens / tokens of ALL ranks -> gradients -> its own Adam
 
-The head starts at zero: the values of a new critic are 0 at any layout, and the first update moves the head alone.
+The head starts at zero: a new critic's values are 0 in any layout, and the first update moves only the head.
 """
 
 from collections.abc import Callable
@@ -34,11 +34,11 @@ from bapo_megatron.learner.split_model import TrainedModel
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
 
-CriticOutcome = Tensor  # float64 [3] of a micro-batch: value loss, clipped tokens, trained tokens
+CriticOutcome = Tensor  # float64 [3], a micro-batch's value loss, clipped tokens and trained tokens
 
 
 class ValueHead(Module):
-    """A linear map to one number, the same on all tensor ranks; float32 out, whatever the weight's type."""
+    """A linear map to one number, the same on all tensor ranks; returns float32, whatever the weight's type."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ValueHead(Module):
 
 
 class CriticModel(PolicyModel):
-    """A part of the critic. Its end returns values_R, float32: row t is V of the prompt and the response before t."""
+    """A part of the critic; the last returns values_R, float32: row t is V of the prompt and the response before t."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
         super().__init__(config, shape, layout, chunk)
@@ -66,7 +66,7 @@ class CriticModel(PolicyModel):
         if not self.post_process:
             return hidden_T1H
         values_T11 = self.score(hidden_T1H)
-        if self.config.sequence_parallel:  # gather numbers, not hidden states; every rank has the whole gradient
+        if self.config.sequence_parallel:  # gather values, not hidden states; every rank has the whole gradient
             values_T11 = gather_from_sequence_parallel_region(
                 values_T11, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -77,13 +77,14 @@ class Critic(TrainedModel):
     """Values of states, learned from returns. Construct it on every rank, after the policy; methods are collective.
 
     Args:
-        config: the run; `[critic]` says how it learns, `[optimizer]` the rest of Adam's settings.
-        hf_path: start weights: a language model, whose head is left out, or a model with score.weight [1, hidden].
-        local_time: the policy's, which counts these passes too.
+        config: the run's settings; `[critic]` sets how it learns, and `[optimizer]` the rest of Adam's settings.
+        hf_path: folder of the start weights: a language model, whose head is dropped, or a model with a score.weight
+            [1, hidden].
+        local_time: the policy's clock, which counts these passes too.
 
     Raises:
         ConfigError: the layout does not fit the model.
-        CheckpointError: the start weights cannot be read, or are of an unsupported architecture.
+        CheckpointError: the start weights cannot be read, or their architecture is not supported.
     """
 
     def __init__(self, config: Config, hf_path: Path, local_time: LocalTime) -> None:
@@ -103,12 +104,13 @@ class Critic(TrainedModel):
         return self.schedule.without_gradient(minibatch, lambda values_R: values_R)
 
     def fit(self, minibatch: MiniBatch, old_values_T: Tensor, returns_T: Tensor) -> dict[str, float]:
-        """Make one Adam update towards the returns, and return its metrics, the same on every rank. A gradient that is
-        not finite is counted and leaves the weights as they are.
+        """Make one Adam update towards the returns, and return its metrics, the same on every rank.
+
+        A gradient that is not finite is counted, and leaves the weights unchanged.
 
         Args:
-            old_values_T, returns_T: on the CPU, of each token of the Batch that the mini-batch was cut from; entries on
-                prompts are not read.
+            old_values_T, returns_T: on the CPU, one for each token of the Batch that the mini-batch was cut from;
+                entries on prompts are not read.
 
         Raises:
             DivergedError: the last `MAX_SKIPPED_IN_A_ROW` updates had no finite gradient.
@@ -126,7 +128,7 @@ class Critic(TrainedModel):
         self._skips.observe(grad_norm)
         sums = torch.stack(outputs).sum(0) if outputs else torch.zeros(3, dtype=torch.float64)
         loss, num_clipped, num_tokens = self.layout.reduce_over_data(sums).tolist()
-        assert num_tokens == minibatch.num_trained_tokens, "the ranks trained other tokens than the plan said"
+        assert num_tokens == minibatch.num_trained_tokens, "the ranks trained another number of tokens than planned"
         return {
             "critic/loss": loss / num_tokens,
             "critic/clip_share": num_clipped / num_tokens,
@@ -147,7 +149,7 @@ class Critic(TrainedModel):
     def _micro_batch_loss(
         self, batch: MicroBatch, values_R: Tensor, old_R: Tensor, returns_R: Tensor, num_trained_tokens: int
     ) -> tuple[Tensor, Tensor, CriticOutcome]:
-        """Return this micro-batch's share of the update's loss, and its sums, as Megatron's schedules expect."""
+        """Return this micro-batch's share of the update's loss, and its sums, in the form of Megatron's schedules."""
         loss_R, clipped_R = value_loss(values_R, old_R, returns_R, self.config.critic.clip)
         loss_R = torch.where(batch.mask_R, loss_R, 0.0)
         num_tokens = batch.mask_R.sum(dtype=torch.int32)

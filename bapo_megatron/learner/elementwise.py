@@ -1,10 +1,10 @@
 """Norm, rotary embedding and gated activation of Megatron's local layers, on any device, in few passes over memory.
 
-torch computes the latter two one operation at a time, each of which writes a tensor for the next one, and keeps the
-intermediate ones for the backward pass. Here the activation keeps its input alone, as a fused kernel does; the rotary
-embedding keeps nothing.
+torch computes the latter two one operation at a time: each operation writes a tensor for the next one, and the
+intermediate tensors are kept for the backward pass. Here the activation keeps only its input, as a fused kernel does;
+the rotary embedding keeps nothing.
 
-Shape legend: T rows (all dimensions before the last), H width of the norm, F feed-forward of this rank, D head
+Shape legend: T rows (all dimensions before the last), H width of the norm, F feed-forward width of this rank, D head
     dimension, X = D / 2
 """
 
@@ -32,7 +32,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         dtype = x.dtype
-        if self.plus_one:  # in float32, as transformers' GemmaRMSNorm: bfloat16 would round 1 + weight
+        if self.plus_one:  # in float32, as in transformers' GemmaRMSNorm: bfloat16 would round 1 + weight
             x, weight = x.float(), 1 + weight.float()
         assert self.eps is not None, "the constructor has it"
         return kernels_of(x).rms_norm(x, weight, self.eps).to(dtype)
@@ -63,7 +63,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embeddings; the gradient is turned back by the same angles."""
+    """Rotary embeddings; the backward rotates the gradient back by the same angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class GatedActivation(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.is_silu = config.activation_func is F.silu  # the other one is gelu with tanh: hf/shape.py
+        self.is_silu = config.activation_func is F.silu  # the only other one is gelu with tanh: hf/shape.py
 
     def forward(self, gate_up: Tensor) -> Tensor:
         out: Tensor = _GatedActivation.apply(gate_up, self.is_silu)
@@ -103,7 +103,7 @@ def _differentiate(grad: Tensor, gate: Tensor, is_silu: bool, out: Tensor) -> Te
 
 
 class _GatedActivation(torch.autograd.Function):
-    """A gated activation that keeps its input alone, and writes both halves of the gradient where they belong."""
+    """A gated activation that keeps only its input, and writes both halves of the gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, is_silu: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """The token embedding, whose gradient goes straight to the rows of Megatron's float32 buffer.
 
-Autograd would make a gradient of the whole vocabulary for each micro-batch, zero but for the rows of its tokens, and
+Autograd would make a gradient of the whole vocabulary for each micro-batch, zero except in the rows of its tokens, and
 Megatron would add all of it to the buffer: several GiB written for a few MiB.
 
 Shape legend: T packed tokens, V vocabulary rows of this rank, H hidden
@@ -25,7 +25,7 @@ def embed(layer: VocabParallelEmbedding, token_ids_1T: Tensor, *, hooks_need_gra
     parallelism.
 
     Args:
-        hooks_need_grad: let autograd have zeros as the gradient that went to `main_grad`; see `token_log_probs`.
+        hooks_need_grad: give autograd zeros in place of the gradient that went to `main_grad`; see `token_log_probs`.
     """
     rows_1T, elsewhere_1T = token_ids_1T, None
     if layer.tp_group.size() > 1:
@@ -61,7 +61,7 @@ class Lookup(torch.autograd.Function):
             grad_1TH = grad_1TH.masked_fill(elsewhere_1T[..., None], 0)
         rows_T, grad_TH = rows_1T.flatten(), grad_1TH.flatten(0, 1).to(grad_VH.dtype)
         if grad_VH.is_cuda:
-            grad_VH.index_put_((rows_T,), grad_TH, accumulate=True)  # index_add_ adds in any order there
+            grad_VH.index_put_((rows_T,), grad_TH, accumulate=True)  # on GPUs, index_add_ adds in no fixed order
         else:
             grad_VH.index_add_(0, rows_T, grad_TH)
         return left_for_autograd(weight_VH, ctx.hooks_need_grad) if is_main else grad_VH, None, None, None

@@ -1,4 +1,4 @@
-"""Weights between a Hugging Face folder and the tensor- and pipeline-parallel parts of a Megatron model."""
+"""Exchange of weights between a Hugging Face folder and the tensor- and pipeline-parallel parts of a Megatron model."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ from bapo_megatron.runtime.ranks import failing_together
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
     """Return this rank's parameters by the names of `hf.shape.entries`, which number layers within the whole model.
 
-    Transformer Engine's layers get the same names.
+    The names are the same for Transformer Engine's layers.
     """
     named = {}
     for chunk in chunks:
@@ -48,12 +48,12 @@ def load_weights(
 
     Args:
         model: this rank's chunks of the model.
-        shape: of the model in the folder; the value head of a critic that it lacks stays as it is.
+        shape: the shape of the model in the folder; if it has no value head, a critic's stays as it is.
         fill: puts a tensor into a parameter.
 
     Raises:
         CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
-            infinity; on every rank, also if only one rank reads the fault.
+            infinity; raised on every rank, even if only one rank reads the fault.
     """
     with raising_together(), HFReader(path) as read:
         read.check(shape)
@@ -68,7 +68,7 @@ def fill_parameters(
     read: Slicer,
     fill: Callable[[Parameter, Tensor], object],
 ) -> None:
-    """Hand to `fill` each of this rank's parameters and its shard, read slice by slice. Not collective."""
+    """Call `fill` with each of this rank's parameters and its shard, read slice by slice. Not collective."""
     parameters = parameters_by_global_name(model)
     for entry in entries(shape):
         targets = [parameters.pop(entry.megatron_name, None)]
@@ -93,8 +93,8 @@ def gather_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors by Hugging Face name, one by one, on global rank 0; an empty tensor on every other rank.
 
-    For each parameter, the first ranks that split it on its pipeline stage gather the shards, and the first of them
-    sends the whole to rank 0. Collective: every rank must exhaust the iterator. Tied embeddings come once, as
+    For each parameter, the first set of ranks that split it on its pipeline stage gather the shards, and the first of
+    them sends the whole to rank 0. Collective: every rank must exhaust the iterator. Tied embeddings come once, as
     model.embed_tokens.weight. A tensor may alias the live weight: use it before the next update, or copy it.
 
     Args:
@@ -103,7 +103,7 @@ def gather_weights(
             hold the parameter call it in the same order: it may be collective over data ranks.
 
     Raises:
-        UserError: at the end, on every rank: `tensor_of` failed on one, which is named.
+        UserError: `tensor_of` failed on a rank, which is named; raised on every rank, at the end.
     """
     parameters = parameters_by_global_name(model)
     read = _SharedReader(tensor_of)
@@ -139,13 +139,13 @@ def own_pieces(
     layout: ParallelLayout,
     tensor_of: Callable[[Parameter], Tensor] = Parameter.detach,
 ) -> Iterator[Piece]:
-    """Yield this rank's boxes of the tensors of `gather_weights`; those of all ranks make up each tensor once.
+    """Yield this rank's boxes of the tensors of `gather_weights`; all ranks' boxes together make up each tensor once.
 
-    Ranks that hold the same part of a model take turns, parameter by parameter. Collective and aliasing as
-    `gather_weights`.
+    Ranks that hold the same part of a model take turns, parameter by parameter. Collective, and tensors may alias
+    weights, as with `gather_weights`.
 
     Raises:
-        UserError: at the end, on every rank: `tensor_of` failed on one, which is named.
+        UserError: `tensor_of` failed on a rank, which is named; raised on every rank, at the end.
     """
     parameters = parameters_by_global_name(model)
     read = _SharedReader(tensor_of)
@@ -158,10 +158,10 @@ def own_pieces(
 
 
 class _SharedReader:
-    """A reader of parameters on all ranks: one that fails takes part to the end, since others wait in collectives."""
+    """A reader of parameters on all ranks. A rank on which it fails still takes part in the collectives to the end."""
 
     def __init__(self, tensor_of: Callable[[Parameter], Tensor]) -> None:
-        self.dtype: torch.dtype | None = None  # of the zeros that stand for what cannot be read; None: the parameter's
+        self.dtype: torch.dtype | None = None  # zeros for what cannot be read have it; None means the parameter's dtype
         self._tensor_of = tensor_of
         self._failures: list[Exception] = []
 

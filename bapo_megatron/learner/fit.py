@@ -1,4 +1,4 @@
-"""Models that fit the layout, and a reference policy that fits the policy."""
+"""Checks that models fit the layout, and that a reference policy fits the policy."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,8 +20,8 @@ def check_reference(config: Config, reference: dict[str, Any], policy: dict[str,
     if (size := reference.get("vocab_size")) != policy.get("vocab_size"):
         yield Violation(
             (*settings, "model.path"),
-            f"{name} has a vocabulary of {size} tokens, the policy one of {policy.get('vocab_size')}: log-probs of the "
-            "same tokens cannot be compared",
+            f"{name} has a vocabulary of {size} tokens, but the policy's has {policy.get('vocab_size')}: log-probs of "
+            "the same tokens cannot be compared",
             "set it to a model of the policy's family, or leave it out",
         )
     for violation in check_split(config, reference, "loss.reference_path"):
@@ -29,7 +29,7 @@ def check_reference(config: Config, reference: dict[str, Any], policy: dict[str,
 
 
 def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterator[Violation]:
-    """Check that the model which the setting `model` names is supported, and can be split over the ranks."""
+    """Check that the model named by the setting `model` is supported, and can be split over the ranks."""
     p, own = config.parallel, own_family(config.model.family)
     if problems := unsupported(hf_config, own):
         yield from (Violation((model,), problem) for problem in problems)

@@ -12,17 +12,17 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DivergedError
 from bapo_megatron.types import Natural, Number
 
-SPIKE = 10.0  # times the median of the norms before: an update that raises the alarm
-MAX_SKIPPED_IN_A_ROW = 20  # updates; then the run ends
+SPIKE = 10.0  # a norm over this many times the median of the norms before it raises the alarm
+MAX_SKIPPED_IN_A_ROW = 20  # after this many consecutive skipped updates the run ends
 _WINDOW = 101  # norms behind the median: long enough to outlast a spike, short enough to follow the run
 _MIN_NORMS = 11  # before that the median says little, and the norms of a warm-up move by themselves
 
 
 class SkipLimit:
-    """Ends a run that only skips updates and so learns nothing.
+    """A limit that ends a run which only skips updates and so learns nothing.
 
     Args:
-        part: prefix of the settings and metrics: "optimizer" (the policy's) or "critic".
+        part: prefix of the settings and metrics: "optimizer" (for the policy) or "critic".
         max_in_a_row: consecutive skipped updates that end the run.
     """
 
@@ -35,7 +35,7 @@ class SkipLimit:
         """Count one update by its gradient norm, the same on every rank.
 
         Raises:
-            DivergedError: the norm was not finite, like those of the updates before.
+            DivergedError: this norm and the norms of the updates before it were not finite.
         """
         self.num_in_a_row = 0 if math.isfinite(norm) else self.num_in_a_row + 1
         if self.num_in_a_row >= self._max_in_a_row:
@@ -49,18 +49,18 @@ class SkipLimit:
 
 
 class GuardState(TypedDict):
-    """A `GradientGuard` in a checkpoint."""
+    """The state of a `GradientGuard` in a checkpoint."""
 
     norms: list[Annotated[Number, Field(ge=0)]]
     skipped_in_a_row: Natural
 
 
 class GradientGuard:
-    """Watches the gradient norms before clipping; the same on every rank.
+    """Watcher of the gradient norms before clipping; the same on every rank.
 
-    An update raises the alarm if its norm is over `monitor.grad_norm_alarm`, or over 10 times the
-    median of the up to 101 finite norms before it, once there are 11. Spikes do not move a median. A norm that
-    is not finite is no alarm: its update is skipped and counted.
+    An update raises the alarm if its norm is over `monitor.grad_norm_alarm`, or over 10 times the median of the up to
+    101 finite norms before it, once there are 11. Spikes do not move a median. A norm that is not finite does not raise
+    the alarm: its update is skipped and counted.
     """
 
     def __init__(self, config: Config, max_skipped_in_a_row: int = MAX_SKIPPED_IN_A_ROW) -> None:

@@ -3,8 +3,8 @@
     MiniBatch -> its micro-batches through a schedule (schedule.py) -> per-token log-probs (last stage)
               -> loss summed over tokens / tokens of ALL ranks -> gradients summed over data and context ranks -> Adam
 
-Loss and gradient are divided once, by the global token count of the update, so they do not depend on how the batch is
-split over data or context ranks, stages or micro-batches.
+Loss and gradient are divided once, by the update's global token count, so they do not depend on how the batch is split
+over data or context ranks, stages or micro-batches.
 """
 
 import dataclasses
@@ -40,19 +40,19 @@ from bapo_megatron.learner.token_metrics import TokenMetrics, TokenSums
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
 
-PolicyOutcome = tuple[Tensor, Any, TokenSums]  # of a micro-batch: its log_probs_R, the decision, and its sums
+PolicyOutcome = tuple[Tensor, Any, TokenSums]  # a micro-batch's log_probs_R, decision and sums
 
 
 class MegatronLearner(TrainedModel):
-    """Implements `learner.base.Learner`. Construct it on every rank; all methods are collective.
+    """The policy; implements `learner.base.Learner`. Construct it on every rank; all methods are collective.
 
     Args:
-        config: the run; `model.path` is not read.
+        config: the run's settings; `model.path` is not read.
         hf_path: folder of the Hugging Face checkpoint to start from.
 
     Raises:
         ConfigError: the layout does not fit the model or the number of processes; see `validate_layout`.
-        CheckpointError: the checkpoint cannot be read or is of an unsupported architecture.
+        CheckpointError: the checkpoint cannot be read, or its architecture is not supported.
     """
 
     def __init__(self, config: Config, hf_path: str | Path) -> None:
@@ -71,7 +71,7 @@ class MegatronLearner(TrainedModel):
         self.local_time = LocalTime()
         fp8 = config.precision.fp8_params
         super().__init__(config, shape, PolicyModel, Path(hf_path), self.local_time, fp8_params=fp8)
-        self._scored: ForwardPasses | None = None  # of the mini-batch whose step comes next
+        self._scored: ForwardPasses | None = None  # forward passes of the mini-batch whose step comes next
         self.reference = ReferencePolicy(config, self.hf_path, self.local_time) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
@@ -85,8 +85,10 @@ class MegatronLearner(TrainedModel):
         return self.schedule.log_probs(minibatch)
 
     def score(self, minibatch: MiniBatch) -> list[Tensor]:
-        """Compute log-probs before the mini-batch's `step`; free if they are known already, or if the step's forward
-        passes can run now: see `Learner.score`."""
+        """Compute log-probs before the mini-batch's `step`: see `Learner.score`.
+
+        This is free if they are already known, or if the step's forward passes can run now.
+        """
         if minibatch.proximal_version == self.version:
             known = [batch.proximal_logprobs_R for batch in minibatch.micro_batches if self.layout.is_last_stage]
             return [log_probs_R for log_probs_R in known if log_probs_R is not None]
@@ -106,7 +108,7 @@ class MegatronLearner(TrainedModel):
     # learning
 
     def step(self, minibatch: MiniBatch, found: Any) -> StepResult:
-        """Make one Adam update; a gradient that is not finite is counted and leaves weights and moments as they are.
+        """Make one Adam update; a gradient that is not finite is counted, and leaves weights and moments unchanged.
 
         Raises:
             DivergedError: the last `MAX_SKIPPED_IN_A_ROW` updates had no finite gradient.
@@ -128,7 +130,7 @@ class MegatronLearner(TrainedModel):
         num_expected = None if masks else num_trained
         metrics, mismatch = self._token_metrics.reduce([sums for *_, sums in outputs], num_expected, self.layout)
         metrics |= {
-            "perf/tflop": 3 * sum(self.shape.forward_flops(*counts)) / 1e12,  # the backward pass does two for one
+            "perf/tflop": 3 * sum(self.shape.forward_flops(*counts)) / 1e12,  # the backward pass costs two forward ones
             "optimizer/lr": rate,
             "optimizer/grad_norm": grad_norm,
             "optimizer/skipped": float(self.num_skipped_updates),
@@ -144,7 +146,7 @@ class MegatronLearner(TrainedModel):
     def _micro_batch_loss(
         self, batch: MicroBatch, scores: Scores, found: Any, num_trained_tokens: int
     ) -> tuple[Tensor, Tensor, PolicyOutcome]:
-        """Return this micro-batch's share of the update's loss, and its outcome, as Megatron's schedules expect.
+        """Return this micro-batch's share of the update's loss, and its outcome, in the form of Megatron's schedules.
 
         Args:
             found: a decision, or a `FoundOf`.
@@ -176,7 +178,7 @@ class MegatronLearner(TrainedModel):
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of KL controller and gradient guard: a JSON value, the same on every rank."""
+        """Return the state of the KL controller and the gradient guard: a JSON value, the same on every rank."""
         return {"kl": self.kl_coefficient.state_dict(), "gradients": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

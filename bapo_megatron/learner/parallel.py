@@ -1,8 +1,8 @@
-"""Process groups of the trainer, and the few collectives of this package itself.
+"""Process groups of the trainer, and the few collectives that this package makes itself.
 
-The only file that reads Megatron's `parallel_state`. Ranks are ordered tensor, context, data, pipeline (fastest first),
-as `initialize_model_parallel` orders them. A *replica* is one whole copy of the model: tensor x pipeline ranks. There
-are data x context replicas; replicas that differ only in the context rank work on the same sequences.
+No other file reads Megatron's `parallel_state`. Ranks are ordered tensor, context, data, pipeline (fastest first), as
+in `initialize_model_parallel`. A *replica* is one whole copy of the model: tensor x pipeline ranks. There are data x
+context replicas; replicas that differ only in the context rank work on the same sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.engines.update_group import connect_store, host_store
-from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.errors import CheckpointError, ConfigError, plural
 from bapo_megatron.hf.splits import Axis
 from bapo_megatron.kernels import kernels_of
 from bapo_megatron.learner import lean_import
@@ -48,7 +48,7 @@ def start_processes(config: ParallelConfig) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        # Batches are shared as CPU tensors (rollout/shared.py), also where gradients travel over NCCL.
+        # Batches are shared as CPU tensors (rollout/shared.py), even if gradients travel over NCCL.
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
         rank, size = 0, 1
         store: dist.Store = dist.HashStore()
@@ -63,7 +63,7 @@ def start_processes(config: ParallelConfig) -> None:
     needed = config.tensor * config.pipeline * config.context * config.data
     if dist.get_world_size() != needed:
         raise ConfigError(
-            f"{dist.get_world_size()} trainer processes were started, but parallel.tensor={config.tensor} x "
+            f"{plural(dist.get_world_size(), 'trainer process')} started, but parallel.tensor={config.tensor} x "
             f"pipeline={config.pipeline} x context={config.context} x data={config.data} needs {needed}"
         )
     parallel_state.initialize_model_parallel(
@@ -87,7 +87,7 @@ def stop_processes() -> None:
 
 @contextmanager
 def raising_together() -> Iterator[None]:
-    """Raise the first rank's CheckpointError of the block on every rank, so that none waits for a rank that is gone.
+    """If the block raises CheckpointError on any rank, raise it on all, so that no rank waits for one that has left.
 
     Collective over all ranks at the end of the block.
     """
@@ -105,7 +105,7 @@ def raising_together() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class AxisRanks:
-    """A rank's place among those that share the parameters of one axis."""
+    """A rank's place among the ranks that share the parameters of one axis."""
 
     rank: int
     group: dist.ProcessGroup  # ranks that split a parameter, in the order of their parts
@@ -139,7 +139,7 @@ class ParallelLayout:
     data_size: int
     data_context_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup  # all tensor and pipeline ranks of this data and context rank
-    axes: Mapping[Axis, AxisRanks]  # who holds a parameter: by `hf.splits.Entry.axis`
+    axes: Mapping[Axis, AxisRanks]  # the ranks that hold a parameter, by its `hf.splits.Entry.axis`
 
     @classmethod
     def current(cls) -> ParallelLayout:
@@ -188,7 +188,7 @@ class ParallelLayout:
         return self.is_last_stage and chunk == self.num_chunks - 1
 
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """Return the pipeline rank that holds a layer: chunk after chunk goes around the stages."""
+        """Return the pipeline rank that holds a layer; chunks are dealt to the stages in turn."""
         layers_per_chunk = num_layers // (self.pipeline_size * self.num_chunks)
         return layer // layers_per_chunk % self.pipeline_size
 
@@ -197,10 +197,10 @@ class ParallelLayout:
         return [layer for layer in range(num_layers) if self.stage_of_layer(layer, num_layers) == stage]
 
     def share(self, *, sequence_parallel: bool, tokens_multiple: int = 1, pair_cost: float = 0.0) -> Share:
-        """Return this rank's part of a mini-batch, and the form that it is packed in.
+        """Return this rank's part of a mini-batch, and how it must be packed.
 
         Args:
-            tokens_multiple: FP8 needs the tokens of a matrix product, or of a gathered part of one, in this multiple.
+            tokens_multiple: FP8 needs a multiple of this many tokens in a matrix product, or in a gathered part of one.
             pair_cost: see `ModelShape.pair_cost`.
         """
         return Share(
@@ -215,9 +215,10 @@ class ParallelLayout:
         )
 
     def from_last_stage(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` on every rank of the replica with that of the last stage's first tensor rank.
+        """Overwrite `tensor` on every rank of the replica with the values of the last stage's first tensor rank.
 
-        One source for all: a value that steers the loss must not differ by a rounding error between tensor ranks.
+        All ranks use this one source: a value that steers the loss must not differ between tensor ranks, not even by a
+        rounding error.
         """
         if self.replica_group.size() == 1:
             return
@@ -229,19 +230,19 @@ class ParallelLayout:
         return dist.get_global_rank(self.pipeline_group, stage)
 
     def reduce_over_data(self, table: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Combine over data x context ranks of the last stage, with one collective; the result is on every rank.
+        """Reduce a table over data x context ranks of the last stage, with one collective; every rank gets the result.
 
         Args:
-            table: float64, this replica's part; off the last stage any values of the same shape.
+            table: float64, this replica's part; off the last stage, any values of the same shape.
         """
         table = self._combine(table, op) if self.is_last_stage else table.to(device(), copy=True)
         self.from_last_stage(table)
         return table
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
-        """Return the sum of `reduce_over_data`, for the ranks of the last stage alone, which call it together."""
+        """Return the sum of `reduce_over_data` on the ranks of the last stage alone, which call it together."""
         table = self._combine(table, dist.ReduceOp.SUM)
-        if self.tensor_size > 1:  # one source for all, as in `from_last_stage`
+        if self.tensor_size > 1:  # one source for all ranks, as in `from_last_stage`
             dist.broadcast(table, src=dist.get_global_rank(self.tensor_group, 0), group=self.tensor_group)
         return table
 

@@ -1,7 +1,8 @@
 """The policy as a Megatron GPTModel whose last stage returns log-probs, never the logits of all tokens.
 
 Layers consist either of Megatron's own modules, with our norm, rotary embedding, activation and packed attention, or of
-Transformer Engine's, whose linears apply the norm before them and hold its weight (`TELayerNormColumnParallelLinear`).
+Transformer Engine's modules, whose linears apply the preceding norm and hold its weight
+(`TELayerNormColumnParallelLinear`).
 
 Shape legend: T packed tokens, H hidden, V vocabulary rows of this rank, R response rows, X half a head's dimensions
 """
@@ -56,7 +57,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
     """Return Megatron's settings for this model and layout; `[megatron.extra]` overrides them.
 
     Args:
-        fp8_params: keep matrices in FP8, for a model whose distributed optimizer has float32 weights.
+        fp8_params: keep matrices in FP8; the model's distributed optimizer must have float32 weights.
 
     Raises:
         ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or its value does not work here.
@@ -80,14 +81,14 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "add_bias_linear": False,  # applies to all linears: _block_spec chooses for each
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
-        # yarn scales cosine and sine of both queries and keys
+        # yarn scales cosine and sine, for queries and for keys
         "softmax_scale": rotary_frequencies(shape)[1] ** 2 / math.sqrt(shape.head_dim),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": config.parallel.tensor,
         "pipeline_model_parallel_size": config.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": virtual,
-        # over gloo, chunks mix up batched messages and train on wrong ones without an error
+        # over gloo, chunks mix up batched messages, and train on the wrong ones without an error
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "context_parallel_size": config.parallel.context,
@@ -110,11 +111,12 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
     if virtual and settings.batch_p2p_comm and not torch.cuda.is_available():
         raise ConfigError(
             "[megatron.extra] batch_p2p_comm=true makes the chunks of parallel.virtual_pipeline mix up their messages "
-            "over gloo, and train on wrong ones without an error: leave it out"
+            "over gloo, and train on the wrong ones without an error: leave it out"
         )
     is_plain = settings.glu_linear_offset == 0 and settings.activation_func_clamp_value is None
     if settings.transformer_impl == "local" and not settings.bias_activation_fusion and is_plain:
-        settings.use_te_activation_func = True  # any module: GatedActivation. Set here, past a check for TE's own
+        # Megatron then accepts any module, here GatedActivation; set late, past its check for Transformer Engine's own
+        settings.use_te_activation_func = True
     return settings
 
 
@@ -140,7 +142,7 @@ def _with_bias(linear: type) -> type:
 
 
 def _block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of this rank, or of one of its chunks, made of the modules of `config.transformer_impl`."""
+    """Return the layers of this rank, or of one of its chunks, built from the modules of `config.transformer_impl`."""
     layer, norm = _transformer_engine(config) if config.transformer_impl == "transformer_engine" else _local(config)
     parts = layer.submodules
     if shape.out_bias:
@@ -154,7 +156,7 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None)
 
 
 def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
-    """Return a layer of Megatron's parallel linears, which also train without a GPU, and the final norm."""
+    """Return a layer built from Megatron's parallel linears, which also train without a GPU, and the final norm."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -167,16 +169,16 @@ def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
 
 
 def _transformer_engine(config: TransformerConfig) -> tuple[ModuleSpec, type]:
-    """Return a layer of Transformer Engine's attention and linears, with the norms inside, and the final norm."""
+    """Return a layer built from Transformer Engine's attention and linears (norms inside), and the final norm."""
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
     return layer, TENorm
 
 
 def _mark_split_parameters(model: torch.nn.Module) -> None:
-    """Mark the parameters that are split over the tensor group: the gradient norm counts all others once.
+    """Mark the parameters that are split over the tensor group; the gradient norm counts all others only once.
 
-    Megatron marks them while it initialises weights (tensor_parallel/layers.py), a step that this model skips.
+    Megatron marks them when it initialises weights (tensor_parallel/layers.py), a step that this model skips.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -191,11 +193,11 @@ def _mark_split_parameters(model: torch.nn.Module) -> None:
 
 
 def fuse_weight_gradients(layers: torch.nn.Module) -> None:
-    """Let the linears add weight gradients to `main_grad` in the kernel of the product.
+    """Let the linears add weight gradients to `main_grad` inside the product's kernel.
 
-    Set here and not by TransformerConfig, because the constructor of Megatron's output layer would ask for Apex, whose
-    kernel only its forward uses, which is never called. Transformer Engine's linears overwrite `main_grad` in the
-    backward pass of an update's first micro-batch, which Megatron's schedules run before the others'.
+    TransformerConfig cannot set this: the constructor of Megatron's output layer would then ask for Apex, although only
+    its forward uses that kernel, and that forward is never called. Transformer Engine's linears overwrite `main_grad`
+    in the backward pass of an update's first micro-batch, which Megatron's schedules run before the others.
     """
     for module in layers.modules():
         for name in ("fuse_wgrad_accumulation", "gradient_accumulation_fusion"):  # Transformer Engine's, Megatron's
@@ -206,8 +208,8 @@ def fuse_weight_gradients(layers: torch.nn.Module) -> None:
 class PolicyModel(GPTModel):
     """A part of the policy: this rank's layers or, with a virtual pipeline, the layers of one chunk.
 
-    The last part of the model returns (log_probs_R, entropy_R), float32, of the distribution at `temperature`;
-    the others return hidden states [T or T / tensor, 1, H].
+    The model's last part returns (log_probs_R, entropy_R), float32, for the distribution at `temperature`; the other
+    parts return hidden states [T or T / tensor, 1, H].
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
@@ -222,7 +224,7 @@ class PolicyModel(GPTModel):
             pre_process=layout.starts_model(chunk),
             post_process=layout.ends_model(chunk),
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="none",  # the decoder is given rotary embeddings by position, below
+            position_embedding_type="none",  # `hidden_states` gives the decoder its rotary embeddings
             vp_stage=vp_stage,
         )
         rows = self.vocab_size // layout.tensor_size
@@ -237,13 +239,13 @@ class PolicyModel(GPTModel):
         is_engine = config.transformer_impl == "transformer_engine"
         self._describe_pack = PackedSequences.for_transformer_engine if is_engine else PackedSequences.of
         self.rotates_in_attention = not is_engine and not config.apply_rope_fusion
-        # not a buffer, which would become bfloat16 with the weights: too coarse for positions
+        # not a buffer: it would be cast to bfloat16 with the weights, which is too coarse for positions
         self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
         _mark_split_parameters(self)
         self.config = config
         if config.gradient_accumulation_fusion:
             fuse_weight_gradients(self.decoder)
-        # called as modules, so that hooks which wait for their weights run
+        # these are called as modules, so that the hooks that wait for their weights run
         if self.pre_process:
             words = self.embedding.word_embeddings
             words.forward = lambda ids_1T: embed(words, ids_1T, hooks_need_grad=self._hooks_need_grad)
@@ -251,7 +253,7 @@ class PolicyModel(GPTModel):
             self.output_layer.forward = partial(token_log_probs, shard=self.shard)
 
     def _set_attention_backend(self) -> None:
-        """Leave "auto" to the environment (runtime/environment.py): Megatron would ask for unfused attention too."""
+        """Leave "auto" to the environment (runtime/environment.py); Megatron would also enable unfused attention."""
         if self.config.attention_backend != AttnBackend.auto:
             super()._set_attention_backend()
 
@@ -268,7 +270,7 @@ class PolicyModel(GPTModel):
         if not self.post_process:
             return hidden_T1H
         if self.config.sequence_parallel:
-            # token_log_probs already sums the gradient over the tensor group: the backward only splits it
+            # token_log_probs already sums the gradient over the tensor group, so the backward only splits it
             hidden_T1H = gather_from_sequence_parallel_region(
                 hidden_T1H, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -298,7 +300,7 @@ class PolicyModel(GPTModel):
             if self.embedding_scale != 1:  # rounded to the weights' type, as in transformers
                 hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
         pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device())
-        angles_TX = torch.outer(batch.position_ids_T.float(), self.inverse_frequencies)  # two dimensions share one
+        angles_TX = torch.outer(batch.position_ids_T.float(), self.inverse_frequencies)  # one for every two dimensions
         rotary = None
         if self.rotates_in_attention:
             pack.rotation = rotation_of(angles_TX, self.config.params_dtype)

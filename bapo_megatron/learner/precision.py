@@ -1,6 +1,6 @@
 """FP8, fusions and Transformer Engine: what they need, the layers to build, and Megatron's options.
 
-docs/precision.md has the table of what is refused, before a process starts and again on each rank. The conditions come
+docs/precision.md has a table of what is refused, before a process starts and again on each rank. The conditions come
 from Megatron-Core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.9 to 2.11
 (`quantization.py`: check_*_support; `utils.py`: assert_dim_for_fp8_exec, assert_dim_for_all_gather).
 """
@@ -22,7 +22,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape
 
 if TYPE_CHECKING:
-    from bapo_megatron.algorithms.logprobs import Backend  # torch takes seconds, and checks of settings need none
+    from bapo_megatron.algorithms.logprobs import Backend  # torch takes seconds to import; checks of settings need none
 
 Version = tuple[int, ...]
 
@@ -45,26 +45,26 @@ class Machine:
 class Recipe:
     """One way to choose scales, and its requirements."""
 
-    transformer_engine: Version  # Megatron's get_fp8_recipe refuses it with an older one
-    dims_multiple: int  # rows and columns of every matrix
-    tokens_multiple: int  # tokens of a micro-batch on one rank
-    gathered_multiple: int  # hidden size, where sequence parallelism gathers quantised activations
+    transformer_engine: Version  # the oldest that Megatron's get_fp8_recipe accepts
+    dims_multiple: int  # for rows and columns of every matrix
+    tokens_multiple: int  # for the tokens of a micro-batch on one rank
+    gathered_multiple: int  # for the hidden size, if sequence parallelism gathers quantised activations
 
 
 RECIPES = {
     "delayed": Recipe((1, 0), 16, 16, 16),
     "tensorwise": Recipe((2, 2), 16, 16, 16),
-    # scales of blocks that are not full are padded by Transformer Engine, but not what is gathered
+    # Transformer Engine pads the scales of blocks that are not full, but it does not pad what it gathers
     "blockwise": Recipe((2, 3), 16, 128, 128),
     "mxfp8": Recipe((2, 1), 32, 32, 32),
 }
 
 
-FUSED_ACTIVATIONS = ("silu",)  # of a model's shape; Megatron has no fused kernel for gelu(gate) x up with tanh
+FUSED_ACTIVATIONS = ("silu",)  # values of ModelShape.activation; Megatron has no fused tanh gelu(gate) x up
 
 
 def tokens_multiple(config: Config) -> int:
-    """Return the number that must divide a pack's tokens on a rank (a tensor rank, with sequence parallelism)."""
+    """Return the number that must divide a pack's tokens on a rank (with sequence parallelism, on a tensor rank)."""
     return RECIPES[config.precision.recipe].tokens_multiple if config.precision.uses_fp8 else 1
 
 
@@ -72,8 +72,8 @@ def check_precision(config: Config, *, shape: ModelShape | None, machine: Machin
     """Find settings that cannot be used.
 
     Args:
-        shape: the model; None leaves its sizes unchecked.
-        machine: where it runs; None leaves hardware and packages unchecked.
+        shape: the model's shape; None leaves its sizes unchecked.
+        machine: the machine that runs it; None leaves hardware and packages unchecked.
     """
     found = [*_implementation(config, machine), *_masks(config, machine)]
     if config.precision.uses_fp8:
@@ -118,7 +118,7 @@ def _implementation(config: Config, machine: Machine | None) -> Iterator[Violati
 
 
 def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
-    """Refuse context parallelism of long sequences with local layers, whose attention keeps a mask in every layer."""
+    """Refuse context parallelism of long sequences with local layers: their attention keeps a mask in every layer."""
     context, is_float32 = config.parallel.context, config.model.dtype == "float32"
     lacks_engine = machine is not None and machine.compute_capability is not None and not machine.transformer_engine
     implementation = config.model.implementation
@@ -158,7 +158,7 @@ def _settings(config: Config) -> Iterator[Violation]:
     if config.model.dtype != "bfloat16":
         yield Violation(
             ("model.dtype", "precision.fp8"),
-            f'precision.fp8="{p.fp8}" needs model.dtype="bfloat16" for all that is not FP8',
+            f'precision.fp8="{p.fp8}" needs model.dtype="bfloat16" for everything that is not FP8',
             'set that, or precision.fp8="off"',
         )
     if p.fp8_params and not config.optimizer.distributed:
@@ -178,7 +178,7 @@ def _settings(config: Config) -> Iterator[Violation]:
 
 
 def _dimensions(config: Config, shape: ModelShape) -> Iterator[Violation]:
-    """Check the sizes of the layers' matrices on one rank, as cuBLAS and the quantisers take them."""
+    """Check that cuBLAS and the quantisers accept the sizes of the layers' matrices on one rank."""
     name, tensor = config.precision.recipe, config.parallel.tensor
     recipe = RECIPES[name]
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -269,7 +269,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def this_machine() -> Machine:
     """Read what FP8 depends on: the current CUDA device, if any, and the installed packages."""
-    import torch  # takes seconds, and most of the checks need only facts
+    import torch  # takes seconds to import, and most checks need only facts
 
     if not torch.cuda.is_available():
         return Machine(transformer_engine=_transformer_engine())
@@ -278,7 +278,7 @@ def this_machine() -> Machine:
 
 
 def version_numbers(text: str) -> Version:
-    """Parse the release numbers of a version: "2.11.0+abc" is (2, 11, 0); () where it is none."""
+    """Parse the release numbers of a version: "2.11.0+abc" is (2, 11, 0); () if `text` is not a version."""
     try:
         return packaging.version.parse(text).release
     except packaging.version.InvalidVersion:
@@ -295,7 +295,7 @@ def check_machine(config: Config, shape: ModelShape, machine: Machine) -> None:
     """Check that this machine can compute what the settings ask for.
 
     Raises:
-        ConfigError: it cannot, because of `[precision]`, `model.implementation` or `train.logprob_backend`; says why.
+        ConfigError: it cannot compute `[precision]`, `model.implementation` or `train.logprob_backend`; says why.
     """
     found = [v.message for v in check_precision(config, shape=shape, machine=machine)]
     if config.train.logprob_backend == "triton" and machine.compute_capability is None:
@@ -305,7 +305,7 @@ def check_machine(config: Config, shape: ModelShape, machine: Machine) -> None:
 
 
 def uses_transformer_engine(config: Config, machine: Machine) -> bool:
-    """Return whether layers are Transformer Engine's: for bfloat16, on a GPU, if installed and not set to "local"."""
+    """Return whether to build Transformer Engine's layers: bfloat16 on a GPU, if installed and not set to "local"."""
     if config.model.implementation == "local":
         return False
     has_it = machine.compute_capability is not None and machine.transformer_engine is not None
@@ -313,17 +313,17 @@ def uses_transformer_engine(config: Config, machine: Machine) -> bool:
 
 
 def logprob_backend(config: Config) -> Backend:
-    """Return the backend that the settings ask for; "auto" is torch."""
+    """Return the backend that the settings ask for; "auto" means torch."""
     return "triton" if config.train.logprob_backend == "triton" else "torch"
 
 
 def fusion_fields(config: Config, shape: ModelShape, machine: Machine) -> dict[str, bool]:
-    """Return the fields of Megatron's TransformerConfig that choose fused kernels, for which GPU and packages suffice.
+    """Return the fields of Megatron's TransformerConfig that choose fused kernels, on if GPU and packages allow it.
 
-    bias_activation_fusion: SwiGLU as one compiled kernel, which keeps its input alone for the backward pass.
+    bias_activation_fusion: SwiGLU as one compiled kernel, which keeps only its input for the backward pass.
     apply_rope_fusion: Transformer Engine's rotary embeddings.
-    gradient_accumulation_fusion: weight gradients added to the float32 buffer by the product's own kernel, of
-    Transformer Engine's linears, or of Apex for Megatron's.
+    gradient_accumulation_fusion: the product's own kernel adds weight gradients to the float32 buffer; Transformer
+    Engine's linears have one, Megatron's need Apex.
     """
     on_gpu = machine.compute_capability is not None
     has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -343,6 +343,6 @@ def fp8_fields(config: Config, fp8_params: bool = False) -> dict[str, Any]:
     if p.recipe == "delayed":
         fields |= {
             "fp8_amax_history_len": 1024,
-            "fp8_amax_compute_algo": "max",  # Megatron's default, the most recent, leaves the history unused
+            "fp8_amax_compute_algo": "max",  # Megatron's default, "most_recent", leaves the history unused
         }
     return fields

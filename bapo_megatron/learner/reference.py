@@ -25,14 +25,14 @@ from bapo_megatron.types import MiniBatch
 
 
 class ReferencePolicy(SplitModel):
-    """Log-probs of a frozen policy. Construct it on every rank, after the learner's model.
+    """A frozen policy that computes log-probs. Construct it on every rank, after the learner's model.
 
     Args:
-        started_from: the policy's own Hugging Face folder, the reference if `loss.reference_path` is unset.
-        local_time: the learner's, which counts these passes too.
+        started_from: the policy's own Hugging Face folder, which is the reference if `loss.reference_path` is unset.
+        local_time: the learner's clock, which counts these passes too.
 
     Raises:
-        ConfigError: the reference has another vocabulary, or does not fit the layout.
+        ConfigError: the reference has a different vocabulary, or does not fit the layout.
         CheckpointError: its folder cannot be read, or its family is not supported.
     """
 

@@ -1,10 +1,10 @@
-"""A mini-batch through Megatron's schedules: scoring, forward and backward passes, and their order.
+"""How a mini-batch passes through Megatron's schedules: scoring, forward and backward passes, and their order.
 
     interleaved      score (no gradient)  |  forward, backward, forward, backward, ... (pipeline stages: 1F1B)
     forwards_first   forward, forward, ...  |  backward, backward, ...
                                             ^ the bounds are found here, from the log-probs of all micro-batches
 
-The bounds need the ratios of the whole mini-batch before the first loss. Forward passes that all come first are the
+The bounds need the ratios of the whole mini-batch before the first loss. If all forward passes come first, they are the
 scoring pass, and no FLOP is spent twice; but all micro-batches then keep their activations until the backward passes.
 """
 
@@ -31,7 +31,7 @@ from bapo_megatron.types import MicroBatch, MiniBatch
 
 Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
 _Outcome = TypeVar("_Outcome")
-# maps a micro-batch and its scores (or a critic's values) to loss, number of tokens, and an outcome to keep
+# maps a micro-batch, then its scores (or a critic's values), to the loss, number of tokens, and an outcome to keep
 LossOf = Callable[[MicroBatch], Callable[[Any], tuple[Tensor, Tensor, _Outcome]]]
 
 
@@ -52,7 +52,7 @@ class Schedule:
 
     Args:
         chunks: this rank's parts of the model, wrapped by Megatron.
-        local_time: of all of this rank's models: passes are measured there.
+        local_time: the clock of all of this rank's models, which measures the passes.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Schedule:
         self._config = config
         self._local_time = local_time
         self._run_megatron = get_forward_backward_func()
-        self.memory_bytes = _smallest_memory(layout)  # of any rank
-        self.forward_time = LocalTime()  # of forward passes whose backward passes follow each
+        self.memory_bytes = _smallest_memory(layout)  # the least of any rank
+        self.forward_time = LocalTime()  # time of forward passes that are each followed by their backward pass
 
     def runs_forwards_first(self, minibatch: MiniBatch) -> bool:
-        """Decide for a mini-batch, alike on all ranks of a replica; see `TrainConfig.forwards_first`."""
+        """Decide for a mini-batch, the same on all ranks of a replica; see `TrainConfig.forwards_first`."""
         return self._config.train.forwards_first(
             len(minibatch.micro_batches),
             num_stages=self._config.parallel.pipeline,
@@ -91,8 +91,8 @@ class Schedule:
             return self._forward(minibatch, lambda batch: lambda output, non_loss_data: of(output), with_entropy=False)
 
     def forward(self, minibatch: MiniBatch) -> ForwardPasses:
-        """Run all forward passes and keep their graphs. Not with pipeline stages."""
-        assert self._layout.pipeline_size == 1, "stages pass micro-batches on in Megatron's own order"
+        """Run all forward passes and keep their graphs. Does not work with pipeline stages."""
+        assert self._layout.pipeline_size == 1, "pipeline stages run micro-batches in Megatron's own order"
         batches = self._on_device(minibatch)
         scores = self._forward(minibatch, lambda batch: lambda scores, non_loss_data: scores)
         return ForwardPasses(minibatch, list(zip(batches, scores, strict=True)))
@@ -110,13 +110,13 @@ class Schedule:
         return self._run(forward_step, passes.batches, passes.minibatch, forward_only=False)
 
     def forward_backward(self, minibatch: MiniBatch, loss_of: LossOf[_Outcome]) -> list[_Outcome]:
-        """Run forward and backward passes by turns; return the outcomes, empty off the last stage."""
+        """Run forward and backward passes in turn; return the outcomes, empty off the last stage."""
         return self._forward(minibatch, loss_of, forward_only=False)
 
     def _forward(
         self, minibatch: MiniBatch, then: Callable, *, with_entropy: bool = True, forward_only: bool = True
     ) -> list[Any]:
-        """Run the model on each micro-batch; `then` maps the micro-batch to the function of its output to call."""
+        """Run the model on each micro-batch; `then` maps the micro-batch to the function to call with its output."""
 
         def forward_step(iterator: Iterator[MicroBatch], model: Module) -> tuple[Any, Callable]:
             batch = next(iterator)
@@ -135,8 +135,8 @@ class Schedule:
     def _run(self, forward_step: Callable, data: list[Any], minibatch: MiniBatch, *, forward_only: bool) -> list[Any]:
         """Pass all micro-batches through Megatron's schedule; return what the loss functions keep, on the last stage.
 
-        Gradients are summed over data and context ranks and over tied or replicated weights; the loss is divided by
-        the tokens of all ranks already.
+        Gradients are summed over data and context ranks and over tied or replicated weights; the loss is already
+        divided by the tokens of all ranks.
         """
         count = itertools.count(1)
 
@@ -161,17 +161,17 @@ class Schedule:
 
     def _on_device(self, minibatch: MiniBatch) -> list[MicroBatch]:
         layout, packs = self._layout, minibatch.micro_batches
-        for pack in packs:  # packed for another rank, they would give wrong numbers, not an error
+        for pack in packs:  # packs made for another rank would give wrong numbers, not an error
             assert int(pack.cu_seqlens_S1[-1]) == pack.num_tokens * layout.context_size, (
                 "packed for other context ranks"
             )
         if layout.pipeline_size > 1:
             lengths = {pack.num_tokens for pack in packs}
-            assert len(lengths) == 1, f"packs of a pipeline need one length, not {sorted(lengths)}"
+            assert len(lengths) == 1, f"a pipeline's packs must all have one length, not {sorted(lengths)}"
         return [pack.to(device()) for pack in packs]
 
     def _layer_input_bytes(self, minibatch: MiniBatch) -> float:
-        """Return the bytes that `train.recompute` of all layers keeps on this rank until the backward passes."""
+        """Return the bytes that `train.recompute` of all layers keeps on this rank until the backward passes run."""
         settings = self._settings
         num_tokens = sum(batch.num_tokens for batch in minibatch.micro_batches)
         split = self._layout.tensor_size if settings.sequence_parallel else 1

@@ -1,4 +1,4 @@
-"""Splitting Hugging Face tensors over ranks, and joining the parts again, by the boxes of `hf.splits`."""
+"""Splitting Hugging Face tensors over ranks, and joining the parts again, along the boxes of `hf.splits`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -8,7 +8,7 @@ from torch import Tensor
 from bapo_megatron.checkpoint.shards import Piece
 from bapo_megatron.hf.splits import Box, Entry
 
-# Transformer Engine's linears hold the weight of the norm before them: its name there -> its name in Megatron's layers.
+# Transformer Engine's linears hold the preceding norm's weight: its name there -> its name in Megatron's layers.
 _NORMS_IN_LINEARS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -16,18 +16,18 @@ _NORMS_IN_LINEARS = {
 
 
 class Slicer(Protocol):
-    """A reader of slices of HF tensors, rows first, then columns, that leaves the rest unread."""
+    """A reader of slices of HF tensors (rows first, then columns) that leaves the rest unread."""
 
     def __call__(self, name: str, index: tuple[slice, ...]) -> Tensor: ...
 
 
 def canonical(name_in_layer: str) -> str:
-    """Return the name in Megatron's own layer of a parameter of that layer or of Transformer Engine's."""
+    """Return the name that a parameter of Megatron's or Transformer Engine's layer has in Megatron's layer."""
     return _NORMS_IN_LINEARS.get(name_in_layer, name_in_layer)
 
 
 def to_shard(entry: Entry, read: Slicer, rank: int, size: int) -> Tensor:
-    """Read the part of the parameter that rank `rank` of the `size` ranks of its axis holds, slice by slice."""
+    """Read, slice by slice, the part of the parameter that `rank`, one of its axis's `size` ranks, holds."""
     described = entry.shard(rank, size)
     ranges = [read(entry.hf_names[box.tensor], _slices(box)) for box in described.boxes]
     shard = ranges[0].new_zeros(described.shape)
@@ -37,10 +37,10 @@ def to_shard(entry: Entry, read: Slicer, rank: int, size: int) -> Tensor:
 
 
 def place_shard(entry: Entry, part: str, shard: Tensor, rank: int, size: int) -> Iterator[Piece]:
-    """Place a rank's shard in its HF tensors, without padding and copies that an earlier rank has; undo `to_shard`.
+    """Place a rank's shard in its HF tensors, without padding or copies that an earlier rank has; undo `to_shard`.
 
     Args:
-        part: of the checkpoint: the weight, or one of Adam's moments.
+        part: the checkpoint's part that the shard belongs to: the weight, or one of Adam's moments.
     """
     for box in entry.owned(rank, size):
         if 0 not in box.size:
@@ -49,7 +49,7 @@ def place_shard(entry: Entry, part: str, shard: Tensor, rank: int, size: int) ->
 
 
 def from_shards(entry: Entry, shards: Sequence[Tensor]) -> list[Tensor]:
-    """Join all ranks' parts, in rank order, to whole HF tensors; undo `to_shard`."""
+    """Join all ranks' parts, in rank order, into whole HF tensors; undo `to_shard`."""
     wholes = [shards[0].new_empty(shape) for shape in entry.hf_shapes]
     for rank, shard in enumerate(shards):
         for box in entry.owned(rank, len(shards)):

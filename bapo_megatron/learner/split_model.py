@@ -1,4 +1,4 @@
-"""A model split over processes, and one that is trained: the base of the policy, the critic and the reference."""
+"""A model split over processes, and one that is also trained: the bases of the policy, the critic and the reference."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -72,14 +72,14 @@ class SplitModel:
 class TrainedModel(SplitModel):
     """A split model with Megatron's gradient buffers and Adam, and its checkpoints.
 
-    Every rank writes its own part at the same time: of a tensor that several ranks hold, one writes it (of copies in a
-    tensor group the first rank, of data replicas each in turn, of the distributed optimizer's ranges the largest
-    owner). Every rank reads only the slices that it needs. The files: `checkpoint/folder.py`.
+    All ranks write their own parts at the same time. If several ranks hold a tensor, one of them writes it: the first
+    rank of a tensor group that holds copies, data replicas in turn, the largest owner among the distributed optimizer's
+    ranges. Every rank reads only the slices that it needs. `checkpoint/folder.py` describes the files.
 
     Args:
         hf_path: folder of the Hugging Face checkpoint to start from.
-        local_time: of all of this rank's models.
-        stored: shape of the model in that folder; None: `shape`.
+        local_time: the clock of all of this rank's models.
+        stored: shape of the model in that folder; None means `shape`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TrainedModel(SplitModel):
         self.num_skipped_updates = 0
         load = partial(load_weights, self.model, stored or shape, self.layout, hf_path)
         load()
-        # the chunks, in Megatron's buffers for gradients
+        # the chunks, wrapped with Megatron's gradient buffers
         self.wrapped = [self._wrap(chunk, number) for number, chunk in enumerate(self.model)]
         if config.parallel.overlap_communication:
             overlap_communication(self.settings, self.wrapped)
@@ -108,7 +108,7 @@ class TrainedModel(SplitModel):
         )
         self.adam = ChainedAdam(self.optimizer, self.layout)
         if any(map(is_float8tensor, self.model.parameters())):
-            # Megatron made float32 weights of what the parameters held before they were read
+            # Megatron made its float32 weights from what the parameters held before they were read
             load(fill=partial(self.adam.fill, WEIGHT))
         self.schedule = Schedule(self.wrapped, self.settings, self.layout, config, local_time)
         self._optimizer_time = LocalTime()
@@ -116,7 +116,7 @@ class TrainedModel(SplitModel):
     def update(self, run: Callable[[], list[Any]], learning_rate: float) -> tuple[list[Any], float]:
         """Make one Adam update with the gradients that `run` leaves, clipped by their global norm.
 
-        A gradient that is not finite is counted, and leaves weights and moments as they are.
+        A gradient that is not finite is counted, and leaves weights and moments unchanged.
 
         Returns the outcomes of `run`, and the norm before clipping, the same on every rank.
         """
@@ -131,18 +131,18 @@ class TrainedModel(SplitModel):
         return outcomes, grad_norm
 
     def take_times(self) -> dict[str, float]:
-        """Return seconds of parts of the updates since the last call: see `Learner.take_times`."""
+        """Return the seconds in each part of the updates since the last call: see `Learner.take_times`."""
         return {
             "time/forward_s": self.schedule.forward_time.take(),
             "time/optimizer_s": self._optimizer_time.take(),
         }
 
     def optimizer_step(self, learning_rate: float) -> float:
-        """Step Adam with the gradients in the buffers if they are finite; return their norm before clipping."""
+        """Step Adam with the gradients in the buffers, if they are finite; return their norm before clipping."""
         adam = self.config.optimizer
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-            # Megatron marks norms and biases (wd_mult), but leaves the mark to its caller: else every parameter decays
+            # Megatron marks norms and biases (wd_mult), but its caller must apply the mark, or every parameter decays
             group["weight_decay"] = adam.weight_decay * group["wd_mult"]
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -154,7 +154,7 @@ class TrainedModel(SplitModel):
         return grad_norm
 
     def _finish_gathering(self) -> None:
-        """Wait until this rank has all of the last update's weights, which the next forward pass may still gather."""
+        """Wait until this rank has all of the last update's weights; otherwise the next forward pass gathers them."""
         for chunk in self.wrapped:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -168,7 +168,7 @@ class TrainedModel(SplitModel):
         return weights
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the last update's clipped gradient, like `WeightSource.whole`: for tests and diagnostics."""
+        """Yield the last update's clipped gradient, like `WeightSource.whole`; for tests and diagnostics."""
         return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
 
     def facts(self) -> dict[str, Any]:
@@ -182,8 +182,8 @@ class TrainedModel(SplitModel):
     def snapshot(self) -> Snapshot:
         """Return the pieces that this rank writes: see `Learner.snapshot`.
 
-        They are views of the live tensors; only parameters across a border of the distributed optimizer are copied (to
-        the CPU), and all that `Snapshot.detach` copies.
+        They are views of the live tensors, except for parameters across a border of the distributed optimizer, which
+        are copied to the CPU. `Snapshot.detach` copies the rest.
         """
         self._finish_gathering()
         facts = self.facts() | {"model": self.shape.to_json()}
@@ -195,7 +195,7 @@ class TrainedModel(SplitModel):
         present = [entry for entry in entries(self.shape) if entry.megatron_name in parameters]
         mine = [(entry, parameters.pop(entry.megatron_name)) for entry in present]
         if self.shape.tied_embeddings:
-            parameters.pop(OUTPUT.name, None)  # the last stage's copy: the first stage has the same
+            parameters.pop(OUTPUT.name, None)  # the last stage's copy of what the first stage has
         assert not parameters, f"the name map does not know {sorted(parameters)}"
         writers = self.adam.writers([parameter for _, parameter in mine])
         for (entry, parameter), (is_writer, is_cut) in zip(mine, writers, strict=True):
@@ -228,7 +228,7 @@ class TrainedModel(SplitModel):
         self.restore(facts)
 
     def _wrap(self, chunk: Module, number: int) -> DistributedDataParallel:
-        """Wrap a part of the model for Megatron's schedules; `Schedule` sums their gradients."""
+        """Wrap a part of the model for Megatron's schedules; `Schedule` sums its gradients."""
         overlap, distributed = self.config.parallel.overlap_communication, self.config.optimizer.distributed
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -260,7 +260,7 @@ class TrainedModel(SplitModel):
 
 
 def overlap_communication(settings: TransformerConfig, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Let Megatron's schedules start the sums of gradients in the last backward pass, and the gathering of weights."""
+    """Let Megatron's schedules start summing gradients in the last backward pass, and start gathering weights."""
     is_virtual = len(chunks) > 1
     no_syncs, grad_syncs = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
     settings.no_sync_func = no_syncs if is_virtual else no_syncs[0]

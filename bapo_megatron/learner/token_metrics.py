@@ -20,18 +20,21 @@ from bapo_megatron.metrics import METRICS, Metric
 
 @dataclass(frozen=True, slots=True)
 class TokenSums:
-    """Sums and maxima over the tokens of a micro-batch. The columns are those of all metrics that a loss may have, so
-    that stages that compute no loss know them, too; a metric that does not apply is 0 and not `present`."""
+    """Sums and maxima over the tokens of a micro-batch.
 
-    sums: Tensor  # float64: number of trained tokens, sums by `TokenMetrics.means`, then those of the mismatch
-    maxima: Tensor  # float64: by `TokenMetrics.largest`, largest mismatch, then 1 for each metric that is present
+    There is a column for every metric that a loss may have, so that stages without a loss know the columns too. A
+    metric that does not apply is 0 and not `present`.
+    """
+
+    sums: Tensor  # float64: number of trained tokens, sums by `TokenMetrics.means`, then the mismatch's sums
+    maxima: Tensor  # float64: maxima by `TokenMetrics.largest`, largest mismatch, then 1 for each present metric
 
 
 class TokenMetrics:
     """The metrics over tokens of a loss.
 
     Args:
-        own: the loss's own, besides those of metrics.toml.
+        own: the loss's own metrics, besides the metrics of metrics.toml.
     """
 
     def __init__(self, own: Sequence[Metric] = ()) -> None:
@@ -41,14 +44,16 @@ class TokenMetrics:
         self.largest = [metric for metric in declared if metric.tokens == "max"]
 
     def sums(self, tokens: TokenLoss, *, with_profile: bool = False) -> dict[str, Tensor]:
-        """Sum the declared means that the record has over its tokens: float32 scalars by key."""
+        """Sum over its tokens the declared means that the record has: float32 scalars by key."""
         values = {metric.key: getattr(tokens, metric.of, None) for metric in self.means if metric.of}
         sums = {key: values_R.sum(dtype=torch.float32) for key, values_R in values.items() if values_R is not None}
         return sums | tokens.tables(with_profile=with_profile)
 
     def maxima(self, tokens: TokenLoss) -> dict[str, Tensor]:
-        """Maximise the declared maxima that the record has over its tokens: float32 scalars by key, 0 without
-        tokens."""
+        """Take the maximum over its tokens of the declared maxima that the record has: float32 scalars by key.
+
+        They are 0 without tokens.
+        """
         values = {metric.key: getattr(tokens, metric.of, None) for metric in self.largest}
         return {
             key: values_R.float().amax() if values_R.numel() else values_R.new_zeros((), dtype=torch.float32)
@@ -58,16 +63,16 @@ class TokenMetrics:
 
     @torch.no_grad()
     def summarize(self, tokens: TokenLoss, mismatch: Mismatch, *, with_profile: bool) -> TokenSums:
-        """Reduce one micro-batch's record; what remains of it is two small rows.
+        """Reduce one micro-batch's record to two small rows.
 
         Raises:
-            UserError: the record lacks the field of one of the loss's own metrics.
+            UserError: the record lacks the field that one of the loss's own metrics reads.
         """
         for metric in self._own:
             if not hasattr(tokens, metric.of):
                 raise UserError(
-                    f"the metric {metric.key} is made of {metric.of}, a field that {type(tokens).__name__}, the record "
-                    "that its loss returned, does not have"
+                    f"the metric {metric.key} reads {metric.of}, a field that the record returned by its loss, "
+                    f"{type(tokens).__name__}, does not have"
                 )
         sums, maxima = self.sums(tokens, with_profile=with_profile), self.maxima(tokens)
         device = tokens.mask_R.device
@@ -81,11 +86,13 @@ class TokenMetrics:
     def reduce(
         self, rows: Sequence[TokenSums], num_expected: int | None, layout: ParallelLayout
     ) -> tuple[dict[str, float], Mismatch]:
-        """Reduce over all micro-batches of all data ranks: means per trained token, their number and maxima, by key,
-        and the mismatch of all tokens (on the CPU). Two small all-reduces.
+        """Reduce over all micro-batches of all data ranks, with two small all-reduces.
+
+        Returns the metrics by key (means per trained token, the number of these tokens, maxima), and the mismatch of
+        all tokens, on the CPU.
 
         Args:
-            rows: of this rank's micro-batches; empty unless it is on the last pipeline stage.
+            rows: one for each of this rank's micro-batches; empty unless it is on the last pipeline stage.
             num_expected: trained tokens of all ranks; None if the update rule leaves some out.
         """
         num_means, num_maxima = len(self.means), len(self.largest)
@@ -95,7 +102,7 @@ class TokenMetrics:
             sums, largest = torch.stack([r.sums for r in rows]).sum(0), torch.stack([r.maxima for r in rows]).amax(0)
         sums, largest = layout.reduce_over_data(sums).cpu(), layout.reduce_over_data(largest, dist.ReduceOp.MAX).cpu()
         num_trained_tokens = int(sums[0])
-        assert num_expected in (None, num_trained_tokens), "the ranks trained other tokens than the plan said"
+        assert num_expected in (None, num_trained_tokens), "the ranks trained another number of tokens than planned"
         of_all = sums[1 : 1 + num_means].tolist()
         means = [x / num_trained_tokens if num_trained_tokens else math.nan for x in of_all]
         values = means + largest[:num_maxima].tolist()

@@ -23,15 +23,15 @@ from bapo_megatron.types import Batch
 
 
 class ValueAdvantages:
-    """Token advantages for the kinds of `advantage.kind` that need a critic, and that critic. Collective.
+    """The critic, and token advantages, for each `advantage.kind` that needs a critic. Collective.
 
     The group-relative kinds have no critic and leave batches as they are.
 
     Args:
-        policy: already constructed; the critic starts from its weights unless critic.path is set.
+        policy: the policy, already constructed; the critic starts from its weights unless critic.path is set.
 
     Raises:
-        ConfigError: critic.path is a model that the layout does not fit, or whose vocabulary is smaller.
+        ConfigError: critic.path is a model that does not fit the layout, or whose vocabulary is smaller.
         CheckpointError: critic.path cannot be read.
     """
 
@@ -45,26 +45,26 @@ class ValueAdvantages:
             num_critic, num_policy = self.critic.shape.vocab_size, policy.shape.vocab_size
             if num_critic < num_policy:
                 raise ConfigError(
-                    f"critic.path={str(self.critic.hf_path)!r} has a vocabulary of {num_critic} tokens, the policy one "
-                    f"of {num_policy}: set it to a model of the policy's family, or leave it out"
+                    f"critic.path={str(self.critic.hf_path)!r} has a vocabulary of {num_critic} tokens, but the "
+                    f"policy's has {num_policy}: set it to a model of the policy's family, or leave it out"
                 )
 
     @property
     def parts(self) -> dict[str, Critic]:
-        """Models that a checkpoint holds beside the learner, by folder name."""
+        """The models that a checkpoint holds besides the learner, by folder name."""
         return {} if self.critic is None else {"critic": self.critic}
 
     def on(self, batch: Batch, step: int) -> Batch:
-        """Return the batch with its tokens' advantages and the critic's metrics, and let the critic learn from it.
+        """Add advantages and critic metrics to the batch, and train the critic on it.
 
-        A batch without any trained token stays as it is.
+        A batch without trained tokens stays as it is.
         """
         if self.critic is None or not batch.num_trained_tokens:
             return batch
         values_T = of_batch(batch, self.critic.values, self.critic, self._config).cpu()
         advantages_T, returns_T = token_advantages(batch, values_T, self._config.advantage)
         values, returns, advantages = (x_T[batch.mask_T] for x_T in (values_T, returns_T, advantages_T))
-        metrics = {  # of the trained tokens, before the critic learns from them
+        metrics = {  # over the trained tokens, before the critic learns from them
             "critic/explained_variance": explained_variance(values, returns),
             "critic/value_mean": float(values.mean()),
             "critic/return_mean": float(returns.mean()),
@@ -76,7 +76,7 @@ class ValueAdvantages:
         return replace(batch, advantages_T=batch.here(advantages_T.float()), metrics=batch.metrics | metrics)
 
     def passes(self, step: int) -> list[Pass]:
-        """Return the passes of `on` over a batch."""
+        """Return the passes that `on` makes over a batch."""
         if self.critic is None:
             return []
         return [
@@ -93,12 +93,12 @@ class ValueAdvantages:
         for minibatch in self._updates(critic, step).minibatches(batch):
             for name, value in critic.fit(minibatch, values_T, returns_T).items():
                 collected[name].append(value)
-        critic.take_times()  # only the policy's are reported
+        critic.take_times()  # only the policy's times are reported
         return reduce_updates(collected)
 
 
 def token_advantages(batch: Batch, values_T: Tensor, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Compute unwhitened advantages and returns (advantage + value) of sampled tokens; float64 [T], 0 on given ones."""
+    """Compute sampled tokens' unwhitened advantages and returns (advantage + value), float64 [T], 0 on other tokens."""
     assert batch.rewards_S is not None
     values_R = values_T[batch.sampled_T]
     errors_R, num_left_R = td_errors(batch.rewards_S, values_R, batch.num_sampled_S, gamma=config.gamma)

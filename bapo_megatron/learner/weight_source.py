@@ -1,4 +1,4 @@
-"""The weights of a model, as engines get them. Implements `sync.base.WeightSource`."""
+"""A model's weights in the form that engines get. Implements `sync.base.WeightSource`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ ReadParameter = Callable[[Parameter], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """The parameters as they are, or as a source that wraps this one reads them."""
+    """The parameters as they are, or as read by a source that wraps this one."""
 
     model: ModuleList  # this rank's chunks
     shape: ModelShape
@@ -46,10 +46,10 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class Unquantised:
-    """A source that wraps the weights of a model with FP8 parameters, and gives Adam's weights, rounded, for those."""
+    """A source that wraps a model with FP8 parameters, and gives Adam's weights, rounded, in place of them."""
 
     inner: ModelWeights
-    main_weight: ReadParameter  # of an FP8 parameter, float32
+    main_weight: ReadParameter  # reads an FP8 parameter's float32 weight
 
     @property
     def version(self) -> int:

@@ -1,6 +1,6 @@
 """What the learner computes for all sampled tokens of a rollout batch before a step's updates, on every rank.
 
-Values, log-probs of the proximal and the reference policy, and the streams that a loss declares (`StepStream`).
+This covers values, log-probs of the proximal and the reference policy, and streams that a loss declares (`StepStream`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Scorer:
     """A pass over each batch that computes one stream."""
 
     stream: TokenStream
-    model: Learner | SplitModel  # whose layout packs the batch
+    model: Learner | SplitModel  # its layout decides how the batch is packed
     scores: ScoringPass
 
 
@@ -34,7 +34,7 @@ def scorers_of(config: Config, policy: Learner, reference: ReferencePolicy | Non
     """Return the passes that a step makes before its first update. Call it once on every rank.
 
     Args:
-        reference: the reference policy of the KL term; None without one.
+        reference: the KL term's reference policy, or None.
     """
     found = []
     if reference is not None and not config.train.rollout_only:
@@ -45,17 +45,17 @@ def scorers_of(config: Config, policy: Learner, reference: ReferencePolicy | Non
 
 
 def proximal_scorer(policy: Learner) -> Scorer:
-    """Return the pass at the policy's weights of the step's start.
+    """Return the pass with the policy's weights at the start of the step.
 
-    Its scores are those of the step's first mini-batch as well: see `Learner.score`.
+    The step's first mini-batch reuses its scores: see `Learner.score`.
     """
     return Scorer(PROXIMAL_LOGPROBS, policy, policy.log_probs)
 
 
 def with_scores(batch: Batch, scorers: Sequence[Scorer], policy: Learner, config: Config) -> Batch:
-    """Add the streams that all updates of a step share: one pass and one all-reduce for each.
+    """Add the streams that all updates of a step share, with one pass and one all-reduce for each.
 
-    Call it on every rank, before the step's first update. A batch without a trained token stays as it is.
+    Call it on every rank, before the step's first update. A batch without trained tokens stays as it is.
     """
     for scorer in scorers if batch.num_trained_tokens else ():
         stream = scorer.stream
@@ -75,11 +75,10 @@ def of_batch(
     config: Config,
     shape: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return the score of every sampled token, float64 [T, *shape], 0 on given ones: one pass and one all-reduce.
-    Collective.
+    """Return the score of every sampled token, float64 [T, *shape], 0 on other tokens. Collective.
 
-    Every rank gets all values, since each pass over the batch may give a sequence to another rank. The batch has a
-    trained token.
+    Makes one pass and one all-reduce. Every rank gets all values, since each pass over the batch may give a sequence to
+    another rank. The batch must have a trained token.
     """
     whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=model.share)
     scores = score(whole)
@@ -101,12 +100,12 @@ def update_pass(config: Config, step: int, share: Share, num_epochs: int) -> Pas
 
 
 def policy_passes(config: Config, step: int, policy: Learner, scorers: Sequence[Scorer]) -> list[Pass]:
-    """Return the passes of a step that score a batch, and that train the policy."""
+    """Return a step's passes that score a batch, and those that train the policy."""
     passes = [Pass(scorer.model.share, config.train.max_tokens_per_microbatch) for scorer in scorers]
     return [*passes, policy_updates(config, step, policy.share)]
 
 
 def policy_updates(config: Config, step: int, share: Share) -> Pass:
-    """Return the pass of a step's updates of the policy; it has no epoch in steps that do not train the policy."""
+    """Return the pass of a step's policy updates; it has no epochs in steps that do not train the policy."""
     is_trained = not config.train.rollout_only and step >= config.critic.warmup_steps
     return update_pass(config, step, share, config.train.epochs_per_step if is_trained else 0)

@@ -1,7 +1,7 @@
 """BAPO in a host that calls functions by path: a custom loss, and a hook before each update (slime, miles).
 
-The loss counts its tokens and calls the host's own policy loss at the bounds in force, so that KL, entropy and metrics
-stay the host's. The hook adds the counts of the update before up over the ranks, in one all-reduce, and searches.
+The loss counts its tokens and calls the host's own policy loss at the bounds in force, so KL, entropy and metrics are
+still the host's. The hook sums the previous update's counts over the ranks, in one all-reduce, and searches.
 """
 
 from argparse import Namespace
@@ -33,10 +33,10 @@ _FITTING = {
 
 @dataclass
 class FunctionPaths:
-    """The two functions of a host, over one search.
+    """The two functions that a host calls, and the search that they share.
 
     Args:
-        log_probs: from (args, batch, logits) the log-probs of the current weights, one tensor per sample.
+        log_probs: returns the log-probs at the current weights from (args, batch, logits), one tensor per sample.
         policy_loss: the host's own policy loss.
         sum_over_ranks: sums a table over the ranks that hold other tokens of the same pipeline stage.
         has_loss: whether this rank computes the loss.
@@ -50,7 +50,7 @@ class FunctionPaths:
     search: BoundSearch | None = None
 
     def before_train_step(self, args: Namespace, *_: Any) -> None:
-        """Set the bounds of the update that begins, from the tokens of earlier ones: --custom-...-hook-path."""
+        """Set the bounds of the coming update from the tokens of earlier ones: --custom-...-hook-path."""
         search = self._search_of(args)
         if search.config.looks_back and self.has_loss():
             search.finish_update()
@@ -63,7 +63,7 @@ class FunctionPaths:
 
         Args:
             logits: float32, [1, T, V / tensor ranks].
-            sum_of_sample_mean: the host's reducer of a value per response token.
+            sum_of_sample_mean: the host's reducer of one value per response token.
         """
         search = self._search_of(args)
         bounds = search.bounds
@@ -72,7 +72,7 @@ class FunctionPaths:
             search.add(self._table(search, args, batch, logits.detach(), sum_of_sample_mean))
         clipped = Namespace(**{**vars(args), "eps_clip": 1 - bounds.low, "eps_clip_high": bounds.high - 1})
         loss, metrics = self.policy_loss(clipped, batch, logits, sum_of_sample_mean)
-        # The host sums metrics and divides by the size of the batch, as the reducer of a constant does.
+        # The host sums metrics and divides by the size of the batch, so each metric is a reduced constant.
         known = {name: value for name, value in search.metrics().items() if value == value}
         return loss, metrics | {
             name.replace("/", "_"): sum_of_sample_mean(torch.full_like(advantages, value, dtype=torch.float32))
@@ -113,7 +113,7 @@ class FunctionPaths:
         ]
         if getattr(args, "custom_megatron_before_train_step_hook_path", None) is None:
             problems.append(
-                "--custom-megatron-before-train-step-hook-path is not set, so that the bounds would never change"
+                "--custom-megatron-before-train-step-hook-path is not set, so the bounds would never change"
             )
         rollout: list[Any] = [getattr(args, name, None) for name in ("rollout_batch_size", "n_samples_per_prompt")]
         update = getattr(args, "global_batch_size", None)

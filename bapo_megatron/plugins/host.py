@@ -1,4 +1,4 @@
-"""Code that all plugins share: refusals that name the host, the weights of its reducer, NaN log-probs."""
+"""Code shared by all plugins: refusals that name the host, the weights of its reducer, NaN log-probs."""
 
 import importlib.metadata
 import sys
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from bapo_megatron.config.schema_loss import ClipBoundConfig
-from bapo_megatron.errors import UserError, wrong_fields
+from bapo_megatron.errors import UserError, plural, wrong_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Host:
     """
 
     name: str
-    module: str  # which is also its distribution, if it has no `__version__`
+    module: str  # also the distribution's name, if the module has no `__version__`
     tried: tuple[str, ...]  # versions, each as the start of a version: "1.16" stands for 1.16.0 and 1.16.3
     works: str  # what the plugin supports, as the end of a sentence
 
     @property
     def version(self) -> str | None:
-        """The version of the imported module, else of the distribution; None for a bare checkout."""
+        """The version of the imported module, or otherwise of the distribution; None for a bare checkout."""
         if version := getattr(sys.modules.get(self.module), "__version__", None):
             return str(version)
         try:
@@ -62,19 +62,20 @@ class Host:
         )
 
     def settings(self, bapo: Mapping[str, Any], *scopes: str) -> ClipBoundConfig:
-        """Return [bapo] from its keys; the first one of `scopes` is the default. Raises UserError."""
+        """Return [bapo] from its keys; the first of `scopes` is the default. Raises UserError."""
         try:
             config = ClipBoundConfig.model_validate({"scope": scopes[0], **bapo})
         except ValidationError as error:
             raise self.refusal([wrong_fields(error)]) from None
         if config.scope not in scopes:
-            raise self.refusal([f'scope="{config.scope}" is out of reach here, choose from {", ".join(scopes)}'])
+            raise self.refusal([f'scope="{config.scope}" is not possible here, choose from {", ".join(scopes)}'])
         return config
 
     def require_logprobs(self, name: str, num_missing: float) -> None:
-        """Raise UserError if trained tokens have no log-prob: an engine such as vLLM that returns none leaves nan."""
+        """Raise UserError if trained tokens lack a log-prob: nan stands for those that an engine such as vLLM omits."""
         if num_missing:
-            raise self.refusal([f"{name} is nan for {num_missing:.0f} trained tokens, which the engine did not score"])
+            tokens = plural(int(num_missing), "trained token")
+            raise self.refusal([f"{name} is nan for {tokens}, which the engine did not score"])
 
 
 def num_missing(log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ def num_missing(log_probs: Tensor, mask: Tensor) -> Tensor:
 def reducer_weights(reducer: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
     """Return the weight that a host's reducer gives each token of the objective, 0 where masked; shape of `like`.
 
-    The reducer is linear: its gradient is the weight, with mask, denominators and context-parallel slices in it.
+    The reducer is linear: its gradient is the weight, including mask, denominators and context-parallel slices.
     """
     zeros = torch.zeros_like(like, requires_grad=True)
     with torch.enable_grad():

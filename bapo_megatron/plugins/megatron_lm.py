@@ -2,10 +2,10 @@
 
     BAPO='{"rho0": 0.5, "scope": "lagged"}' torchrun ... -m bapo_megatron.plugins.megatron_lm ARGUMENTS_OF_TRAIN_RL
 
-train_rl.py has no hook for a loss. `forward_step` returns the loss function as a partial, whose arguments hold the
-ratios and the mask, and reads both clamps from the arguments when called. The wrapper reads the former by name, looks
-at the batch on its way in, and sets the latter at an update's first micro-batch. It refuses a version in which any of
-this is different. Scopes: lagged, smoothed and fixed, one all-reduce per update.
+train_rl.py has no hook for a loss. `forward_step` returns the loss function as a partial that holds the ratios and the
+mask, and it reads both clamps from Megatron's arguments when called. The wrapper reads ratios and mask by name, looks
+at the batch on its way in, and sets the clamps at an update's first micro-batch. It refuses versions in which any of
+this is different. Scopes: lagged, smoothed and fixed, with one all-reduce per update.
 """
 
 import inspect
@@ -34,11 +34,11 @@ MEGATRON_LM = Host(
     "bapo scope lagged, smoothed or fixed",
 )
 _CLAMPS = ("grpo_clamp_eps_lower", "grpo_clamp_eps_upper")
-_NUM_FIELDS = 7  # of an unpacked batch: advantages second, old log-probs third, the engine's last
+_NUM_FIELDS = 7  # fields of an unpacked batch: advantages second, old log-probs third, the engine's log-probs last
 
 
 class _Peek:
-    """Hands a batch on, and keeps it."""
+    """An iterator that passes batches through, and keeps the last one."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches = batches
@@ -56,7 +56,7 @@ class BAPOForwardStep:
     """A `forward_step` that counts tokens, and sets the clamps at the first micro-batch of an update.
 
     Args:
-        forward_step: that of train_rl.py.
+        forward_step: train_rl.py's own.
         get_args: returns Megatron's arguments.
         bapo: keys of [bapo]. The default scope is lagged.
     """
@@ -108,10 +108,10 @@ class BAPOForwardStep:
 
     @torch.no_grad()
     def _table(self, settings: Any, batch: Any, loss_func: Any) -> Tensor:
-        """Tabulate a micro-batch [B, T - 1], from the batch and the arguments of the loss function."""
+        """Tabulate a micro-batch [B, T - 1] from the batch and the loss function's arguments."""
         given = _named_arguments(loss_func)
         if not {"loss_mask", "ratios"} <= given.keys() or len(batch) != _NUM_FIELDS:
-            raise MEGATRON_LM.refusal(["train_rl.py's batch or loss function is not as in the versions tried"])
+            raise MEGATRON_LM.refusal(["train_rl.py's batch or loss function differs from the versions tried"])
         mask, ratios = given["loss_mask"].bool(), given["ratios"].detach()
         _, advantages, old, *_, sampled = batch
         advantages = advantages.to(ratios).view(-1, 1).expand_as(ratios)
@@ -126,18 +126,18 @@ class BAPOForwardStep:
 
 
 def _named_arguments(loss_func: Any) -> dict[str, Any]:
-    """Return the arguments that a partial holds, by the names of its function's parameters."""
+    """Return the arguments that a partial holds, by parameter name."""
     if not isinstance(loss_func, partial):
         return {}
     return dict(zip(inspect.signature(loss_func.func).parameters, loss_func.args, strict=False)) | loss_func.keywords
 
 
 def main() -> None:
-    """Run train_rl.py of the current folder with a wrapped `forward_step`."""
+    """Run the current folder's train_rl.py with a wrapped `forward_step`."""
     if not Path("train_rl.py").is_file():
         raise MEGATRON_LM.refusal(["the current folder has no train_rl.py; start from the root of a checkout"])
     sys.path.insert(0, str(Path.cwd()))
-    import megatron.core  # noqa: F401  (names the version)
+    import megatron.core  # noqa: F401  (has the version)
     import megatron.training as training
 
     if problems := MEGATRON_LM.missing(training, "pretrain", "get_args"):

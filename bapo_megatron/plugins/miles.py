@@ -5,7 +5,7 @@
     --custom-megatron-before-train-step-hook-path bapo_megatron.plugins.miles.before_train_step
     --custom-config-path bapo.yaml        # bapo: {rho0: 0.5, scope: lagged}
 
-Scopes: lagged, smoothed and fixed. Tables add up over all replicas, those outside Megatron's groups included.
+Scopes: lagged, smoothed and fixed. Tables add up over all replicas, including those outside Megatron's groups.
 """
 
 from argparse import Namespace

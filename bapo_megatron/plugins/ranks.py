@@ -1,4 +1,4 @@
-"""The ranks over which a table adds up, in hosts that train with Megatron-Core, FSDP or in one process."""
+"""Sums of tables over ranks, in hosts that train with Megatron-Core, with FSDP or in one process."""
 
 import sys
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def sum_over_group(table: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum of a vector over the ranks of the groups, one all-reduce each, on the CPU."""
+    """Return the sum of a vector over the ranks of the groups, on the CPU; one all-reduce per group."""
     table = table.clone()
     if torch.cuda.is_available() and dist.is_initialized() and "nccl" in dist.get_backend(groups[0]):
         table = table.cuda()
@@ -18,10 +18,10 @@ def sum_over_group(table: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
 
 
 def sum_over_data_ranks(table: Tensor) -> Tensor:
-    """Return the sum over the ranks that hold other tokens: the data and context ranks of a Megatron model, or all.
+    """Return the sum over the ranks that hold other tokens: a Megatron model's data and context ranks, otherwise all.
 
     Only the last pipeline stage of a Megatron model calls this. Under FSDP's sequence parallelism, copies of tokens
-    scale both sides of the table alike.
+    scale both sides of the table by the same factor.
     """
     if not dist.is_initialized():
         return table
@@ -29,7 +29,7 @@ def sum_over_data_ranks(table: Tensor) -> Tensor:
 
 
 def has_loss() -> bool:
-    """Return whether this rank computes the loss: every rank but those of a Megatron pipeline's earlier stages."""
+    """Return whether this rank computes the loss: all do, except the earlier stages of a Megatron pipeline."""
     if not _is_megatron():
         return True
     from megatron.core import parallel_state

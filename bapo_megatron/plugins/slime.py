@@ -5,7 +5,7 @@
     --custom-megatron-before-train-step-hook-path bapo_megatron.plugins.slime.before_train_step
     --custom-config-path bapo.yaml        # bapo: {rho0: 0.5, scope: lagged}
 
-Scopes: lagged, smoothed and fixed. No hook sees an update's tokens before the update, so that exact is out of reach.
+Scopes: lagged, smoothed and fixed. No hook sees an update's tokens before the update, so exact is not possible.
 """
 
 from argparse import Namespace

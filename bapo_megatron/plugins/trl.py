@@ -3,15 +3,15 @@
     trainer = BAPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(steps_per_generation=4, ...), bapo={"rho0": 0.5})
 
 TRL computes an update's log-probs and then reads `epsilon_low` and `epsilon_high` for its loss. The trainer searches in
-between and sets them, so that loss and metrics stay TRL's own. Scopes:
+between and sets them, so loss and metrics are still TRL's own. Scopes:
 
-    exact      the ratios of the update itself: without gradient accumulation, inside the forward pass that happens
+    exact      the ratios of the update itself: without gradient accumulation, from the forward pass that happens
                anyway; with it, from one more forward pass of each micro-batch, without gradient
-    lagged     the ratios of the update before, from its own forward passes
-    smoothed   those of several earlier updates
+    lagged     the ratios of the previous update, from its own forward passes
+    smoothed   the ratios of several earlier updates
     fixed      no search
 
-Each is one all-reduce of a small table per update.
+Each search makes one all-reduce of a small table per update.
 """
 
 import json
@@ -43,7 +43,7 @@ _FITTING = {
     "use_liger_kernel": (False,),
 }
 _STATE_FILE = "bapo_state.json"
-_SCORED_INPUTS = (  # of `_get_per_token_logps_and_entropies`, beside the tokens
+_SCORED_INPUTS = (  # inputs of `_get_per_token_logps_and_entropies`, besides the tokens
     "pixel_values",
     "image_grid_thw",
     "num_images",
@@ -84,7 +84,7 @@ class BAPOTrainer(GRPOTrainer):
         if problems:
             raise TRL.refusal(problems)
         self.bound_search = BoundSearch(config, self._sum_over_ranks)
-        self._inputs: dict[str, Any] | None = None  # of the forward pass under way, in training
+        self._inputs: dict[str, Any] | None = None  # inputs of the current forward pass, in training
         self._is_window_open = False  # the update has had a micro-batch
 
     @property
@@ -100,7 +100,7 @@ class BAPOTrainer(GRPOTrainer):
         ]
         if self._updates_of_a_batch <= 1:
             problems.append(
-                "each batch is trained once, right after it was sampled, so that every ratio is 1 and no bound acts; "
+                "each batch is trained once, right after it was sampled, so every ratio is 1 and no bound acts; "
                 f"set steps_per_generation (now {self.args.steps_per_generation}) or num_iterations so that "
                 "steps_per_generation x num_iterations is above gradient_accumulation_steps "
                 f"({self.args.gradient_accumulation_steps})"
@@ -143,7 +143,7 @@ class BAPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _table_of_window(self, model: Any) -> Tensor:
-        """Score the micro-batches of the update that begins, and tabulate them."""
+        """Score the micro-batches of the coming update, and tabulate them."""
         table = empty_table(self.bound_search.config)
         for k in range(self.current_gradient_accumulation_steps):
             inputs = self._buffered_inputs[(self._step + k) % self.args.steps_per_generation]
@@ -159,7 +159,7 @@ class BAPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _table(self, inputs: dict[str, Any], log_probs: Tensor) -> Tensor:
-        """Tabulate one micro-batch [B, T] of this rank, each token with the weight that TRL's loss gives it."""
+        """Tabulate one of this rank's micro-batches [B, T], each token with the weight that TRL's loss gives it."""
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         old = inputs.get("old_per_token_logps")
         old = log_probs if old is None else old
@@ -167,7 +167,7 @@ class BAPOTrainer(GRPOTrainer):
         if self.bound_search.config.token_weight == "rollout_prob":
             TRL.require_logprobs("sampling_per_token_logps", float(num_missing(sampled, mask)))
         weights = torch.ones_like(log_probs)
-        if self.loss_type == "grpo":  # the mean over sequences of their means over tokens
+        if self.loss_type == "grpo":  # each sequence's mean over tokens, averaged over sequences
             weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
         elif self.loss_type == "bnpo":  # the mean over the tokens of a micro-batch
             weights = weights / mask.sum().clamp(min=1)

@@ -1,22 +1,22 @@
 """BAPO in verl: a registered policy loss.
 
-verl loads this module by itself, through its entry point `verl.plugins`. These settings switch it on:
+verl loads this module by itself, through the entry point `verl.plugins`. These settings enable it:
 
     actor_rollout_ref.actor.policy_loss._target_=bapo_megatron.plugins.verl.BAPOLossConfig
     actor_rollout_ref.actor.policy_loss.loss_mode=bapo
     '+actor_rollout_ref.actor.policy_loss.bapo={rho0: 0.5, scope: lagged}'
     '+actor_rollout_ref.actor.policy_loss.train_batch_size=${data.train_batch_size}'
 
-The loss finds the bounds and calls verl's own clipped loss ("vanilla") with them, so that dual clipping, importance
-weights, aggregation and metrics are verl's. Scopes:
+The loss finds the bounds and calls verl's own clipped loss ("vanilla") with them, so dual clipping, importance weights,
+aggregation and metrics are verl's. Scopes:
 
-    lagged      the ratios of the mini-batch before
-    smoothed    those of several earlier mini-batches
-    microbatch  those of each micro-batch by itself, as in the authors' recipe
+    lagged      the ratios of the previous mini-batch
+    smoothed    the ratios of several earlier mini-batches
+    microbatch  the ratios of each micro-batch by itself, as in the authors' recipe
     fixed       no search
 
-A registered loss sees one micro-batch at a time, so that scope exact is out of reach. A table and a token count travel
-in one all-reduce per micro-batch; the count tells when a mini-batch ends.
+A registered loss sees one micro-batch at a time, so scope exact is not possible. A table and a token count are summed
+in one all-reduce per micro-batch; the count shows when a mini-batch ends.
 """
 
 import copy
@@ -53,14 +53,14 @@ class BAPOLossConfig(PolicyLossConfig):
     bapo: dict[str, Any] = field(default_factory=dict)
     """Keys of [bapo] (docs/configuration.md). The default scope is lagged."""
     train_batch_size: int | None = None
-    """data.train_batch_size, to tell whether batches are used for several updates. Unset: not checked."""
+    """data.train_batch_size, to check whether batches are used for several updates. If unset, this is not checked."""
 
     def __post_init__(self) -> None:
         VERL.settings(self.bapo, *_SCOPES)
 
 
 class _WorkerSearch:
-    """The search of one worker; its tables arrive summed over the ranks."""
+    """One worker's search; its tables are already summed over the ranks."""
 
     def __init__(self, config: Any) -> None:
         own = config.policy_loss
@@ -71,17 +71,17 @@ class _WorkerSearch:
         total = getattr(own, "train_batch_size", None)
         if total is not None and total <= config.ppo_mini_batch_size and config.ppo_epochs == 1:
             problems.append(
-                "each batch is trained once, right after it was sampled, so that every ratio is 1 and no bound acts; "
+                "each batch is trained once, right after it was sampled, so every ratio is 1 and no bound acts; "
                 f"set ppo_mini_batch_size (now {config.ppo_mini_batch_size}) below data.train_batch_size ({total}), or "
                 "ppo_epochs above 1"
             )
         if problems:
             raise VERL.refusal(problems)
         self.search = BoundSearch(search, lambda table: table)
-        self.num_tokens = 0.0  # of the mini-batch under way, over all ranks
+        self.num_tokens = 0.0  # tokens of the current mini-batch so far, over all ranks
 
     def observe(self, table: Tensor, num_tokens: float, batch_num_tokens: float) -> None:
-        """Take in a micro-batch of all ranks. The last one of a mini-batch sets the bounds of the next mini-batch."""
+        """Add a micro-batch of all ranks. The last one of a mini-batch sets the bounds of the next mini-batch."""
         self.search.add(table)
         self.num_tokens += num_tokens
         if self.num_tokens >= batch_num_tokens:
@@ -103,19 +103,19 @@ def bapo_policy_loss(
     """Compute verl's clipped loss of one micro-batch at BAPO's bounds.
 
     Args:
-        old_log_prob: nats, [B, T], as all tensors here.
-        log_prob: nats, of the current weights, with gradient.
+        old_log_prob: nats, [B, T] like all tensors here.
+        log_prob: nats, at the current weights, with gradient.
         response_mask: 1 for trained tokens.
         config: verl's ActorConfig, which also keeps the search from call to call.
-        rollout_is_weights: importance weights of the tokens, which count in the search too.
+        rollout_is_weights: importance weights of the tokens, which the search uses too.
 
     Returns:
-        The loss and metrics, as verl's other losses.
+        The loss and metrics, like verl's other losses.
 
     Raises:
         UserError: verl's version, or a setting, does not fit.
     """
-    if not hasattr(config.policy_loss, "_bapo_worker"):  # verl's configurations freeze their fields only
+    if not hasattr(config.policy_loss, "_bapo_worker"):  # verl's configurations freeze only their fields
         config.policy_loss._bapo_worker = _WorkerSearch(config)
     worker: _WorkerSearch = config.policy_loss._bapo_worker
     search, mask = worker.search, response_mask.bool()
@@ -134,7 +134,7 @@ def bapo_policy_loss(
     VERL.require_logprobs("old_log_prob", float(missing))
     bounds = search.bounds
     vanilla = copy.copy(config)
-    object.__setattr__(vanilla, "clip_ratio_low", 1 - bounds.low)  # frozen, and this is a copy
+    object.__setattr__(vanilla, "clip_ratio_low", 1 - bounds.low)  # the class is frozen, but this is a copy
     object.__setattr__(vanilla, "clip_ratio_high", bounds.high - 1)
     loss, metrics = get_policy_loss_fn("vanilla")(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, vanilla, rollout_is_weights

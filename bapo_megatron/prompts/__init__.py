@@ -1,4 +1,4 @@
-"""Prompt sources (chains, programs, reasoning-gym, rows) and the resumable streams over them."""
+"""Prompt sources (chains, programs, reasoning-gym, rows) and resumable streams over them."""
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DataError
@@ -12,7 +12,7 @@ from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 def build_source(config: Config, table: str = "data") -> PromptSource:
     """Build the source that `[data]` describes.
 
-    Raises DataError, which names `table` as the place of its settings, or UserError for a function of the user's own.
+    Raises DataError, which names `table` as the place of its settings, or UserError for the user's own function.
     """
     data, seed = config.data, config.run.seed
     if data.has_rows:

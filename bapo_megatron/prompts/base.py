@@ -1,4 +1,4 @@
-"""Prompt sources: indexable lists of questions that depend on settings and seed alone."""
+"""Prompt sources: indexable lists of questions that depend only on settings and seed."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,7 @@ _Options = TypeVar("_Options", bound=Section)
 
 
 class Message(TypedDict):
-    """A message of a conversation, as chat templates take it."""
+    """A message of a conversation, in the form that chat templates take."""
 
     role: str
     content: str
@@ -21,19 +21,19 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question before tokenisation.
+    """A question before tokenisation.
 
     Example: Question(text="3+5*2=", answer="2", where="chains item 7")
     """
 
-    text: str  # of a conversation, the last message
+    text: str  # in a conversation, the last message
     answer: Any  # JSON value, see types.Prompt.answer
     where: str  # its place, for error messages
     messages: tuple[Message, ...] = ()
-    """The whole conversation, for the chat template; none if it is the user's text alone."""
+    """The whole conversation, for the chat template; empty if it is only the user's text."""
 
     def conversation(self, system_prompt: str | None) -> list[dict[str, str]]:
-        """Return all messages, with a system message in front unless the conversation has its own."""
+        """Return all messages, preceded by the system prompt unless the conversation has its own."""
         messages: list[Message] = [*self.messages] or [{"role": "user", "content": self.text}]
         if system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": system_prompt})
@@ -41,7 +41,7 @@ class Question:
 
 
 class PromptSource(Protocol):
-    """Questions by index; `source[i]` depends on the settings, the seed and `i` alone."""
+    """Questions by index; `source[i]` depends only on the settings, the seed and `i`."""
 
     name: str
 
@@ -50,7 +50,7 @@ class PromptSource(Protocol):
 
 
 def read_options(section: type[_Options], source: str, options: dict[str, Any]) -> _Options:
-    """Read a source's `[data.options]`. Raises DataError for unknown or contradictory ones."""
+    """Read a source's `[data.options]`. Raises DataError for unknown or contradictory options."""
     try:
         return section(**options)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The demo task: a chain of +, - and * worked out from left to right modulo 7, with written steps.
+"""The demo task: a chain of +, - and *, worked out from left to right modulo 7, with written steps.
 
 prompt    3+5*2=
 response  3+5=1,1*2=2,      (each step ends with a comma; the last result is the answer)
@@ -46,7 +46,7 @@ class ChainOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Terms, and the operators between them. Example: Chain(terms=(3, 5, 2), operators="+*") is 3+5*2."""
+    """Terms and the operators between them. Example: Chain(terms=(3, 5, 2), operators="+*") is 3+5*2."""
 
     terms: tuple[int, ...]
     operators: str

@@ -1,9 +1,9 @@
-"""Rows of a function of the user's own: data.source = "my_module:my_rows", with data.options as its arguments.
+"""Rows from the user's own function: data.source = "my_module:my_rows", with data.options as its arguments.
 
     def my_rows(level=1):
         yield {"prompt": "1+1=", "answer": "2"}
 
-`bapo check` calls it, and so does each process that needs prompts: it returns the same rows each time.
+`bapo check` calls it, and so does each process that needs prompts, so it must return the same rows each time.
 """
 
 import sys
@@ -17,15 +17,15 @@ from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts.rows import Row, as_row
 
 MAX_ROWS = 5_000_000
-"""Rows that are read: a function that gives more is taken for one that never ends."""
+"""The most rows that are read; a function that gives more is assumed never to end."""
 
 
 def function_rows(path: str, options: Mapping[str, Any], table: str) -> Iterator[Row]:
     """Yield the rows of the function at a dotted path.
 
     Args:
-        options: its arguments, by name.
-        table: the place of its settings.
+        options: the function's arguments, by name.
+        table: the place of its settings in the configuration.
 
     Raises UserError if it cannot be loaded or called, raises, gives no rows, or never ends.
     """
@@ -44,7 +44,7 @@ def function_rows(path: str, options: Mapping[str, Any], table: str) -> Iterator
     try:
         returned = function(**options)
         rows = iter(returned) if _may_be_rows(returned) else None
-    except (Exception, SystemExit) as error:  # a function of the user may fail in any way
+    except (Exception, SystemExit) as error:  # a user's function may fail in any way
         raise failed(error, 0) from error
     if rows is None:
         raise seam.error(path, f"it returned a value of type {type(returned).__name__}, not rows")
@@ -56,7 +56,7 @@ def function_rows(path: str, options: Mapping[str, Any], table: str) -> Iterator
         except (Exception, SystemExit) as error:
             raise failed(error, number - 1) from error
         yield as_row(f"{path}, row {number}", value)
-    raise seam.error(path, f"it gave {MAX_ROWS:,} rows, and did not end; let it end before")
+    raise seam.error(path, f"it gave {MAX_ROWS:,} rows and did not end; make it end sooner")
 
 
 def _may_be_rows(returned: Any) -> bool:
@@ -64,7 +64,7 @@ def _may_be_rows(returned: Any) -> bool:
 
 
 def _told(error: BaseException, path: str) -> str:
-    """Return an exception's type and text, with the last place in the function's module."""
+    """Return an exception's type and text, and the last line of the function's module in its traceback."""
     file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" ({file}:{lines[-1]})" if lines else ""

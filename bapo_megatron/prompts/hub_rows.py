@@ -1,4 +1,4 @@
-"""Rows of a data set on the Hugging Face hub, by the library `datasets`, an extra."""
+"""Rows of a data set on the Hugging Face hub, read with the library `datasets`, an extra."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +14,10 @@ def hub_rows(path: str | None, subset: str | None, split: str, table: str) -> It
     """Yield the rows of a split; what is not in the cache is downloaded, with a progress bar.
 
     Args:
-        path: a name, such as "openai/gsm8k", or "openai/gsm8k@REVISION".
-        table: the place of these settings.
+        path: a name, such as "openai/gsm8k" or "openai/gsm8k@REVISION".
+        table: the place of these settings in the configuration.
 
-    Raises DataError if the library is missing, or cannot load them.
+    Raises DataError if the library is missing, or cannot load the rows.
     """
     if not path:
         raise DataError(f"{table}.source = 'hub' needs {table}.path: the name of the data set")
@@ -34,10 +34,10 @@ def hub_rows(path: str | None, subset: str | None, split: str, table: str) -> It
     asked = f"{table}.path={path}, {f'{table}.subset={subset}, ' if subset is not None else ''}{table}.split={split}"
     try:
         rows = list(datasets.load_dataset(name, subset, split=split, revision=revision or None))
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many types
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS].rstrip(".")
         raise DataError(
-            f"{asked}: datasets cannot load this: {reason}; correct the settings, or, where the hub cannot be reached, "
+            f"{asked}: datasets cannot load this: {reason}; correct the settings, or, if the hub cannot be reached, "
             f'download a file of it elsewhere and set {table}.source="jsonl"'
         ) from error
     for number, value in enumerate(rows, start=1):

@@ -1,7 +1,7 @@
-"""Your own prompts: rows as questions.
+"""The user's own prompts: rows as questions.
 
 Rows of well-known data sets become questions too: each of `FORMATS` reads the fields of a row, or raises DataError.
-`data.fields` names the columns that hold them.
+`data.fields` names the columns that hold these fields.
 """
 
 import difflib
@@ -30,9 +30,9 @@ ANSWER_COLUMNS = (
     "target",
     "output",
 )
-"""Usual names of columns, the likelier first; a dotted name is that of a value in an object."""
+"""Usual names of columns, likelier ones first; a dotted name means a value inside an object."""
 _MAX_DEPTH = 100  # Python's own limit depends on the caller
-_MAX_SHOWN = 5  # problems of a file, and rows that share one
+_MAX_SHOWN = 5  # problems of a file, and rows with the same problem
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 _PROGRAM = (
@@ -42,16 +42,16 @@ _PROGRAM = (
 
 
 class RowSource:
-    """All rows of a file, a data set of the hub or a function, read once. Ignores further columns.
+    """All rows of a file, a data set of the hub or a function, read once. Other columns are ignored.
 
     Args:
-        what: the rows as a whole, for messages.
+        what: what messages call the rows as a whole.
         format: a key of `FORMATS`.
         fields: columns by the field that they hold, "prompt" or "answer".
         table: the place of `fields` in the configuration.
         skips_empty: whether a run leaves out empty prompts.
 
-    Raises DataError naming rows for malformed ones, and if there is none.
+    Raises DataError if rows are malformed, which it names, or if there are none.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RowSource:
         rows = list(rows)
         self.questions: list[Question] = []
         empty: list[str] = []
-        problems: dict[str, list[str]] = {}  # places by what is wrong there
+        problems: dict[str, list[str]] = {}  # problem -> places that have it
         for row in rows:
             try:
                 if row.problem:
@@ -128,7 +128,7 @@ class JsonlSource(RowSource):
 
 
 def row_source(one: SourceConfig, table: str, *, skips_empty: bool) -> RowSource:
-    """Return the rows of a file, of the hub or of a function, as `table` of the configuration describes them."""
+    """Return the rows of a file, the hub or a function, as described by `table` of the configuration."""
     if one.source == "jsonl":
         return JsonlSource(one.path, one.format, f"{table}.path", one.fields, skips_empty=skips_empty)
     what, rows = named_rows(one, table)
@@ -138,14 +138,14 @@ def row_source(one: SourceConfig, table: str, *, skips_empty: bool) -> RowSource
 
 
 def named_rows(one: SourceConfig, table: str) -> tuple[str, Iterator[Row]]:
-    """Return the rows of the hub or of a function, after what messages call all of them."""
+    """Return what messages call the rows as a whole, and the rows of the hub or a function."""
     if one.source == "hub":
         return f"{one.path}: the split {one.split}", hub_rows(one.path, one.subset, one.split, table)
     return f'{table}.source="{one.source}": the function', function_rows(one.source, one.options, table)
 
 
 def _listed(problems: Mapping[str, Sequence[str]], num_rows: int) -> str:
-    """Return one line for each of the first problems, with the first rows that have it."""
+    """Return a line for each of the first problems, with the first rows that have it."""
     lines = []
     for problem, places in list(problems.items())[:_MAX_SHOWN]:
         others = [place.rpartition(" ")[2].rpartition(":")[2] for place in places[1:_MAX_SHOWN]]
@@ -160,7 +160,7 @@ def _listed(problems: Mapping[str, Sequence[str]], num_rows: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NamedColumns:
-    """A row's values by field, in the columns that `data.fields` names, else in those of the format."""
+    """A row's values by field, from the columns that `data.fields` names, or otherwise the format's own columns."""
 
     row: Row
     fields: Mapping[str, str]
@@ -175,10 +175,10 @@ class NamedColumns:
         return value
 
     def prompt(self, *columns: str, suffix: str = "") -> tuple[str, tuple[Message, ...]]:
-        """Return a prompt's text and its messages, none for a single one of the user's. Raises DataError.
+        """Return a prompt's text and its messages, or no messages for a single user message. Raises DataError.
 
         Args:
-            suffix: put after the user's last words.
+            suffix: text to append to the last message.
         """
         column, value = self._found("prompt", *columns)
         if isinstance(value, str):
@@ -192,7 +192,7 @@ class NamedColumns:
         return last["content"], (*messages[:-1], last)
 
     def answer(self, *columns: str) -> Any:
-        """Return any JSON value but null. Raises DataError."""
+        """Return any JSON value except null. Raises DataError."""
         column, value = self._found("answer", *columns)
         if value is None:
             raise DataError(f"field {column!r} must not be null")
@@ -200,7 +200,7 @@ class NamedColumns:
         return value
 
     def _found(self, field: str, *columns: str) -> tuple[str, Any]:
-        """Return name and value of the column that holds a field."""
+        """Return the name and value of the column that holds a field."""
         asked = (self.fields[field],) if field in self.fields else columns
         for column in asked:
             if has(self.row.values, column):
@@ -227,13 +227,13 @@ class NamedColumns:
 
 
 def has(values: Mapping[str, Any], column: str) -> bool:
-    """Return whether a row has a column, or an object with the value that a dotted name means."""
+    """Return whether a row has a column or, for a dotted name, an object with that value."""
     head, _, rest = column.partition(".")
     return column in values or (bool(rest) and isinstance(values.get(head), dict) and has(values[head], rest))
 
 
 def value_at(values: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column that the row `has`."""
+    """Return the value of a column for which `has` is true."""
     if column in values:
         return values[column]
     head, _, rest = column.partition(".")
@@ -246,13 +246,13 @@ def _all_columns(values: Mapping[str, Any]) -> list[str]:
 
 
 def _conversation(value: list[Any], what: str) -> list[Message]:
-    """Return the messages that the policy answers: those before the last turn of the assistant. Raises DataError."""
+    """Return the messages that the policy answers, without the assistant's last turn. Raises DataError."""
     messages = [_message(one, f"{what}, message {i}") for i, one in enumerate(value, start=1)]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or messages[-1]["role"] not in ("user", "tool"):
-        last = f"the last one is of the role {messages[-1]['role']!r}" if messages else "there is none"
-        raise DataError(f"{what} must have a message of the user's to answer; {last}")
+        last = f"the last one has the role {messages[-1]['role']!r}" if messages else "there is none"
+        raise DataError(f"{what} must have a user message to answer; {last}")
     return messages
 
 
@@ -270,11 +270,11 @@ def _message(value: Any, what: str) -> Message:
 
 
 PromptParts = tuple[str, Any, tuple[Message, ...]]
-"""Text, answer and messages of a question."""
+"""A question's text, answer and messages."""
 
 
 def plain(row: NamedColumns) -> PromptParts:
-    """Read `prompt`, a string or a list of messages, or else `messages`, and `answer`, any JSON value."""
+    """Read `prompt` (a string or a list of messages), or otherwise `messages`, and `answer`, any JSON value."""
     text, messages = row.prompt("prompt", "messages")
     return text, row.answer("answer"), messages
 
@@ -319,7 +319,7 @@ def _check_json(value: Any, what: str) -> None:
         if _depth(value) <= _MAX_DEPTH:
             return
         problem = f"is nested more than {_MAX_DEPTH} levels deep"
-    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair, which no tokenizer accepts
         problem = f"is not valid Unicode: {error.object[error.start]!a} at character {error.start}"
     except RecursionError:
         problem = f"is nested more than {_MAX_DEPTH} levels deep"
@@ -331,7 +331,7 @@ def _check_json(value: Any, what: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Return how many lists and objects contain each other."""
+    """Return how many levels deep lists and objects are nested."""
     depth, level = 0, [value]
     while level := [v for v in level if isinstance(v, dict | list)]:
         depth += 1

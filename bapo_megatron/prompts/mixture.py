@@ -1,7 +1,7 @@
 """Several prompt streams as one, mixed by weight: [[data.sources]].
 
-Of the first n prompts, a source with share p of the weights has given more than np - 1 and fewer than np + 1, for every
-n. The order of the sources depends on the weights alone; chance is in the order of each source's own prompts.
+For every n, a source with share p of the weights gives more than np - 1 and fewer than np + 1 of the first n prompts.
+The order of the sources depends only on the weights; only the order of each source's own prompts is random.
 """
 
 from fractions import Fraction
@@ -19,7 +19,7 @@ from bapo_megatron.types import Prompt
 
 
 class MixtureState(TypedDict):
-    """A `PromptMixture` in a checkpoint."""
+    """The state of a `PromptMixture` in a checkpoint."""
 
     weights: dict[str, float]
     streams: dict[str, StreamState]
@@ -32,18 +32,18 @@ def _kind_of_prompts(state: Any) -> str:
 PromptsState = Annotated[
     Annotated[StreamState, Tag("single")] | Annotated[MixtureState, Tag("mixed")], Discriminator(_kind_of_prompts)
 ]
-"""The prompts of training in a checkpoint."""
+"""The state of the training prompts in a checkpoint."""
 
 
 class PromptMixture:
-    """The streams of [[data.sources]]. A prompt's source is the name of its entry; ids count over all sources.
+    """The streams of [[data.sources]]. A prompt's source is its entry's name; ids are counted over all sources.
 
-    Raises DataError for a source that cannot be read, and in `next` and `check` as `PromptStream`.
+    Raises DataError for a source that cannot be read, and in `next` and `check` like `PromptStream`.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         self._weights = {one.name: one.weight for one in config.data.sources}
-        exact = {name: Fraction(repr(weight)) for name, weight in self._weights.items()}  # 0.1 is a tenth
+        exact = {name: Fraction(repr(weight)) for name, weight in self._weights.items()}  # 0.1 is exactly a tenth
         self._shares = {name: weight / sum(exact.values()) for name, weight in exact.items()}
         self._streams: dict[str, PromptStream] = {}
         for one in config.data.sources:
@@ -69,26 +69,28 @@ class PromptMixture:
             stream.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value from which a mixture goes on with the very next prompt."""
+        """Return a JSON value from which a mixture continues with the very next prompt."""
         return {
             "weights": self._weights,
             "streams": {name: stream.state_dict() for name, stream in self._streams.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the `MixtureState` was taken. Raises CheckpointError for other sources or weights."""
+        """Continue where the `MixtureState` was taken. Raises CheckpointError for other sources or weights."""
         if (weights := state.get("weights")) != self._weights:
             before = f"the weights {weights}" if weights else "a single source"
             raise CheckpointError(
-                f"the checkpoint's prompts had {before}, this run's data.sources have {self._weights}: keep the "
+                f"the checkpoint's prompts had {before}, but this run's data.sources have {self._weights}: keep the "
                 "setting, or start a run with a new name"
             )
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])
 
     def _whose_turn(self, num_given: int) -> str:
-        """Return the source of prompt number `num_given`: among those whose share of the prompts up to that one is not
-        used up, the source that would be the first to fall a whole prompt behind (Balinski and Young's quota method).
+        """Return the source of prompt number `num_given`, by Balinski and Young's quota method.
+
+        Among the sources that have not used up their share of the prompts up to that one, it is the source that would
+        be the first to fall a whole prompt behind.
         """
         due = {
             name: (stream.num_given + 1) / self._shares[name]
@@ -99,5 +101,5 @@ class PromptMixture:
 
 
 def prompts_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptStream | PromptMixture:
-    """Return the prompts of training."""
+    """Return the training prompts."""
     return PromptMixture(config, tokenizer) if config.data.sources else PromptStream(config, tokenizer)

@@ -1,6 +1,6 @@
 """A small programming task: find the function behind a few examples, and write it in Python.
 
-prompt    3>3 7>2 12>2:              (input>output, inputs rising)
+prompt    3>3 7>2 12>2:              (input>output, inputs in ascending order)
 response  ```python
           def f(x): return x%5
           ```
@@ -74,7 +74,7 @@ _OUTPUTS = {program: [program(x) for x in SHOWN_INPUTS] for program in PROGRAMS}
 
 
 def is_told_apart(program: Program, inputs: Sequence[int]) -> bool:
-    """Return whether no other function of the family agrees with `program` on `inputs`, from SHOWN_INPUTS."""
+    """Return whether no other function of the family agrees with `program` on `inputs`, a part of SHOWN_INPUTS."""
     outputs = _OUTPUTS[program]
     return not any(
         all(others[x] == outputs[x] for x in inputs) for other, others in _OUTPUTS.items() if other != program
@@ -83,7 +83,7 @@ def is_told_apart(program: Program, inputs: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTask:
-    """A function, and inputs on which no other function of the family agrees with it."""
+    """A function, with inputs on which no other function of the family agrees with it."""
 
     program: Program
     inputs: tuple[int, ...]

@@ -10,7 +10,7 @@ from bapo_megatron.prompts.base import Question
 def create_dataset(name: str | None, size: int, seed: int, options: dict[str, Any]) -> Any:
     """Create a data set: `data[i]` is {question, answer, metadata}, and `data.score_answer(text, entry)` judges.
 
-    Raises DataError for an unknown data set, or options that it does not take.
+    Raises DataError for an unknown data set, or for options that it does not accept.
     """
     try:
         from reasoning_gym.factory import DATASETS
@@ -27,7 +27,7 @@ def create_dataset(name: str | None, size: int, seed: int, options: dict[str, An
         raise DataError(f"data.dataset = {name!r} is not one of reasoning-gym's {len(DATASETS)} data sets; {hint}")
     try:
         return create(name, size=size, seed=seed, **options)
-    except (TypeError, ValueError, AssertionError) as error:  # asserts check its settings
+    except (TypeError, ValueError, AssertionError) as error:  # the data set checks its settings with asserts
         raise DataError(f"data.options of the reasoning-gym data set {name}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Rows of a file of prompts: JSON lines, a JSON list (.json), CSV (.csv) or Parquet (.parquet)."""
+"""Rows of a prompt file: JSON lines, a JSON list (.json), CSV (.csv) or Parquet (.parquet)."""
 
 import csv
 import io
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets.hub import is_hub_name
-from bapo_megatron.errors import DataError
+from bapo_megatron.errors import DataError, plural
 from bapo_megatron.runtime.files import regular_file
 
 EXAMPLE = '{"prompt": "...", "answer": ...}'
-_MAX_CSV_CHARS = 1 << 30  # of one value; csv's own limit is 131,072
+_MAX_CSV_CHARS = 1 << 30  # limit of one value; csv's own limit is 131,072
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: its values by column, or the reason why it cannot be read."""
+    """A row: its values by column, or why it cannot be read."""
 
     where: str  # its place, such as "math.jsonl:3"
     values: dict[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Row:
 
 
 def read_rows(file: Path, setting: str) -> Iterator[Row]:
-    """Yield the rows of a file in their order, in the form that its suffix names, else as JSON lines.
+    """Yield the rows of a file in order; its suffix names the format, which is JSON lines by default.
 
     Args:
         setting: what errors call the path.
@@ -44,7 +44,7 @@ def read_rows(file: Path, setting: str) -> Iterator[Row]:
 
 
 def kind_of(value: Any) -> str:
-    """Name a value's JSON type, or its Python type if it is no JSON value, for messages."""
+    """Name a value's JSON type, or its Python type if it is not a JSON value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     names |= {int: "a number", float: "a number"}
     return names.get(type(value), f"a value of type {type(value).__name__}")
@@ -61,7 +61,7 @@ def _text(file: Path, setting: str) -> str:
 
 
 def _json_rows(file: Path, setting: str) -> Iterator[Row]:
-    # not splitlines: JSON strings may hold other Unicode line separators
+    # not splitlines, since JSON strings may hold other Unicode line separators
     for number, line in enumerate(_text(file, setting).split("\n"), start=1):
         if line.strip():
             yield as_row(f"{file}:{number}", *_parsed(line))
@@ -93,7 +93,7 @@ def _csv_rows(file: Path, setting: str) -> Iterator[Row]:
             elif len(cells) == len(header):
                 yield Row(where, dict(zip(header, cells, strict=True)))
             else:
-                problem = f"{len(cells)} values for the {len(header)} columns of the header"
+                problem = f"{plural(len(cells), 'value')} for the {plural(len(header), 'column')} of the header"
                 yield Row(where, problem=f'{problem}; put a value that holds a comma in "quotes"')
     except csv.Error as error:
         yield Row(f"{file}:{reader.line_num}", problem=f"not CSV: {error}")
@@ -119,7 +119,7 @@ def _parquet_rows(file: Path, setting: str) -> Iterator[Row]:
 
 
 def missing(file: Path, setting: str) -> str:
-    """Return the message about a file that is not there."""
+    """Return the message about a missing file."""
     problem = f"{setting}: there is no file {file.absolute()}"
     if not may_be_on_hub(file):
         return problem
@@ -132,7 +132,7 @@ def missing(file: Path, setting: str) -> str:
 
 
 def may_be_on_hub(file: Path) -> bool:
-    """Return whether a path has the form of a data set's name on the Hugging Face hub."""
+    """Return whether a path could be a data set's name on the Hugging Face hub."""
     return is_hub_name(str(file)) and file.suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -143,7 +143,7 @@ def _unreadable(file: Path, setting: str, error: OSError) -> DataError:
 
 
 def _parsed(text: str) -> tuple[Any, str]:
-    """Return the JSON value of a text, and the reason if it has none."""
+    """Return the JSON value of a text, and the problem if it has none."""
     try:
         return json.loads(text), ""
     except json.JSONDecodeError as error:
@@ -156,7 +156,7 @@ def _parsed(text: str) -> tuple[Any, str]:
 
 
 def as_row(where: str, value: Any, problem: str = "") -> Row:
-    """Return a row of what was found at a place, or of the problem with it."""
+    """Return a row with the value found at a place, or with the problem there."""
     if not problem and not isinstance(value, dict):
         problem = f"expected an object like {EXAMPLE}, got {kind_of(value)}"
     return Row(where, problem=problem) if problem else Row(where, value)

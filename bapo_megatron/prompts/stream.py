@@ -1,4 +1,4 @@
-"""Endless, resumable stream of tokenised prompts."""
+"""An endless, resumable stream of tokenised prompts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_CHECKED = 256
-"""Prompts of a procedural source that `PromptStream.check` makes."""
-_MAX_NAMED = 5  # bad prompts, in one message
+"""Prompts that `PromptStream.check` makes of a procedural source."""
+_MAX_NAMED = 5  # bad prompts that one message names
 _ADVICE = 'correct it, or set data.on_bad_prompt = "skip"'
 
 
 class StreamState(TypedDict):
-    """A `PromptStream` in a checkpoint."""
+    """The state of a `PromptStream` in a checkpoint."""
 
     source: str
     size: Natural
@@ -37,14 +37,14 @@ class StreamState(TypedDict):
 
 
 class PromptStream:
-    """Prompts in a new random order each epoch; order and content depend on the configuration alone.
+    """Prompts in a new random order each epoch; order and content depend only on the configuration.
 
     An empty or over-long prompt raises DataError or, with data.on_bad_prompt = "skip", counts in `skipped_empty` or
     `skipped_too_long`.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, source: PromptSource | None = None) -> None:
-        """Take `source` if it has been built."""
+        """Use `source` if given; otherwise build it."""
         self.data, self.seed = config.data, config.run.seed
         self.tokenizer = tokenizer
         self.source = build_source(config) if source is None else source
@@ -71,7 +71,7 @@ class PromptStream:
 
     def next(self) -> Prompt:
         """Return the next good prompt. Raises DataError for a bad one (see class), or if none is good."""
-        for _ in range(2 * len(self.source)):  # the rest of this epoch, and all of the next
+        for _ in range(2 * len(self.source)):  # covers the rest of this epoch and all of the next
             if (prompt := self._prompt(self._advance(), self._next_id)) is not None:
                 self._next_id += 1
                 return prompt
@@ -81,12 +81,12 @@ class PromptStream:
         )
 
     def check(self, num_rows: int | None = None) -> None:
-        """Find bad prompts before a run starts: of rows all of them, of an endless source some.
+        """Look for bad prompts before a run starts: in all rows, or in a sample of a procedural source.
 
         Args:
-            num_rows: look at this many at the start of the source only.
+            num_rows: check only this many prompts, from the start of the source.
 
-        Raises DataError naming the first ones and the number of all, with data.on_bad_prompt = "error".
+        Raises DataError with the first bad prompts and the number of all, if data.on_bad_prompt = "error".
         """
         if self.data.on_bad_prompt == "skip":
             return
@@ -99,7 +99,7 @@ class PromptStream:
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
 
     def in_order(self, limit: int | None = None) -> list[Prompt]:
-        """Return the good ones of the source's first `limit` prompts; a prompt's id is its index there.
+        """Return the good prompts among the source's first `limit`; a prompt's id is its index there.
 
         Raises DataError for a bad one (see class), or if none is good.
         """
@@ -110,7 +110,7 @@ class PromptStream:
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value from which a stream goes on with the very next prompt."""
+        """Return a JSON value from which a stream continues with the very next prompt."""
         return {
             **self._identity(),
             "epoch": self._epoch,
@@ -121,11 +121,11 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the `StreamState` was taken. Raises CheckpointError for another source, size or seed."""
+        """Continue where the `StreamState` was taken. Raises CheckpointError for another source, size or seed."""
         for key, here in self._identity().items():
             if state.get(key) != here:
                 raise CheckpointError(
-                    f"the checkpoint's prompts had {key} = {state.get(key)!r}, this run has {here!r}: "
+                    f"the checkpoint's prompts had {key} = {state.get(key)!r}, but this run has {here!r}: "
                     "keep the setting, or start a run with a new name"
                 )
         if state["position"] > len(self.source):
@@ -152,7 +152,7 @@ class PromptStream:
         return question
 
     def _prompt(self, question: Question, prompt_id: int) -> Prompt | None:
-        """Tokenise a question; None for a bad one to skip."""
+        """Tokenise a question; return None for a bad one to skip."""
         token_ids, problem = self._tokenise(question)
         if problem is None:
             return Prompt(prompt_id, token_ids, question.text, question.answer, self.source.name)
@@ -178,7 +178,7 @@ class PromptStream:
                 raise DataError(f"{question.where}: the prompt is a conversation; set data.chat_template = true")
             return tuple(self.tokenizer.encode(question.text))
         messages = question.conversation(self.data.system_prompt)
-        # return_dict: its default depends on transformers' version
+        # the default of return_dict depends on transformers' version
         return tuple(
             self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         )

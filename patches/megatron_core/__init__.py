@@ -1,6 +1,6 @@
 """Corrections of megatron-core.
 
-`apply_cpu_compat()` picks the file that fits the installed version. `apply_engine_compat()` finds a kernel that newer
+`apply_cpu_compat()` picks the file for the installed version. `apply_engine_compat()` finds a kernel that newer
 versions of Transformer Engine renamed.
 """
 
@@ -38,7 +38,7 @@ def apply_engine_compat() -> None:
 
     Why: megatron-core 0.16.1 (extensions/transformer_engine.py:2290) looks for
     `transformer_engine.pytorch.attention._SplitAlongDim`. Newer versions, such as 2.11, call it `utils.SplitAlongDim`;
-    megatron-core then uses torch.split, whose backward pass copies the gradients of all three into one tensor.
+    megatron-core then falls back to torch.split, whose backward pass copies all three gradients into one tensor.
 
     When it can go: when megatron-core knows the new name.
     """

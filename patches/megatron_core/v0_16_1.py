@@ -1,20 +1,20 @@
 """megatron-core 0.16.1 on a machine without CUDA.
 
-Why: megatron-core names the device "cuda", or torch.cuda.current_device(), where it allocates small helper tensors, for
+Why: megatron-core hard-codes the device "cuda", or torch.cuda.current_device(), when it allocates small tensors, for
 instance total_num_tokens in pipeline_parallel/schedules.py:596, _ParamAndGradBuffer in
 distributed/param_and_grad_buffer.py:783, FP32Optimizer._scale in optimizer/optimizer.py:907, the norms in
 optimizer/clip_grads.py:90 and utils.py:1207, receive buffers in pipeline_parallel/p2p_communication.py:313 and
 tensor_parallel/mappings.py:91. The arithmetic itself runs anywhere.
 
-How: inside the modules of `MODULES`, and only there, the global name `torch` is bound to a view of the torch module
-that puts such tensors on the CPU. The torch module itself stays as it is: other libraries see no change.
-`LanguageModule.setup_embeddings_and_output_layer` (language_module.py:244) calls `Tensor.cuda()`, which is an
-identity during that call only. `DistributedOptimizer._build_model_and_main_param_groups` (distrib_optimizer.py:361)
-tells types by names such as "torch.cuda.FloatTensor", which `Tensor.type()` answers during that call only.
+How: only inside the modules of `MODULES`, the global name `torch` is bound to a view of the torch module that puts such
+tensors on the CPU. The torch module itself is unchanged, so other libraries are not affected.
+`LanguageModule.setup_embeddings_and_output_layer` (language_module.py:244) calls `Tensor.cuda()`, which is an identity
+only during that call. `DistributedOptimizer._build_model_and_main_param_groups` (distrib_optimizer.py:361) recognises
+types by names such as "torch.cuda.FloatTensor", which `Tensor.type()` returns only during that call.
 
 When it can go: when megatron-core takes the device from the process group or the parameters.
 
-One correction is of torch 2.13: `one_thread_per_group`, around `create_group` (parallel_state.py:214).
+One correction is for torch 2.13: `one_thread_per_group`, around `create_group` (parallel_state.py:214).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-# Module below megatron.core -> what it takes from torch that needs a GPU.
+# Module below megatron.core -> names that it uses from torch and that need a GPU.
 MODULES: dict[str, tuple[str, ...]] = {
     "utils": ("tensor", "cuda"),
     "tensor_parallel.layers": ("cuda",),
@@ -131,12 +131,12 @@ def _types_are_of_cuda() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread_per_group() -> Iterator[None]:
-    """Let gloo groups that are made while this context is open run their collectives in one thread each, not in two.
+    """Let gloo groups made while this context is open run their collectives in one thread each, not in two.
 
-    Why: torch's two threads write the name of the collective that they have ended to one string without a lock
-    (pgStatus_->lastCompletedWorkName in runLoop, ProcessGroupGloo.cpp). A name of over 15 characters lies on the heap,
-    and two such writes at a time free it twice: "malloc(): unaligned tcache chunk detected". The coalesced all-gather
-    of the distributed optimizer (distributed/param_and_grad_buffer.py:274) has one, ALLGATHER_COALESCED.
+    Why: torch's two threads write the name of the collective that they have finished to the same string, without a lock
+    (pgStatus_->lastCompletedWorkName in runLoop, ProcessGroupGloo.cpp). A name of over 15 characters is on the heap,
+    and two writes at the same time free it twice: "malloc(): unaligned tcache chunk detected". The distributed
+    optimizer's coalesced all-gather (distributed/param_and_grad_buffer.py:274) has such a name, ALLGATHER_COALESCED.
 
     When it can go: when torch takes a lock there.
     """
@@ -144,12 +144,12 @@ def one_thread_per_group() -> Iterator[None]:
     original = gloo.__init__
 
     def with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # torch reads it for its own options only
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # torch reads it only for its own options
         devices = [gloo.create_device(interface=name) for name in interfaces.split(",")] if interfaces else []
         options = gloo._Options()
         options._devices = devices or [gloo.create_default_device()]
         options._timeout, options._threads = timeout, 1
-        for name, value in more.items():  # enable_reconfigure, from torch 2.14
+        for name, value in more.items():  # enable_reconfigure, since torch 2.14
             setattr(options, name, value)
         original(self, store, rank, size, options)
 

@@ -1,4 +1,4 @@
-"""Corrections of SGLang: `apply_cpu_compat()` picks the file that fits the installed version."""
+"""Corrections of SGLang: `apply_cpu_compat()` picks the file for the installed version."""
 
 from importlib.metadata import version
 

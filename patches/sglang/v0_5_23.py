@@ -1,20 +1,21 @@
 """SGLang 0.5.23 on a machine without CUDA.
 
-Why: SGLang imports GPU-only packages at the top of modules that a CPU server loads too, though it calls none of them
+Why: SGLang imports GPU-only packages at the top of modules that a CPU server loads too, although it never calls them
 there: `triton` (kernels/ops/sampling/murmur_hash.py and hundreds more, as decorators and annotations), `torchvision`
-(srt/multimodal/processors/qwen_vl.py, all of which are imported to be registered) and `sgl_kernel`
+(srt/multimodal/processors/qwen_vl.py and its neighbours, which are all imported to be registered) and `sgl_kernel`
 (srt/layers/activation.py and others). With `--attention-backend torch_native --sampling-backend pytorch` the
 arithmetic of a text model is plain PyTorch.
 
-How: a finder at the end of `sys.meta_path`, hence after every real package, answers imports of the roots in `STUBS`
+How: a finder at the end of `sys.meta_path`, so after every real package, answers imports of the packages in `STUBS`
 with modules whose names can be imported, called as decorators, subclassed and subscripted, and do nothing else. The
 few functions that run at import time or on a CPU are real.
 
-Besides, `sampling_seed` is heeded only with --enable-deterministic-inference (srt/sampling/sampling_batch_info.py:157),
-which SGLang refuses for torch_native (srt/arg_groups/overrides.py:1119) and which switches on triton kernels that a CPU
-does not have (srt/batch_invariant_ops), and whose hash needs the operator `sgl_kernel.murmur_hash32_cpu`
-(kernels/ops/sampling/murmur_hash.py:115). `_heed_seeds` lifts the first, leaves out the second and supplies the third:
-tokens are decided by the seed, up to rounding where a batch of another size computes the same logits.
+SGLang also honours `sampling_seed` only with --enable-deterministic-inference
+(srt/sampling/sampling_batch_info.py:157). It refuses that option for torch_native (srt/arg_groups/overrides.py:1119);
+the option enables triton kernels that a CPU does not have (srt/batch_invariant_ops); and its hash needs the operator
+`sgl_kernel.murmur_hash32_cpu` (kernels/ops/sampling/murmur_hash.py:115). `_heed_seeds` lifts the refusal, leaves out
+the kernels and supplies the operator. The seed then decides the tokens, up to rounding if a batch of another size
+computes the same logits.
 
 When it can go: when SGLang's CPU build can be installed from the package index with its own triton and kernels, or
 imports these three lazily.
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 
-# Package that is missing on a CPU -> modules below `sglang` that import it; a test checks that they still do.
+# Package that is missing on a CPU -> modules below `sglang` that import it (a test checks that they still do).
 STUBS: dict[str, tuple[str, ...]] = {
     "triton": ("kernels/ops/sampling/murmur_hash.py", "srt/mem_cache/memory_pool.py"),
     "torchvision": ("srt/multimodal/processors/qwen_vl.py",),
@@ -41,11 +42,11 @@ STUBS: dict[str, tuple[str, ...]] = {
 }
 
 _U32 = 0xFFFFFFFF
-_OPS = torch.library.Library("sgl_kernel", "FRAGMENT")  # keeps what is registered through it
+_OPS = torch.library.Library("sgl_kernel", "FRAGMENT")  # operators exist only as long as this object
 
 
 class _Names(type):
-    """Metaclass of placeholder classes: any public class attribute exists, as its own dotted name."""
+    """Metaclass of placeholder classes: every public class attribute exists, and is its own dotted name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -60,10 +61,10 @@ class _Placeholder(metaclass=_Names):
 
 
 class _StubModule(types.ModuleType):
-    """A package that has every name: classes for capitalised names, stub modules (callable) for the others."""
+    """A package that has every name: classes for capitalised names, callable stub modules for the others."""
 
     __path__: MutableSequence[str] = []  # noqa: RUF012 - never changed
-    __version__ = "0"  # read by transformers; older than any version it could use
+    __version__ = "0"  # read by transformers; older than any version that it could use
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -110,7 +111,7 @@ def _next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-# What has to be more than a name.
+# Names that must have real contents.
 _CONTENTS: dict[str, dict[str, Any]] = {
     "triton": {"cdiv": _cdiv, "next_power_of_2": _next_power_of_2},
     "triton.language": {"constexpr": _Constexpr, "dtype": _Placeholder},
@@ -148,7 +149,7 @@ def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
 def murmur_hash32(seed_N: torch.Tensor, positions_N: torch.Tensor, col_indices_V: torch.Tensor) -> torch.Tensor:
     """Compute MurmurHash3_x86_32, seed 0, of the 16 bytes (seed, position, column); uint32 [N, V].
 
-    Equal to the triton kernel in sglang/kernels/ops/sampling/murmur_hash.py, hence the same draws as on a GPU.
+    It equals the triton kernel in sglang/kernels/ops/sampling/murmur_hash.py, so the draws are the same as on a GPU.
     N: requests, V: vocabulary.
     """
     seed = seed_N.to(torch.int64)[:, None]
@@ -162,9 +163,9 @@ def murmur_hash32(seed_N: torch.Tensor, positions_N: torch.Tensor, col_indices_V
 
 
 def _heed_seeds() -> None:
-    """Allow --enable-deterministic-inference on a CPU; only with it does a request's `sampling_seed` count.
+    """Allow --enable-deterministic-inference on a CPU, without which a request's `sampling_seed` has no effect.
 
-    torch_native computes the attention of each request on its own, with or without a cached prefix.
+    torch_native computes each request's attention separately, with or without a cached prefix.
     """
     importlib.import_module("sgl_kernel")
     from sglang.srt import batch_invariant_ops
@@ -180,6 +181,6 @@ def _heed_seeds() -> None:
 
 @functools.cache
 def apply() -> None:
-    """Answer the imports of packages in `STUBS` that are not installed, and heed seeds (once per process)."""
+    """Answer imports of the packages in `STUBS` that are not installed, and heed seeds (once per process)."""
     sys.meta_path.append(StubFinder())
     _heed_seeds()

@@ -271,7 +271,7 @@ def check_refusals(root: Path) -> None:
     (root / "small" / "tokenizer.json").write_text("{}")
     for name, error, message in (
         ("two-outputs", CheckpointError, "score.weight (model.safetensors) is [2, 32], config.json says [1, 32]"),
-        ("small", ConfigError, "a vocabulary of 20 tokens, the policy one of 33"),
+        ("small", ConfigError, "a vocabulary of 20 tokens, but the policy's has 33"),
         ("nowhere", CheckpointError, "critic.path = "),
     ):
         config = make_config(root / name, {})

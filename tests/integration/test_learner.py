@@ -358,12 +358,12 @@ def check_refusals(root: Path) -> None:
     """Impossible settings are named, with what works instead."""
     for layout, message in (
         ({"tensor": 4}, "parallel.tensor=4 does not divide 2 key-value heads; parallel.tensor can be 1 or 2"),
-        ({"context": 2}, "1 trainer processes were started, but"),
+        ({"context": 2}, "1 trainer process started, but"),
         (
             {"pipeline": 2, "virtual_pipeline": 4},
             "parallel.virtual_pipeline=4 does not divide the 2 layers of a stage; it can be 1 or 2",
         ),
-        ({"tensor": 2}, "1 trainer processes were started, but"),
+        ({"tensor": 2}, "1 trainer process started, but"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             MegatronLearner(make_config(layout), root / "qwen3")

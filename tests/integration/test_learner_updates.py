@@ -146,7 +146,7 @@ def check_refusals(root: Path) -> None:
     config_json = json.loads((root / "other" / "config.json").read_text())
     (root / "other" / "config.json").write_text(json.dumps(config_json | {"vocab_size": 40}))
     (root / "other" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="has a vocabulary of 40 tokens, the policy one of 33"):
+    with pytest.raises(ConfigError, match="has a vocabulary of 40 tokens, but the policy's has 33"):
         MegatronLearner(kl_config({}, kl_coef=0.1, reference_path=str(root / "other")), root / "policy")
     parallel_state.destroy_model_parallel()
     with pytest.raises(CheckpointError, match=r"loss.reference_path = .* there is no folder"):

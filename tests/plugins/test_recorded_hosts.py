@@ -110,7 +110,7 @@ FITTING = {
         ({"custom_megatron_before_train_step_hook_path": None}, "hook-path is not set"),
         ({"global_batch_size": 32}, "every ratio is 1 and no bound acts; set --num-steps-per-rollout above 1"),
         ({"train_backend": "fsdp"}, "--train-backend fsdp does not fit, choose from megatron"),
-        ({"bapo": {"scope": "exact"}}, 'scope="exact" is out of reach here, choose from lagged, smoothed, fixed'),
+        ({"bapo": {"scope": "exact"}}, 'scope="exact" is not possible here, choose from lagged, smoothed, fixed'),
         ({"bapo": {"rho0": 2}}, "rho0 must be below 1"),
     ],
 )
@@ -134,9 +134,7 @@ def test_log_probs_that_the_engine_did_not_return_are_refused() -> None:
         "new": [-torch.ones(3)],
     }
     paths.before_train_step(args)
-    with pytest.raises(
-        UserError, match="rollout_log_probs is nan for 1 trained tokens, which the engine did not score"
-    ):
+    with pytest.raises(UserError, match="rollout_log_probs is nan for 1 trained token, which the engine did not score"):
         paths.bapo_loss(args, batch, torch.zeros(1), Reducer([torch.ones(3)]))
     batch["rollout_log_probs"][0][1] = -1.0
     paths.bapo_loss(args, batch, torch.zeros(1), Reducer([torch.ones(3)]))
@@ -204,7 +202,7 @@ def test_a_changed_train_rl_is_refused() -> None:
     args = megatron_lm_args()
     batch = tuple(torch.zeros(1, 2) for _ in range(7))
     step = BAPOForwardStep(lambda batches, model: (next(batches), partial(print, None)), lambda: args, {})
-    with pytest.raises(UserError, match="batch or loss function is not as in the versions tried"):
+    with pytest.raises(UserError, match="batch or loss function differs from the versions tried"):
         step(iter([batch]), None)
     del args.grpo_clamp_eps_lower
     step = BAPOForwardStep(forward_step_of(args), lambda: args, {})

@@ -52,7 +52,7 @@ def test_one_rank(environment: Environment, tmp_path: Path) -> None:
         "every ratio is 1 and no bound acts; set steps_per_generation (now 1)",
         'scope="exact" needs gradient_accumulation_steps to divide steps_per_generation x num_iterations',
         "top_entropy_quantile=0.2 does not fit, choose from 1.0",
-        'scope="microbatch" is out of reach here, choose from exact, lagged, smoothed, fixed',
+        'scope="microbatch" is not possible here, choose from exact, lagged, smoothed, fixed',
     )
     for said, part in zip(result["refusals"], parts, strict=True):
         assert said.startswith("BAPO in TRL 1.16.0: ")

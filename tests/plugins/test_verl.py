@@ -52,7 +52,7 @@ def test_one_rank(environment: Environment, tmp_path: Path) -> None:
         assert result[scope]["bounds"] > 1
     assert result["ppo_loss"]
     parts = (
-        'scope="exact" is out of reach here, choose from lagged, smoothed, microbatch, fixed',
+        'scope="exact" is not possible here, choose from lagged, smoothed, microbatch, fixed',
         "rho_0: Extra inputs are not permitted",
         "every ratio is 1 and no bound acts; set ppo_mini_batch_size (now 256) below data.train_batch_size (256)",
         "trained tokens, which the engine did not score",

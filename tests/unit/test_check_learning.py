@@ -70,7 +70,7 @@ def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() ->
     other = policy | {"vocab_size": 7, "num_key_value_heads": 1}
     found = [v.message for v in check_settings(config, hf_config=policy, reference_config=other)]
     assert len(found) == 2
-    assert found[0].startswith("loss.reference_path='x' has a vocabulary of 7 tokens, the policy one of")
+    assert found[0].startswith("loss.reference_path='x' has a vocabulary of 7 tokens, but the policy's has")
     assert found[1].startswith("loss.reference_path='x': parallel.tensor=2 does not divide 1 key-value head")
 
 

@@ -79,9 +79,11 @@ def test_skipped_prompts_of_all_sources_are_counted() -> None:
 
 def test_a_checkpoint_of_another_mixture_is_refused() -> None:
     state = mixture(3, 1).state_dict()
-    with pytest.raises(CheckpointError, match=r"had the weights {'s0': 3.0, 's1': 1.0}, this run's data.sources have"):
+    with pytest.raises(
+        CheckpointError, match=r"had the weights {'s0': 3.0, 's1': 1.0}, but this run's data.sources have"
+    ):
         mixture(1, 1).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="size = 20, this run has 21"):
+    with pytest.raises(CheckpointError, match="size = 20, but this run has 21"):
         mixture(3, 1, size=21).load_state_dict(state)
     single = PromptStream(Config(), TOKENIZER)
     with pytest.raises(CheckpointError, match="had a single source"):

@@ -195,9 +195,9 @@ class TestStream:
 
     def test_resume_refuses_another_source(self, tokenizer):
         state = PromptStream(make_config(size=10), tokenizer).state_dict()
-        with pytest.raises(CheckpointError, match="size = 10, this run has 11"):
+        with pytest.raises(CheckpointError, match="size = 10, but this run has 11"):
             PromptStream(make_config(size=11), tokenizer).load_state_dict(state)
-        with pytest.raises(CheckpointError, match="seed = 0, this run has 5"):
+        with pytest.raises(CheckpointError, match="seed = 0, but this run has 5"):
             PromptStream(make_config(5, size=10), tokenizer).load_state_dict(state)
 
     def test_bad_prompt_is_an_error_that_names_it(self, tokenizer, jsonl):

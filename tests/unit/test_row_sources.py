@@ -124,7 +124,7 @@ def test_check_accepts_a_function(capsys: pytest.CaptureFixture[str]) -> None:
         ("nothing", "it returned a value of type NoneType, not rows"),
         ("text", "it returned a value of type str, not rows"),
         ("table", "it returned a value of type dict, not rows"),
-        ("endless", "it gave 3 rows, and did not end; let it end before"),
+        ("endless", "it gave 3 rows and did not end; make it end sooner"),
         ("rows data.options.levl=2", "its signature is (level=1, answer='8'), which does not fit data.options: got an"),
         ("NUMBER", "it is of type int, which is not callable"),
     ],

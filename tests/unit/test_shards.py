@@ -200,7 +200,7 @@ def test_boxes_must_cover_a_tensor_once(rows: tuple[int, ...], tmp_path: Path) -
     boxes = [["file", [start, 0], [2 if start == 0 else 1, 2]] for start in rows]
     saved = {"dtype": "float32", "shape": [4, 2], "boxes": boxes}
     manifest = {"files": {"file": [0, ""]}, "tensors": {WEIGHT: {"w": saved}}}
-    with pytest.raises(CheckpointError, match=r"weight of w in .* is not covered by its boxes, each value once"):
+    with pytest.raises(CheckpointError, match=r"weight of w in .* is not covered exactly once by its boxes"):
         write_index(tmp_path, FACTS, [manifest])
     assert not (tmp_path / INDEX).exists()
 

@@ -1,4 +1,4 @@
-"""Other losses of the ratio r_t, or of a response's (docs/rivals.md).
+"""Other losses of the ratio r_t, or of a response's ratio (docs/rivals.md).
 
     gspo    sum_t min(s A_t, clip(s, c_low, c_high) A_t), with s the geometric mean of a response's r_t (GSPO-token,
             arXiv 2507.18071, Eq. 13)
@@ -8,7 +8,7 @@
     m2po    sum_t m_t r_t A_t, with a mask m_t that bounds the second moment of log r over the update (`second_moment`,
             arXiv 2510.01161, Alg. 1)
 
-A response is weighted by its length in gspo and gmpo, as everywhere here; their papers give all responses one weight.
+In gspo and gmpo a response is weighted by its length, as everywhere here; their papers weight all responses equally.
 
 Shape legend: R response tokens of a micro-batch.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class GspoLoss(BoundedLoss):
-    """Fixed clip bounds of a response's ratio, the geometric mean of its tokens' (GSPO, arXiv 2507.18071)."""
+    """Fixed clip bounds of a response's ratio, the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071)."""
 
     name: Literal["gspo"] = "gspo"
     clips = True
@@ -44,8 +44,8 @@ class GspoLoss(BoundedLoss):
     def tokens(self, inputs: LossInputs[ClipBounds]) -> ClippedTokenLoss:
         """Compute -w min(s A, clip(s, c_low, c_high) A) per token, with the geometric mean s of the response's ratios.
 
-        The gradient of s reaches each token through its own log-prob, with the factor s: summed over a response it is
-        |y| times that of s, the geometric mean.
+        Each token's log-prob receives the factor s as its gradient: summed over a response y, this is |y| times the
+        gradient of the geometric mean.
         """
         ratios = inputs.ratios(self)
         ratio_R = ratios.ratio_R
@@ -66,10 +66,10 @@ class GmpoLoss(BoundedLoss):
     """Upper bound of a token's ratio; default e^0.4, as in the paper."""
 
     def tokens(self, inputs: LossInputs[ClipBounds]) -> ClippedTokenLoss:
-        """Compute -w g A per token: g is the geometric mean of the response's ratios, each held at its bound where
-        A > 0 and it is over the upper, or A < 0 and it is under the lower.
+        """Compute -w g A per token, with the geometric mean g of the response's ratios, clipped first.
 
-        A token held there has no gradient; the gradient of g reaches the others as in `GspoLoss`.
+        A ratio is held at its bound if A > 0 and it is over the upper bound, or A < 0 and it is under the lower one.
+        Such a token has no gradient; the gradient of g reaches the others as in `GspoLoss`.
         """
         ratios = inputs.ratios(self)
         ratio_R, tokens = ratios.ratio_R, inputs.clipped(ratios)
@@ -92,10 +92,10 @@ class CispoLoss(BoundedLoss):
     """Largest weight of a token; the paper gives no number."""
 
     def tokens(self, inputs: LossInputs[ClipBounds]) -> RatioTokenLoss:
-        """Compute -w clip(r, c_low, c_high) A log pi per token: the clipped ratio is a constant, and no token loses its
-        gradient.
+        """Compute -w clip(r, c_low, c_high) A log pi per token.
 
-        The value is a multiple of log pi, not of the ratio: compare only the gradient with other losses.
+        The clipped ratio is a constant, and no token loses its gradient. The value is a multiple of log pi, not of the
+        ratio: compare only the gradient with other losses.
         """
         ratios = inputs.ratios(self)
         bounded_R = ratios.ratio_R.detach().clamp(inputs.bounds.low, inputs.bounds.high)
@@ -113,8 +113,10 @@ class SapoLoss(RatioLoss):
     """Steepness of the gate for all other tokens. Above `temperature_positive`, their gradient fades sooner."""
 
     def tokens(self, inputs: LossInputs[ClipBounds]) -> RatioTokenLoss:
-        """Compute -w f(r) A per token with the gate f(r) = 4 / tau sigmoid(tau (r - 1)), whose slope is 1 at r = 1 and
-        falls to both sides; tau is `temperature_positive` where A > 0, else `temperature_negative`.
+        """Compute -w f(r) A per token with the gate f(r) = 4 / tau sigmoid(tau (r - 1)).
+
+        The gate's slope is 1 at r = 1 and falls on both sides; tau is `temperature_positive` where A > 0, and
+        `temperature_negative` elsewhere.
         """
         ratios = inputs.ratios(self)
         is_positive_R = inputs.batch.advantages_R > 0
@@ -131,16 +133,17 @@ class M2poLoss(RatioLoss):
     clips = True
 
     max_second_moment: float = Field(0.04, gt=0, le=LARGEST)
-    """Largest mean of (log r)^2, in nats squared, over those tokens of an update that it moves further away (A > 0 and
-    r > 1, or A < 0 and r < 1). The tokens with the largest are masked until it is met. The default is the paper's."""
+    """Largest mean of (log r)^2, in nats squared, over the tokens that an update moves further away (A > 0 and r > 1,
+    or A < 0 and r < 1). Until it is met, the tokens with the largest values are masked. The default is the paper's."""
 
     def rule_reads(self, bapo: ClipBoundConfig) -> RuleReads:
-        """Return that the limit is on all tokens of the update."""
+        """Return "update": the limit is on all tokens of the update."""
         return "update"
 
     def tokens(self, inputs: LossInputs[ClipBounds]) -> ClippedTokenLoss:
-        """Compute -w r A per token, but 0 where the token is masked: A > 0 and r on or over the upper bound, or A < 0
-        and r on or under the lower one. The bounds are those of `SecondMomentRule`.
+        """Compute -w r A per token, and 0 for masked tokens, with the bounds of `SecondMomentRule`.
+
+        A token is masked if A > 0 and r is on or over the upper bound, or A < 0 and r is on or under the lower one.
         """
         tokens = inputs.clipped(inputs.ratios(self))
         return replace(tokens, loss_R=tokens.loss_R.masked_fill(tokens.clipped_R, 0.0))

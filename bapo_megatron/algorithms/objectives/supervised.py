@@ -16,5 +16,5 @@ class SftLoss(LossConfig):
     name: Literal["sft"] = "sft"
 
     def tokens(self, inputs: LossInputs[Any]) -> TokenLoss:
-        """Compute -log pi per token, in nats, of the trained tokens, without advantages and bounds."""
+        """Compute -log pi per trained token, in nats, without advantages or bounds."""
         return inputs.plain(-inputs.log_probs_R.where(inputs.batch.mask_R, 0.0))
