@@ -30,8 +30,8 @@ def found(tmp_path: Path, name: str, *lines: str) -> list[tuple[int, str]]:
             id="docstring argument",
         ),
         pytest.param(
-            ["def f():", '    """Do it.', "", "    It ends at", "    once.", '    """'],
-            [(4, AT_ONCE)],
+            ['"""Do it.', "", "It ends at", "once.", '"""'],
+            [(3, AT_ONCE)],
             id="docstring over two lines",
         ),
         pytest.param(
