@@ -118,7 +118,7 @@ class StallWatchdog:
         return max(beats.values(), key=lambda beat: beat.at_s), self._engine_timeout_s
 
     def _report(self, idle_s: float) -> str:
-        """Compose the report. The first line has rank and time, the second the place, in words that ranks can share."""
+        """Compose the report. First line: rank and time. Second line: place, the same text for ranks that share it."""
         out, now_s = io.StringIO(), self._heartbeat.clock()
         frames = sys._current_frames()
         when = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -42,7 +42,7 @@ class ShownSample:
 
 
 def read_samples(run: History) -> list[ShownSample]:
-    """Read samples.jsonl. Tolerates missing fields, because other tools may write it, and skips odd segments' lines."""
+    """Read samples.jsonl. Tolerates missing fields, because other tools may write it; skips lines with odd segments."""
     versions = {int(row["step"]): row["version"] for row in run.rows if math.isfinite(row.get("version", math.nan))}
     before = {step + 1: int(version) for step, version in versions.items()} | {1: 0}
     path, samples = run.path / "samples.jsonl", []
