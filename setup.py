@@ -1,6 +1,6 @@
 """Packaging: code, patches, shipped configurations and assets all go into the wheel.
 
-Three folders of the checkout have another import name once installed:
+Three folders of the checkout have a different import name once installed:
     patches/       ->  bapo_megatron_patches
     configs/       ->  bapo_megatron_configs
     requirements/  ->  bapo_megatron_requirements
@@ -14,15 +14,15 @@ from setuptools import find_namespace_packages, find_packages, setup
 ROOT = Path(__file__).parent
 MAPPED_FOLDERS = {f"bapo_megatron_{folder}": folder for folder in ("patches", "configs", "requirements")}
 
-# Ranges; requirements/ has the versions that are tested.
+# These are ranges; requirements/ has the tested versions.
 BASE = [  # algorithms and plugins, for the environment of another framework
-    "torch>=2.7",  # open: an installed build must never be replaced
+    "torch>=2.7",  # no upper bound: an installed build must never be replaced
     "pydantic>=2.7",
-    "numpy",  # tokens and their values are its arrays
-    "typing-extensions>=4.12",  # which both of them need too
+    "numpy",  # arrays hold tokens and their values
+    "typing-extensions>=4.12",  # torch and pydantic need it too
 ]
-TRAIN = [  # the framework; every package has wheels, so that no compiler is needed
-    "torch>=2.13",  # the oldest tested; no upper end: an installed build must never be replaced
+TRAIN = [  # the framework; every package has wheels, so no compiler is needed
+    "torch>=2.13",  # the oldest tested; no upper bound: an installed build must never be replaced
     "megatron-core==0.16.1",  # patches/ are written against it
     "transformers>=5",
     "safetensors>=0.5",
@@ -39,14 +39,14 @@ TRAIN = [  # the framework; every package has wheels, so that no compiler is nee
     "huggingface-hub>=1.0",
     "argcomplete>=3.5",
 ]
-PARQUET = ["pyarrow"]  # data.format: files that end in .parquet
+PARQUET = ["pyarrow"]  # data.path with files that end in .parquet
 DATASETS = ["datasets"]  # data.source = "hub"
-GYM = ["reasoning-gym"]  # data.source = "reasoning_gym"; needs pycosat, which has no wheels: a C compiler builds it
+GYM = ["reasoning-gym"]  # data.source = "reasoning_gym"; needs pycosat, which has no wheels, and so a C compiler
 GPU = [
-    "transformer-engine[pytorch]>=2.9,<2.12",  # the range of megatron-core 0.16.1; compiled when installed
+    "transformer-engine[pytorch]>=2.9,<2.12",  # the range that megatron-core 0.16.1 names; compiled when installed
     "nvidia-ml-py",
 ]
-# What SGLang needs to serve text models; SGLang itself comes after it: scripts/install_sglang_cpu.sh.
+# What SGLang needs to serve text models; scripts/install_sglang_cpu.sh installs SGLang itself after it.
 SGLANG = [
     "transformers==5.19.0",
     "tokenizers==0.23.2",
@@ -127,7 +127,7 @@ def version() -> str:
 
 
 def mapped_packages() -> list[str]:
-    """Every package below a mapped folder, under its installed name."""
+    """Return every package below a mapped folder, under its installed name."""
     names = []
     for name, folder in MAPPED_FOLDERS.items():
         below = find_namespace_packages(str(ROOT / folder), exclude=["*__pycache__*"])

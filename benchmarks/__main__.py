@@ -2,7 +2,7 @@
 
     python -m benchmarks [--quick] [ROW ...] [--output FILE.json] [--page docs/performance.md]
 
-A row is a script of this folder, run in a process of its own. --quick takes about ten minutes on two cores.
+A row is a script in this folder, which runs in its own process. --quick takes about ten minutes on two cores.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.side_by_side import TABLE_HEAD, Row
 
 ROOT = Path(__file__).parents[1]
-ROWS = {  # to the script
+ROWS = {  # row -> script
     "clip-bounds": "clip_bounds",
     "logprobs": "logprobs",
     "packing": "packing",
@@ -43,7 +43,7 @@ LIMIT_S = 4 * 3600.0
 
 
 def measure(name: str, quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Run one row's script; return its rows, what it left out, and its failure, each with the row's name."""
+    """Run one row's script; return its rows, what it left out, and its failure, each with the name of the row."""
     found: dict[str, list[dict[str, Any]]] = {"rows": [], "left_out": [], "failed": []}
     script = ROWS[name]
     if not (ROOT / "benchmarks" / f"{script}.py").exists():
@@ -65,7 +65,7 @@ def measure(name: str, quick: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def run(command: Sequence[str], errors: Path) -> int:
-    """Run a script with one thread; return its exit code, and end with it whatever it started."""
+    """Run a script with one thread; return its exit code, and kill whatever it started when it ends."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
     with errors.open("wb") as file:
         script = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file, start_new_session=True)
@@ -102,12 +102,12 @@ def versions() -> dict[str, str]:
 
 
 def page_part(result: dict[str, Any]) -> str:
-    """Format a run as the part of a page."""
+    """Format a run as the marked part of a page."""
     names = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
     host = result["machine"]
     command = "python -m benchmarks --quick" if result["quick"] else "python -m benchmarks"
     parts = [
-        f"`{command}`, {result['date'][:10]}: {host['cpu']}, {host['cores']} cores, one thread a process; {names}."
+        f"`{command}`, {result['date'][:10]}: {host['cpu']}, {host['cores']} cores, one thread per process; {names}."
     ]
     for name in dict.fromkeys(row["row"] for row in result["rows"]):
         fields = [{k: v for k, v in row.items() if k != "row"} for row in result["rows"] if row["row"] == name]
@@ -119,7 +119,7 @@ def page_part(result: dict[str, Any]) -> str:
 
 
 def write_page(page: Path, part: str) -> None:
-    """Replace what is between the marks of the page."""
+    """Replace the text between the page's marks."""
     head, _, rest = page.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     page.write_text(f"{head}{BEGIN}\n\n{part}\n\n{END}{tail}")
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all of {', '.join(ROWS)}")
     parser.add_argument("--quick", action="store_true", help="small cases and few turns")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="file for the results")
-    parser.add_argument("--page", type=Path, metavar="FILE.md", help="page whose marked part becomes the table")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="page whose marked part the table replaces")
     args = parser.parse_args(argv)
     unknown = [name for name in args.rows if name not in ROWS]
     if unknown:

@@ -2,11 +2,11 @@
 
     TRL_PYTHON=.../bin/python python -m benchmarks.against_trl [--quick]
 
-TRL_PYTHON is the interpreter of an environment with torch, transformers and TRL; unset, this one. Both sides do the
-demo's work with all cores, in float32: 16 prompts x 8 responses of at most 48 tokens a step, two updates of 64
-responses, each scored before it is trained. Responses are sampled in one piece, since TRL has no partial rollouts. The
-learning rate of 1e-9 keeps the lengths. One command is one measurement: seconds until its first step is done, and
-seconds per 1000 trained tokens of the steps after it.
+TRL_PYTHON is the interpreter of an environment with torch, transformers and TRL (default: this interpreter). Both sides
+do the demo's work with all cores, in float32: per step, 16 prompts x 8 responses of at most 48 tokens, and two updates
+of 64 responses, each scored before training. Responses are sampled in one piece, because TRL has no partial rollouts.
+A learning rate of 1e-9 keeps the lengths constant. Each command is one measurement: seconds until its first step is
+done, and seconds per 1000 trained tokens in the steps after it.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ TRL = "TRL's GRPOTrainer"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One command: `per_1000_s` counts trained tokens of response, in all steps but the first."""
+    """One command. `per_1000_s` counts trained response tokens, in all steps except the first."""
 
     start_s: float
     per_1000_s: float
@@ -49,7 +49,7 @@ def ours(folder: Path, *settings: str) -> Measured:
 
 
 def theirs(folder: Path) -> Measured:
-    """Train the same with TRL, in its own environment."""
+    """Train the same task with TRL, in TRL's environment."""
     from bapo_megatron.assets import demo_model_path
     from bapo_megatron.config.load import load_config
     from bapo_megatron.prompts import build_source
@@ -65,14 +65,14 @@ def theirs(folder: Path) -> Measured:
 
 
 def measured(start_s: float, steps: Sequence[tuple[float, float, float]]) -> Measured:
-    """Sum up (responses, trained tokens, seconds) of each step."""
+    """Summarize the (responses, trained tokens, seconds) of each step."""
     if [responses for responses, _, _ in steps] != [NUM_RESPONSES] * NUM_STEPS:
-        raise DisagreementError(f"{NUM_STEPS} steps of {NUM_RESPONSES} responses were asked for, not {steps}")
+        raise DisagreementError(f"expected {NUM_STEPS} steps of {NUM_RESPONSES} responses, not {steps}")
     return Measured(start_s, 1000 * sum(s for _, _, s in steps[1:]) / sum(tokens for _, tokens, _ in steps[1:]))
 
 
 def first_line(command: Sequence[str], file: Path) -> float:
-    """Run a command to its end, with all cores; return the seconds until its file had a first line."""
+    """Run a command to its end with all cores; return the seconds until its file had a first line."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     began_s, first_s = time.monotonic(), None
     with tempfile.TemporaryFile("w+") as output:
@@ -98,7 +98,7 @@ def trl_python() -> str:
 
 
 def rows(quick: bool) -> Rows:
-    """Compare the three commands, by turns."""
+    """Compare the three commands, which take turns."""
     ways: dict[str, Callable[[Path], Measured]] = {
         "synchronous": ours,
         "overlapped": lambda folder: ours(folder, "rollout.overlap=true", "rollout.max_staleness=5"),
@@ -125,7 +125,7 @@ def rows(quick: bool) -> Rows:
 
 
 def train_with_trl(model: str, prompts: str, output: str) -> None:
-    """Train with TRL; write a line for each step of two updates."""
+    """Train with TRL; write a line for each step, which has two updates."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

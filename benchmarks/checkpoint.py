@@ -1,10 +1,10 @@
-"""Ways to save and load a training state: through rank 0, by torch.save on every rank, in shards, in the background.
+"""Ways to save and load training state: through rank 0, with torch.save on every rank, in shards, in the background.
 
     python -m benchmarks.checkpoint [--quick]
 
-A random Qwen3 at TP2 x DP2, four processes on this machine. All ways write the same values to the same disk and wait
-for it (fsync); after each load the weights must be those that were saved. Loading reads what was just written, from the
-page cache. Times are seconds of the slowest rank.
+The model is a random Qwen3 at TP2 x DP2, in four processes on this machine. All ways write the same values to the same
+disk and wait for it (fsync); after each load the weights must equal the saved ones. Loading reads what was just
+written, from the page cache. Times are the slowest rank's seconds.
 """
 
 import json
@@ -52,7 +52,7 @@ NUM_RANKS = 4
 
 
 def write_model(folder: Path, num_layers: int) -> int:
-    """Write random weights; return the bytes of weights and both moments."""
+    """Write random weights; return the number of bytes of weights and both moments."""
     config = MODEL | {"num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def write_model(folder: Path, num_layers: int) -> int:
 
 
 def save_through_rank_0(learner: MegatronLearner, folder: Path) -> None:
-    """Gather every tensor to rank 0, which writes it."""
+    """Gather every tensor on rank 0, which writes it."""
     for part in PARTS:
         named = gather_weights(learner.model, learner.shape, learner.layout, partial(learner.adam.gather, name=part))
         if learner.layout.rank == 0:
@@ -90,7 +90,7 @@ def load_from_whole_tensors(learner: MegatronLearner, folder: Path) -> None:
 
 
 def save_with_torch(learner: MegatronLearner, folder: Path) -> None:
-    """Save this rank's tensors, for this layout only; data replicas save copies, unless the optimizer is split."""
+    """Save this rank's tensors, for this layout only. Data replicas save copies unless the optimizer is split."""
     state = [{part: learner.adam.part(p, part) for part in PARTS} for p in learner.model.parameters()]
     with (folder / f"{learner.layout.rank}.pt").open("wb") as file:
         torch.save(state, file)
@@ -133,7 +133,7 @@ def on_ranks(folder: Path) -> Callable[..., dict[str, Turns]]:
 
 
 def measure(learner: MegatronLearner, folder: Path, num_turns: int) -> dict[str, Turns]:
-    """Time saving, loading, and how long a background writer stops training."""
+    """Time saving, loading, and how long a background writer blocks training."""
 
     def saving(name: str) -> Callable[[], None]:
         target = folder / name
@@ -158,7 +158,7 @@ def measure(learner: MegatronLearner, folder: Path, num_turns: int) -> dict[str,
 
 
 def background_turns(learner: MegatronLearner, folder: Path, num_turns: int) -> Turns:
-    """Time how long training waits for a save in the background, which is complete before the next turn."""
+    """Time how long training waits for a background save, which finishes before the next turn."""
     load_before = os.getloadavg()[0]
     amounts: dict[str, list[float]] = {BACKGROUND: [], SHARDS: []}
     for _ in range(num_turns):
@@ -173,7 +173,7 @@ def background_turns(learner: MegatronLearner, folder: Path, num_turns: int) -> 
 
 
 def together() -> float:
-    """Return the time once all ranks are here."""
+    """Wait until all ranks are here, and return the time."""
     dist.barrier()
     return time.perf_counter()
 
@@ -187,7 +187,7 @@ def fresh(folder: Path, rank: int) -> Path:
 
 
 def rows(quick: bool) -> Rows:
-    """Compare shards with both other ways."""
+    """Compare shards with the two other ways."""
     num_layers, num_turns = (2, 3) if quick else (8, 5)
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as name:
         folder = Path(name)

@@ -1,12 +1,11 @@
-"""The search for BAPO's bounds: one table against loops that read every token at every probe, on 1 and 4 ranks.
+"""The search for BAPO's bounds: one table against loops that read every token for every probe, on 1 and 4 ranks.
 
     python -m benchmarks.clip_bounds [--quick]
 
-Two loops are compared, each with our search at its settings: Algorithm 1 to the letter (contribution "gradient"), and
-the authors' recipe (contribution "official", the lower bound first). On several ranks each probe of a loop makes one
-blocking all-reduce of its two sums, as the recipe does; ours exchanges its table once for the whole search, as the
-learner does. All sides must find the same bounds. Times are CPU seconds on one rank, and seconds on four, which share
-the cores of this machine.
+Our search is compared with two loops, each at the loop's settings: Algorithm 1 to the letter (contribution "gradient"),
+and the authors' recipe (contribution "official", lower bound first). On several ranks, each probe of a loop makes one
+blocking all-reduce of its two sums, as the recipe does; our search exchanges its table once, as the learner does. All
+must find the same bounds. Times are CPU seconds on one rank, and seconds on four, which share this machine's cores.
 """
 
 import time
@@ -18,16 +17,17 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table, search_bounds
 from bapo_megatron.config.schema_loss import ClipBoundConfig
+from bapo_megatron.errors import plural
 from bapo_megatron.kernels import kernels_of
 from benchmarks.ranks import Ranks
 from benchmarks.side_by_side import LeftOut, Row, Rows, Turns, main, same, take_turns
 
 NUM_RANKS = 4
-TOKENS_OF_A_TURN = 200_000  # smaller searches are repeated until a turn has read as many
+TOKENS_OF_A_TURN = 200_000  # smaller searches are repeated until a turn has read this many
 OURS, LITERAL, AUTHORS = "one table", "literal loop of Algorithm 1", "authors' loop"
 STOPS_EARLY, SATURATES = "stops early", "saturates"
-NUM_TURNS = {STOPS_EARLY: 7, SATURATES: 3}  # the closer the ways, the more
-CONFIGS = {  # by way and by what the loop does on these tokens
+NUM_TURNS = {STOPS_EARLY: 7, SATURATES: 3}  # more if the ways are closer
+CONFIGS = {  # by loop, and by what it does on these tokens
     (LITERAL, STOPS_EARLY): ClipBoundConfig(rho0=0.4, contribution="gradient"),  # type: ignore[call-arg]
     (LITERAL, SATURATES): ClipBoundConfig(rho0=0.9, contribution="gradient"),  # type: ignore[call-arg]
     (AUTHORS, SATURATES): ClipBoundConfig(rho0=9.0, contribution="official", order="low_first"),  # type: ignore[call-arg]
@@ -51,7 +51,7 @@ def one_table(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> Bou
 
 
 def literal_loop(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> Bounds:
-    """Run Algorithm 1 with the gradient reading, on integer grids."""
+    """Run Algorithm 1 in the "gradient" reading, on integer grids."""
     highs, lows = config.high.points, config.low.points
     i = j = 0
     while True:
@@ -67,7 +67,7 @@ def literal_loop(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> 
 
 
 def authors_loop(ratio: Tensor, advantages: Tensor, config: ClipBoundConfig) -> Bounds:
-    """Compare the clipped objective's positive and negative sums, raising the lower bound first."""
+    """Compare the positive and negative sums of the clipped objective; raise the lower bound first."""
     highs, lows = config.high.points, config.low.points
 
     def is_reached(low: float, high: float) -> bool:
@@ -89,7 +89,7 @@ LOOPS = {LITERAL: literal_loop, AUTHORS: authors_loop}
 
 
 def search_turns(loop: str, end: str, num_tokens: int, num_turns: int) -> Turns:
-    """Let our search and a loop take turns over `num_tokens` tokens of this rank; collective if there is a group."""
+    """Let our search and a loop take turns over this rank's `num_tokens` tokens; collective if there is a group."""
     config = CONFIGS[loop, end]
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(rank)
@@ -118,7 +118,7 @@ def on_ranks() -> Callable[..., Turns]:
 
 
 def rows(quick: bool) -> Rows:
-    """Compare both loops from 1e5 to 1e7 tokens, those of all ranks together."""
+    """Compare both loops on 1e5 to 1e7 tokens, counted over all ranks."""
     cases = [(loop, end, n) for loop, end in CONFIGS for n in (100_000, 1_000_000, 10_000_000)]
     if quick:  # the longest loops over the most tokens take minutes
         cases = [case for case in cases if case[1] == STOPS_EARLY or case[2] <= 1_000_000]
@@ -132,8 +132,7 @@ def rows(quick: bool) -> Rows:
 
 def describe(turns: Turns, loop: str, end: str, num_tokens: int, num_ranks: int) -> Row | LeftOut:
     repeats = max(1, TOKENS_OF_A_TURN * num_ranks // num_tokens)
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    case = f"{num_tokens:.0e} tokens, {ranks}, the loop {end}".replace("e+0", "e")
+    case = f"{num_tokens:.0e} tokens, {plural(num_ranks, 'rank')}, the loop {end}".replace("e+0", "e")
     if repeats > 1:
         case += f"; {repeats} searches"
     return turns.row(case, loop, unit="CPU s" if num_ranks == 1 else "s")

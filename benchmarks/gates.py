@@ -1,15 +1,15 @@
 """Regression gates: counts and a seeded run's history against the committed baseline (benchmarks/baseline.json).
 
     python -m benchmarks.gates [counts|history]             exit code 1 and a line for each regression
-    python -m benchmarks.gates ratios                       a report of speed beside the baseline, without a verdict
-    python -m benchmarks.gates [WHAT] --renew               measure again and write the baseline, on purpose
+    python -m benchmarks.gates ratios                       a report of speed next to the baseline, without a verdict
+    python -m benchmarks.gates [WHAT] --renew               measure again and write a new baseline
 
-A count, of FLOPs or bytes, depends on the code alone; it passes if it reaches 0.99 times the baseline. A ratio of CPU
+A count of FLOPs or bytes depends only on the code; it passes if it reaches 0.99 times the baseline. A ratio of CPU
 seconds is measured as in the benchmarks: ways take turns, and the median over the turns counts. It depends on the
-machine and on what else runs there, so nothing fails for it.
+machine and on what else runs there, so it cannot fail.
 
-The history is that of `bapo demo`, with one thread. Sums in another order, on another CPU, change its values by at most
-1e-6: measured with AVX-512, AVX2, SSE and MKL's compatible kernels.
+The history comes from `bapo demo` with one thread. Other CPUs add in another order, which changes its values by at most
+1e-6 (measured with AVX-512, AVX2, SSE and MKL's compatible kernels).
 """
 
 import argparse
@@ -23,11 +23,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.errors import plural
+
 BASELINE = Path(__file__).with_name("baseline.json")
 RENEW = "python -m benchmarks.gates --renew"
-LEAST = 0.99  # of the baseline's count
+LEAST = 0.99  # share of the baseline's count
 NUM_TURNS = 3
-NUM_MEASUREMENTS = 5  # of a renewal
+NUM_MEASUREMENTS = 5  # for each renewal
 NUM_STEPS = 10
 TOLERANCE = 1e-4
 METRICS = ("reward/mean", "loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm")
@@ -36,7 +38,7 @@ TIMEOUT_S = 900.0
 History = list[dict[str, float]]
 
 
-# Each returns "other / ours". The scripts are imported late: they import Megatron-Core.
+# Each function returns "other / ours". It imports its script late, because that imports Megatron-Core.
 
 
 def replies() -> float:
@@ -88,7 +90,7 @@ def balance() -> float:
     return balanced(MODEL, 20).row("", BY_TOKENS).ratio
 
 
-RATIOS: dict[str, Callable[[], float]] = {  # of CPU seconds
+RATIOS: dict[str, Callable[[], float]] = {  # ratios of CPU seconds
     "replies, against json and loops over tokens": replies,
     "search for bounds, against the literal loop": clip_bounds,
     "log-probs, time against whole logits": logprobs_time,
@@ -101,14 +103,14 @@ COUNTS: dict[str, Callable[[], float]] = {
 
 
 def check_count(name: str, found: float, baseline: float) -> str | None:
-    """Return the complaint if a count does not reach the baseline."""
+    """Return a complaint if a count does not reach the baseline."""
     if found >= LEAST * baseline:
         return None
     return f"{name}: {found:.3f}, but the baseline is {baseline:.3f}; if that is intended: {RENEW}"
 
 
 def run_history() -> History:
-    """Run the demo with its seed; return the metrics that are compared, by step."""
+    """Run the demo with its seed; return, by step, the metrics to compare."""
     with tempfile.TemporaryDirectory(prefix="history-") as folder:
         command = [sys.executable, "-m", "bapo_megatron", "demo", "run.name=history", f"run.dir={folder}"]
         command.append(f"train.num_steps={NUM_STEPS}")
@@ -120,7 +122,7 @@ def run_history() -> History:
 def check_history(history: History, baseline: History) -> list[str]:
     """Return a complaint for the first step that differs."""
     if len(history) != len(baseline):
-        return [f"history: {len(history)} steps instead of {len(baseline)}"]
+        return [f"history: {plural(len(history), 'step')} instead of {len(baseline)}"]
     for step, (found, expected) in enumerate(zip(history, baseline, strict=True), 1):
         differences = [
             f"{metric} is {found[metric]:.8g} instead of {value:.8g}"
@@ -141,7 +143,7 @@ def measure_ratios() -> dict[str, float]:
 
 
 def renew(what: str) -> None:
-    """Measure all, or one part, and write the baseline."""
+    """Measure all parts, or one, and write the baseline."""
     from benchmarks.__main__ import machine, versions
 
     baseline = json.loads(BASELINE.read_text())
@@ -155,7 +157,7 @@ def renew(what: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 1 after a regression."""
+    """Run the gates and return the exit code, which is 1 after a regression."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("all", "ratios", "counts", "history"), default="all")
     parser.add_argument("--renew", action="store_true", help="write the baseline")

@@ -1,4 +1,4 @@
-"""One optimizer update of a learner at real sizes, with random weights: time, FLOPs, and memory beside the plan.
+"""One optimizer update of a learner at real sizes, with random weights: time, FLOPs, and memory next to the plan.
 
     python benchmarks/gpu_step.py --model 1.5b                       every variant at 16k tokens, about 20 s each
     python benchmarks/gpu_step.py --model 7b-half --variants local te --length 8192 --profile
@@ -6,12 +6,12 @@
     python benchmarks/gpu_step.py --model 1.5b --variants --transfers    export, broadcast and snapshot of the weights
 
 An update is one packed micro-batch of sequences of one length: forward, GRPO's loss, backward, Adam, in MegatronLearner
-as a run builds it. Weights are filled on the device: no checkpoint is read. Seconds are medians, by CUDA's events on a
-GPU and by the wall clock on a CPU. FLOPs are those of preflight/work.py, recomputation included; planned memory is that
-of preflight/memory.py without the assumed context of CUDA and NCCL.
+as a run builds it. Weights are filled on the device; no checkpoint is read. Seconds are medians, measured with CUDA
+events on a GPU and with the wall clock on a CPU. preflight/work.py computes the FLOPs, including recomputation;
+preflight/memory.py plans the memory, here without the assumed context of CUDA and NCCL.
 
---output FILE keeps the rows, and a variant that is in it is not measured again; --seconds ends in time, with exit code
-75 where some are left. A variant that this machine cannot run is named in one line, and the rest goes on.
+--output FILE keeps the rows, and skips variants whose rows it already has. --seconds ends in time, with exit code 75 if
+some variants are left. If this machine cannot run a variant, one line says so, and the others run.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.files import write_atomically
 
-os.environ |= trainer_variables({})  # before torch
+os.environ |= trainer_variables({})  # before torch is imported
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ UNFINISHED = 75
 TRANSFERS = "transfers"
 BUCKET_BYTES = 512 * 2**20
 BOUNDS = ClipBounds(low=0.8, high=1.2, positive_share=0.5, saturated=False, num_moves=0)
-SPREAD = 0.02  # of random weights, as models are initialised
+SPREAD = 0.02  # standard deviation of random weights, as models are initialised
 
 _QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131_072}
 _SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
@@ -66,7 +66,7 @@ _1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": _QWEN2 | _SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "1.5b": _QWEN2 | _1_5B | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "7b-half": KNOWN_MODELS["Qwen2.5-Math-7B-64k"] | {"num_hidden_layers": 14},  # whole layers, half as many
+    "7b-half": KNOWN_MODELS["Qwen2.5-Math-7B-64k"] | {"num_hidden_layers": 14},  # half of the layers, at full size
 }
 
 _TE = ("model.implementation=transformer_engine",)
@@ -127,7 +127,7 @@ def fill_at_random(
     path: Path,
     fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
 ) -> None:
-    """Stand in for `load_weights`: matrices at random, norms 1, biases 0."""
+    """Stand in for `load_weights`: fill matrices at random, norms with 1, biases with 0."""
     for name, parameter in model.named_parameters():
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if parameter.dim() > 1:
@@ -152,7 +152,7 @@ def learner_of(config: Config, hf_config: dict[str, Any]) -> Iterator[MegatronLe
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Measure one call: by CUDA's events on a GPU, else by the wall clock."""
+    """Measure one call, with CUDA events on a GPU and with the wall clock elsewhere."""
     if not torch.cuda.is_available():
         start_s = time.perf_counter()
         call()
@@ -167,7 +167,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def peak_flops(dtype: str) -> float | None:
-    """Return this GPU's rate by its data sheet; None for a CPU or an unknown GPU."""
+    """Return this GPU's rate from its data sheet, or None for a CPU or an unknown GPU."""
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     return next((gpu.flops(dtype) for key, gpu in GPUS.items() if key in name), None)
 
@@ -179,7 +179,7 @@ def measure(config: Config, hf_config: dict[str, Any], tokens: StepTokens, num_t
         batch = make_batch(tokens, shape.vocab_size)
         minibatch = one_minibatch(batch, max_tokens=tokens.total, share=learner.share)
         update = partial(learner.step, minibatch, BOUNDS)
-        update()  # makes Adam's state, compiles kernels
+        update()  # creates Adam's state and compiles kernels
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         seconds = [seconds_of(update) for _ in range(num_turns)]
@@ -212,7 +212,7 @@ def print_profile(update: Callable[[], object]) -> None:
 
 
 def measure_transfers(config: Config, hf_config: dict[str, Any], num_turns: int) -> dict[str, Any]:
-    """Measure how fast weights leave the learner, pass through a group of one rank, and are copied for a snapshot."""
+    """Time exporting the weights, broadcasting them in a group of one rank, and copying them for a snapshot."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     bucket = torch.zeros(BUCKET_BYTES if torch.cuda.is_available() else 2**20, dtype=torch.uint8, device=device())
     with learner_of(config, hf_config) as learner:
@@ -246,7 +246,7 @@ def measure_transfers(config: Config, hf_config: dict[str, Any], num_turns: int)
 
 
 class Rows:
-    """Measured rows by name, kept in a file after each."""
+    """Measured rows by name, saved to a file after each row."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -269,7 +269,7 @@ def row_of(name: str, options: argparse.Namespace, tokens: StepTokens) -> dict[s
         if name == TRANSFERS:
             return measure_transfers(config, hf_config, options.turns)
         return measure(config, hf_config, tokens, options.turns, options.profile)
-    except Exception as error:  # of any library: the next variant may run
+    except Exception as error:  # any library may raise it, and the next variant may still run
         return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
     finally:
         gc.collect()
@@ -281,14 +281,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="1.5b")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[*VARIANTS], metavar="NAME")
-    parser.add_argument("--tokens", type=int, default=16_384, help="of the pack")
-    parser.add_argument("--length", type=int, default=2048, help="of each sequence, a quarter of it the prompt")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of the pack")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of each sequence, a quarter of them prompt")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="print the operators that take longest")
-    parser.add_argument("--transfers", action="store_true", help="measure the ways out of the learner too")
-    parser.add_argument("--output", type=Path, help="file of rows")
+    parser.add_argument("--transfers", action="store_true", help="also measure export, broadcast and snapshot")
+    parser.add_argument("--output", type=Path, help="file for the rows")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no variant that would end later")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="for every variant")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for every variant")
     options = parser.parse_intermixed_args()
     began_s, longest_s = time.monotonic(), 0.0
     prompt = options.length // 4

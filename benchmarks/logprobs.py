@@ -1,16 +1,16 @@
-"""Log-probs and entropies from hidden states: ours against full logits, time and peak of memory.
+"""Log-probs and entropies from hidden states, ours against full logits: time and peak memory.
 
     python -m benchmarks.logprobs [--quick]
     python -m benchmarks.logprobs time --size 7b --device cuda --backend both --output rows.json
                                     torch's and Triton's chunks on a GPU, in bfloat16, with errors against float64
 
-Ways: ours (`algorithms/logprobs.py`, in chunks of rows, logits computed again in the backward pass); Hugging Face's
-(whole logits, log_softmax, gather, the entropy of log_softmax); verl's functions for whole logits; Megatron-Core's
-vocabulary-parallel cross-entropy on one rank, which has no entropy, against ours without. Each makes log-probs and
-their gradients, which must agree. Times on a CPU are CPU seconds, forward and backward.
+The ways are ours (`algorithms/logprobs.py`, in chunks of rows, with logits recomputed in the backward pass); Hugging
+Face's (whole logits, log_softmax, gather, the entropy of log_softmax); verl's functions for whole logits; and
+Megatron-Core's vocabulary-parallel cross-entropy on one rank, which has no entropy, against ours without entropy. Each
+computes log-probs and their gradients, which must agree. Times on a CPU are CPU seconds, forward and backward.
 
-Memory is the growth of this process's resident set over what it held before the call, its peak as Linux counts it
-(/proc/self/status), gradients included; each measurement runs in a process of its own.
+Memory is the growth of this process's resident set during the call, at its peak, as Linux counts it
+(/proc/self/status), including gradients; each measurement runs in its own process.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from benchmarks.side_by_side import MIB, LeftOut, Rows, Turns, main, resident_by
 HIDDEN_SIZE = 64  # small, so that the gradients of hidden states and weights do not hide the cost of logits
 CHUNK_TOKENS = (256, 1024, 4096)  # on a GPU
 NUM_RUNS = 5
-GPU_HIDDEN_SIZE = 3584  # of a 7B model, for matrix products as in training
-# Tokens, vocabulary and hidden size of one rank: whole models, and one of eight tensor ranks of Qwen3-32B.
+GPU_HIDDEN_SIZE = 3584  # as in a 7B model, for matrix products as in training
+# Tokens, vocabulary and hidden size per rank: for whole models, and for one of eight tensor ranks of Qwen3-32B.
 SIZES = {
     "tiny": (64, 512, 32),
     "1.5b": (8192, 151_936, 1536),
@@ -94,7 +94,7 @@ PAIRS = ((OURS, HUGGING_FACE), (OURS, VERL), (NO_ENTROPY, MEGATRON))
 def inputs(
     num_tokens: int, vocab_size: int, device: str = "cpu", hidden_size: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make inputs, float32 on a CPU, bfloat16 on a GPU; the spread of logits does not depend on the hidden size."""
+    """Make inputs: float32 on a CPU, bfloat16 on a GPU. The spread of logits does not depend on the hidden size."""
     default, dtype = (GPU_HIDDEN_SIZE, torch.bfloat16) if device == "cuda" else (HIDDEN_SIZE, torch.float32)
     size = hidden_size or default
     generator = torch.Generator().manual_seed(0)
@@ -115,7 +115,7 @@ def run(way: Way, hidden_RH: Tensor, weight_VH: Tensor, targets_R: Tensor) -> tu
 
 
 def now(tensor: Tensor) -> float:
-    """Return CPU seconds of this process, or on a GPU the clock once it is idle."""
+    """Return the CPU seconds of this process or, on a GPU, wait until it is idle and return the clock."""
     if not tensor.is_cuda:
         return time.process_time()
     torch.cuda.synchronize()
@@ -163,11 +163,11 @@ def memory_turns(names: list[str], num_tokens: int, vocab_size: int, num_turns: 
 
 
 def measure_memory(way: str, num_tokens: int, vocab_size: int) -> None:
-    """Print the peak over the inputs, in bytes. Runs in its own process: a peak cannot be reset."""
+    """Print the peak above the inputs, in bytes. Run it in its own process: a peak cannot be reset."""
     if way == MEGATRON:
         start_one_rank()
     tensors = inputs(num_tokens, vocab_size)
-    run(WAYS[way], *inputs(8, 64))  # exclude libraries and threads that the first call loads
+    run(WAYS[way], *inputs(8, 64))  # so that libraries and threads that the first call loads do not count
     before = resident_bytes("VmRSS")
     run(WAYS[way], *tensors)
     print(resident_bytes("VmHWM") - before)
@@ -183,7 +183,7 @@ def chunked_ways(title: str, **options: Any) -> dict[str, Way]:
 def timing(
     num_tokens: int, vocab_size: int, device: str, ways: dict[str, Way], hidden_size: int | None
 ) -> dict[str, Any]:
-    """Print a line for each way; return them as numbers. Bytes are the growth over the inputs, on a GPU only."""
+    """Print a line for each way, and return its numbers. Bytes are the growth above the inputs, on a GPU only."""
     hidden_RH, weight_VH, targets_R = inputs(num_tokens, vocab_size, device, hidden_size)
     exact = [x.detach().double().requires_grad_() for x in (hidden_RH, weight_VH)]
     exact_R, _, _ = run(hugging_face, exact[0], exact[1], targets_R)
@@ -218,7 +218,7 @@ def timing(
 
 
 def reset_peak() -> int:
-    """Forget the peak of the GPU's memory; return the bytes in use."""
+    """Reset the GPU's peak memory; return the bytes in use."""
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 

@@ -1,13 +1,12 @@
-"""Packed sequences against padded ones in the same learner, and shares of data ranks balanced by FLOPs.
+"""Packed sequences against padded ones in the same learner, and balancing data ranks by FLOPs.
 
     python -m benchmarks.packing [--quick]
 
-Padding: a BAPO update of the demo model, with sequences packed one after the other, against the same update with each
-sequence filled up to the longest of the batch by tokens that no loss counts. Both must have the same loss. Times are
-CPU seconds.
+Padding: a BAPO update of the demo model with packed sequences, against the same update with each sequence padded to the
+longest one in the batch by tokens that the loss ignores. Both must have the same loss. Times are CPU seconds.
 
-Balance: the FLOPs of the costliest of eight data ranks, which all others wait for: sequences dealt in turn, or to the
-rank with the fewest tokens, against the plan of buffer/packing.py. Computed, not timed.
+Balance: the FLOPs of the costliest of eight data ranks, for which all others wait. Sequences are dealt in turn, or to
+the rank with the fewest tokens, against the plan in buffer/packing.py. Computed, not timed.
 """
 
 import os
@@ -37,7 +36,7 @@ MAX_TOKENS = 65_536
 
 
 def padded(batch: Batch) -> Batch:
-    """Fill every sequence up to the longest, by tokens outside the mask."""
+    """Pad every sequence to the longest one, with tokens outside the mask."""
     longest = int(batch.seq_lens_S.max())
     lens = batch.seq_lens_S.tolist()
 
@@ -56,7 +55,7 @@ def padded(batch: Batch) -> Batch:
 
 
 def padding_turns(case: Case, num_turns: int) -> Turns:
-    config = make_config("bapo", case, lr=1e-12)  # both ways update one learner, whose weights stay as they are
+    config = make_config("bapo", case, lr=1e-12)  # both ways update one learner, and must not change its weights
     learner = MegatronLearner(config, demo_model_path())
     batch = case.batch(learner.shape.vocab_size)
     ways = {"packed": update_of(learner, batch), PADDED: update_of(learner, padded(batch))}
@@ -66,7 +65,7 @@ def padding_turns(case: Case, num_turns: int) -> Turns:
 
 
 def balanced(model: str, num_draws: int) -> Turns:
-    """Compute the FLOPs of the costliest rank for batches of 256 long-tailed responses."""
+    """Compute the costliest rank's FLOPs for batches of 256 long-tailed responses."""
     share = Share(data_size=NUM_RANKS, pair_cost=model_shape(KNOWN_MODELS[model]).pair_cost)
     plans: dict[str, Callable[[list[int]], list[list[int]]]] = {
         "balanced by FLOPs": lambda lens: [list(chain(*bins)) for bins in balanced_shares(lens, share, MAX_TOKENS)],
@@ -86,7 +85,7 @@ def balanced(model: str, num_draws: int) -> Turns:
 
 
 def rows(quick: bool) -> Rows:
-    """Compare time with padding, then the balance."""
+    """Compare the time with padding, then the balance."""
     for responses in ((8, 48), (2, 116)):
         case = Case(f"responses of {responses[0]} to {responses[1]} tokens", "demo", 64, 12, responses, 8192)
         turns = padding_turns(case, 5 if quick else 15)

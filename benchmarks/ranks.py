@@ -1,4 +1,4 @@
-"""Processes of this machine that form one gloo group and do a piece of work together whenever they are called."""
+"""Local processes that form one gloo group and do a piece of work together whenever they are called."""
 
 import multiprocessing as mp
 import os
@@ -19,13 +19,13 @@ _SLOW_IMPORTS = ("torch.distributed", "transformers", "bapo_megatron.learner.meg
 
 
 class RankError(Exception):
-    """A rank failed; the message is its traceback."""
+    """A failure of a rank; the message is its traceback."""
 
 
 class Ranks:
     """A group of ranks: `with Ranks(4, prepare, folder) as work: work(x)` is `prepare(folder)(x)` on each of them.
 
-    `prepare` is a function of a module. It runs once on each rank, with the variables that torchrun sets.
+    `prepare` must be a module-level function. It runs once on each rank, with the variables that torchrun sets.
     """
 
     def __init__(self, num_ranks: int, prepare: Callable[..., Callable[..., Any]], *args: Any) -> None:
@@ -52,7 +52,7 @@ class Ranks:
         return self._first_reply()
 
     def _first_reply(self) -> Any:
-        """Wait for all ranks, or for the first that fails."""
+        """Wait for all ranks, or for the first one that fails."""
         replies: dict[Connection, Any] = {}
         while len(replies) < len(self._pipes):
             ready = wait([pipe for pipe in self._pipes if pipe not in replies], TIMEOUT_S)
@@ -94,5 +94,5 @@ def _serve(
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
-        with suppress(BrokenPipeError):  # another rank's failure has been reported
+        with suppress(BrokenPipeError):  # another rank's failure was already reported
             pipe.send((traceback.format_exc(), None))

@@ -1,9 +1,9 @@
-"""Replies through the client of an engine: decoded, checked and handed over as samples, against plain Python.
+"""Replies in the client of an engine: decoded, checked and turned into samples, against plain Python.
 
     python -m benchmarks.replies [--quick]
 
-The bytes are what SGLang answers to /generate with log-probs. The plain way, json and loops over tokens, is the oracle
-of tests/unit/test_replies.py. Both must hand over the same samples. Times are CPU seconds.
+The bytes are what SGLang answers to /generate with log-probs. The plain way, with json and loops over tokens, is the
+oracle of tests/unit/test_replies.py. Both must return the same samples. Times are CPU seconds.
 """
 
 import json
@@ -30,7 +30,7 @@ PROMPT = Prompt(0, (1, 2, 3), "", "", "random")
 
 
 def call(num_replies: int, num_tokens: int) -> tuple[list[GenerateRequest], bytes]:
-    """Return the requests of one call and the body of its reply: two weight versions in each response."""
+    """Return the requests of one call and the body of its reply, with two weight versions in each response."""
     rng = np.random.default_rng(0)
     requests, replies = [], []
     for i in range(num_replies):

@@ -1,16 +1,16 @@
-"""Synchronous, partial, over-sampled and overlapped rollouts of one engine, side by side in one run, and their bounds.
+"""Synchronous, partial, over-sampled and overlapped rollouts with one engine, side by side, and their bounds.
 
     python -m benchmarks.rollout [--quick]
 
-One embedded engine process, the scheduler and the weight channel are the real ones. Three things are made up: response
-lengths are drawn from a long-tailed (log-normal) distribution, the same for every mode, and imposed on the engine's
-answers; prompts are random tokens of one length; and an optimizer step is a wait of a stated length that leaves the CPU
-to the engine, as a trainer on other devices would. Weights are really pushed after it.
+The embedded engine process, the scheduler and the weight channel are real. Three things are simulated: response lengths
+are drawn from a long-tailed (log-normal) distribution, the same for every mode, and imposed on the engine's answers;
+prompts are random tokens of one length; and an optimizer step is a wait that leaves the CPU to the engine, as a trainer
+on other devices would. It is followed by a real push of weights.
 
-The bound beside it is derived in rollout_bound.py. Training takes half of the synchronous rollout. Modes take turns,
-and each is compared with the synchronous turn before it. The rows are of a step's time; the tables of each turn are on
-the screen. Tokens of a few steps vary with their random lengths and the buffer; steps do not. Every trained response
-must have the length that the workload gives it.
+rollout_bound.py derives the bound next to each row. Training takes half as long as the synchronous rollout. Modes take
+turns, and each is compared with the synchronous turn before it. The rows give the time of a step; the tables of all
+turns are printed. The tokens of a few steps vary with their random lengths and the buffer; the number of steps does
+not. Every trained response must have the length that the workload gives it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from benchmarks.side_by_side import Rows, Turns, main
 TIMEOUT_S = 300.0
 VOCAB_SIZE = 128
 NUM_CALIBRATIONS = 3
-NUM_BOUND_STEPS = 32  # whose lengths the bound is taken over
-MAX_STALENESS = 8  # of the overlapped mode, in steps: a response of full length lasts several of them
+NUM_BOUND_STEPS = 32  # number of steps from whose lengths the bound is computed
+MAX_STALENESS = 8  # for the overlapped mode, in steps: a response of full length takes several of them
 
 
 class PlannedEngine(HttpEngine):
-    """The real engine, except that a response ends ("stop") at the length the workload gives it."""
+    """The real engine, except that a response ends ("stop") at the length that the workload gives it."""
 
     def __init__(self, url: str, workload: Workload) -> None:
         super().__init__(url, request_timeout_s=TIMEOUT_S, vocab_size=VOCAB_SIZE)
@@ -144,12 +144,12 @@ def engine_process(folder: Path, workload: Workload) -> Iterator[tuple[str, int]
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds used by a process's threads, to the nanosecond (Linux, proc(5))."""
+    """Return the CPU seconds that a process's threads have used, with a resolution of 1 ns (Linux, proc(5))."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 async def measure_cost(engine: HttpEngine, pid: int, workload: Workload) -> StepCost:
-    """Time decode steps alone: a call for many tokens less a call for one, which has the same prefill."""
+    """Time decode steps alone: a call for many tokens minus a call for one, which has the same prefill."""
     rows = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n < workload.slots] + [workload.slots]
     contexts = [workload.prompt_tokens, workload.max_response_tokens]
 
@@ -181,20 +181,20 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(slots=True)
 class Measured:
-    """Some steps of one mode in steady state. Seconds of wall time; tokens of responses."""
+    """Some steps of one mode in steady state, in seconds of wall time and response tokens."""
 
     num_steps: int = 0
     wall_s: float = 0.0
-    idle_s: float = 0.0  # the trainer waited for its batch
+    idle_s: float = 0.0  # how long the trainer waited for its batch
     train_s: float = 0.0
     engine_cpu_s: float = 0.0
     generated_tokens: int = 0
     trained_tokens: int = 0
-    ages: list[int] = field(default_factory=list)  # of trained tokens, in optimizer updates
+    ages: list[int] = field(default_factory=list)  # ages of trained tokens, in optimizer updates
 
 
 class ModeRun:
-    """One mode's training loop, which takes turns with the others and continues after its last turn."""
+    """One mode's training loop. It takes turns with the other modes, and each turn continues the last one."""
 
     def __init__(self, mode: str, bench: Bench) -> None:
         w = bench.workload
@@ -218,9 +218,9 @@ class ModeRun:
         self._version = 0
 
     def turn(self, num_steps: int, *, train_s: Callable[[float], float], num_warmup: int = 1) -> Measured:
-        """Run steps of batch, optimizer step and push, not counting the first ones, which refill the slots.
+        """Run steps (batch, optimizer step, push); do not count the first ones, which refill the slots.
 
-        `train_s` maps a batch's duration to that of its optimizer step.
+        `train_s` maps the duration of a batch to the duration of its optimizer step.
         """
         bench, tokens = self._bench, self._scheduler.ledger.num_tokens
         bench.push(self._version)
@@ -283,11 +283,11 @@ class Bench:
 
 @dataclass(frozen=True)
 class Plan:
-    """A workload, and the numbers of turns and steps that it is measured for."""
+    """A workload, with the numbers of turns and steps to measure."""
 
     workload: Workload
     num_turns: int
-    num_steps: int  # of a turn that count; one more comes before them
+    num_steps: int  # counted steps per turn; one more comes before them
     num_warmup: int  # steps before the first turn
 
 
@@ -297,7 +297,7 @@ QUICK_PLAN = Plan(Workload(prompts_per_step=4, max_response_tokens=128, median_t
 
 
 def rows(quick: bool) -> Rows:
-    """Compare a step of each mode with a synchronous one."""
+    """Compare a step of each mode with a synchronous step."""
     plan = QUICK_PLAN if quick else PLAN
     with tempfile.TemporaryDirectory() as folder:
         weights = save_model(Path(folder), plan.workload.max_context)
@@ -312,11 +312,11 @@ def rows(quick: bool) -> Rows:
 
 
 def compare(bench: Bench, plan: Plan) -> tuple[Turns, Bound]:
-    """Print a table for each turn; return the seconds of a step, and the bound."""
+    """Print a table for each turn; return the seconds per step, and the bound."""
     w = bench.workload
     lengths = w.lengths(500)
     print(
-        f"{w.prompts_per_step} prompts x {w.samples_per_prompt} responses a step, {w.slots} slots; response tokens: "
+        f"{w.prompts_per_step} prompts x {w.samples_per_prompt} responses per step, {w.slots} slots; response tokens: "
         f"median {statistics.median(lengths):.0f}, mean {statistics.fmean(lengths):.0f}, at most {max(lengths)} "
         f"(log-normal, sigma {w.sigma:g})"
     )
@@ -333,7 +333,7 @@ def compare(bench: Bench, plan: Plan) -> tuple[Turns, Bound]:
     for _ in range(plan.num_turns):
         first = runs[SYNCHRONOUS].turn(plan.num_steps, train_s=lambda waited_s: TRAIN_SHARE * waited_s)
         train_s = first.train_s / plan.num_steps
-        print(f"training takes {train_s:.2f} s a step: {TRAIN_SHARE:g} x the rollout of a synchronous step")
+        print(f"training takes {train_s:.2f} s per step: {TRAIN_SHARE:g} x the rollout of a synchronous step")
         print_header()
         for mode, run in runs.items():
             is_first = mode == SYNCHRONOUS
@@ -364,7 +364,7 @@ def print_header() -> None:
 
 
 def print_row(mode: str, runs: Sequence[Measured], baseline: Sequence[Measured], theory: Bound) -> None:
-    """Print one mode's tokens per second, their ratio to the same turn's `baseline`, the trainer's idle share, ages."""
+    """Print a mode's tokens per second, their ratio to `baseline` in the same turn, the trainer's idle share, ages."""
     generated = [r.generated_tokens / r.wall_s for r in runs]
     trained = [r.trained_tokens / r.wall_s for r in runs]
     ages = [age for r in runs for age in r.ages]

@@ -1,13 +1,13 @@
-"""An update on 1, 2 and 4 data ranks, and the same number of tokens in longer sequences.
+"""An update on 1, 2 and 4 data ranks, and an update with the same number of tokens in longer sequences.
 
     python -m benchmarks.scaling [--quick]
 
-Ranks: the same BAPO update of a model of 256 x 4 layers, shared by ranks of one thread each, all on this machine; each
-number of ranks is a group of processes of its own, and all have the same loss. More ranks than cores gain nothing.
+Ranks: the same BAPO update of a model of 256 x 4 layers, shared by ranks with one thread each on this machine. Each
+number of ranks has its own group of processes, and all must have the same loss. More ranks than cores gain nothing.
 Times are seconds.
 
-Length: a supervised update of as many tokens in longer sequences as in sequences of 128; attention grows with the
-length. Other tokens follow each other, so losses differ. Times are CPU seconds.
+Length: a supervised update in longer sequences, with as many tokens as in sequences of 128; the cost of attention grows
+with the length. Each token follows different ones, so losses differ. Times are CPU seconds.
 """
 
 import tempfile

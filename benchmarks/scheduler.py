@@ -1,14 +1,14 @@
-"""CPU time of the scheduler per response, with more and more responses active, against one that loops over all of them.
+"""The scheduler's CPU time per response, with more and more active responses, against one that loops over all of them.
 
     python -m benchmarks.scheduler [--quick]
 
-The real scheduler, overlapped, on a clock that jumps, with engines that answer when a response's time has come: no
-model, no network. Lengths are drawn from a long-tailed distribution. A step trains as many groups in every case: only
-the number of active responses differs, and a fifth of these wait for a slot. The other way is
-tests/unit/plain_scheduler.py; both must train the same.
+The real scheduler runs overlapped on a clock that jumps, with engines that answer when a response's time has come;
+there is no model and no network. Lengths are drawn from a long-tailed distribution. A step trains equally many groups
+in every case: only the number of active responses differs, and a fifth of these wait for a slot. The other way is
+tests/unit/plain_scheduler.py; both must train the same responses.
 
-Ours is measured once as many responses are trained as are active; the other way, which would take minutes until then,
-at the beginning. Python's garbage collector visits every object in flight, whoever made it: its part is named.
+Ours is measured once as many responses are trained as are active. The other way would take minutes to get there, so it
+is measured at the beginning. Python's garbage collector visits every live object, so its share is shown separately.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ SAMPLES_PER_PROMPT = 10
 PROMPTS_PER_STEP = 5
 NUM_ENGINES = 4
 TOKENS_PER_S = 2.0
-NUM_WARMUP = 10  # steps that are not counted, at least
+NUM_WARMUP = 10  # at least this many steps are not counted
 NUM_STEPS = 200
 NUM_PLAIN_STEPS = 10
 PLAIN = "loops over all"
 
 
 class ClockEngine:
-    """An engine whose responses grow side by side, at about the same speed."""
+    """An engine whose responses grow concurrently, at about the same speed."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -57,7 +57,7 @@ class ClockEngine:
     async def _sample(self, request: GenerateRequest) -> GenerateResult:
         rng, version = random.Random(request.seed), self.version
         num_tokens = min(32, 1 + int(rng.lognormvariate(1.0, 0.8)))
-        await asyncio.sleep(num_tokens * rng.uniform(0.8, 1.2) / TOKENS_PER_S)  # or all would answer in lockstep
+        await asyncio.sleep(num_tokens * rng.uniform(0.8, 1.2) / TOKENS_PER_S)  # otherwise all answer in lockstep
         span = VersionSpan(version, 0, num_tokens)
         return GenerateResult(request.rid, (1,) * num_tokens, (-1.0,) * num_tokens, (span,), "stop", 3, 0)
 
@@ -67,16 +67,16 @@ class ClockEngine:
 
 @dataclass(slots=True)
 class Cost:
-    """What some steps cost."""
+    """The cost of some steps."""
 
-    cpu_s: float  # for each response that ended
-    collector_s: float  # of these, in Python's garbage collector
+    cpu_s: float  # CPU seconds per response that ended
+    collector_s: float  # the part of them spent in Python's garbage collector
     trained: list[str]  # ids of all responses that were trained, in order
 
 
 @contextmanager
 def collector_time() -> Iterator[list[float]]:
-    """Yield a list that gets the CPU seconds of each garbage collection."""
+    """Yield a list to which each garbage collection adds its CPU seconds."""
     found: list[float] = []
     start_s = 0.0
 
@@ -95,7 +95,7 @@ def collector_time() -> Iterator[list[float]]:
 
 
 async def measure(num_active: int, num_warmup: int, num_steps: int, *, is_plain: bool) -> Cost:
-    """Return the cost of steps after `num_warmup`."""
+    """Return the cost of the steps after the first `num_warmup`."""
     num_groups = num_active // SAMPLES_PER_PROMPT
     config = RolloutConfig(
         prompts_per_step=PROMPTS_PER_STEP,
@@ -141,21 +141,21 @@ async def measure(num_active: int, num_warmup: int, num_steps: int, *, is_plain:
 
 
 def rows(quick: bool) -> Rows:
-    """Compare the CPU time of a response with a plain scheduler, by the number of those that are active."""
+    """Compare the CPU time per response with a plain scheduler's, for several numbers of active responses."""
     ours: dict[int, list[Cost]] = {num_active: [] for num_active in NUM_ACTIVE}
     amounts: dict[int, dict[str, list[float]]] = {n: {"ours": [], PLAIN: []} for n in NUM_ACTIVE}
-    with starting():  # as a rank does: the garbage collector has its settings
+    with starting():  # sets up the garbage collector as on a rank
         pass
     load_before = os.getloadavg()[0]
     for _ in range(1 if quick else 5):
-        for num_active, costs in ours.items():  # by turns: the machine's speed changes with the minutes
+        for num_active, costs in ours.items():  # take turns, because the machine's speed changes within minutes
             num_warmup = max(NUM_WARMUP, num_active // (PROMPTS_PER_STEP * SAMPLES_PER_PROMPT))
             costs.append(run_on_clock(measure(num_active, num_warmup, NUM_STEPS, is_plain=False)))
             plain = run_on_clock(measure(num_active, NUM_WARMUP, NUM_PLAIN_STEPS, is_plain=True))
             amounts[num_active]["ours"].append(costs[-1].cpu_s * 1e6)
             amounts[num_active][PLAIN].append(plain.cpu_s * 1e6)
             if costs[-1].trained[: len(plain.trained)] != plain.trained:
-                raise DisagreementError(f"with {num_active} active responses, other ones are trained")
+                raise DisagreementError(f"with {num_active} active responses, the two schedulers train different ones")
     for num_active, of_case in amounts.items():
         yield Turns(of_case, load_before, os.getloadavg()[0]).row(f"{num_active:,} active", PLAIN, unit="CPU us")
     for what, costs_s in {
@@ -167,7 +167,7 @@ def rows(quick: bool) -> Rows:
         growth = sorted(last / first for first, last in pairs)
         print(
             f"CPU us of a response{what}: {figures}; the last takes {statistics.median(growth):.2f} x as long as the "
-            f"first ({growth[0]:.2f} to {growth[-1]:.2f}, by turns)"
+            f"first ({growth[0]:.2f} to {growth[-1]:.2f} over the turns)"
         )
 
 

@@ -1,8 +1,8 @@
-"""The common shape of the benchmarks: ways to do one piece of work take turns, and a row is the ratio of two of them.
+"""The common form of the benchmarks: ways to do one piece of work take turns, and a row is the ratio of two of them.
 
-A script of this folder yields its rows from `rows(quick)` and ends with `main(__doc__, rows)`: `python -m benchmarks`
-and `python -m benchmarks.SCRIPT` measure the same. A ratio is "other / ours" within one turn, so that whatever else the
-machine does slows both sides down; above 1, ours is faster, or takes less memory.
+A script in this folder yields its rows from `rows(quick)` and ends with `main(__doc__, rows)`, so that
+`python -m benchmarks` and `python -m benchmarks.SCRIPT` measure the same. A ratio is "other / ours" within one turn, so
+that other work on the machine slows down both sides. Above 1, ours is faster or takes less memory.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class DisagreementError(Exception):
-    """Two ways that should do the same work had different results."""
+    """Two ways that should do the same work but had different results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Row:
     """The comparison of ours with one other way, in one case."""
 
     case: str
-    other: str  # the way that ours is compared with
-    unit: str  # of ours and theirs
+    other: str  # the way with which ours is compared
+    unit: str  # unit of `ours` and `theirs`
     ratio: float  # theirs / ours, median over the turns
     low: float  # lower end of the middle half of the turns
     high: float
     num_turns: int
     ours: float  # median
     theirs: float  # median
-    load_before: float  # load average of the last minute
+    load_before: float  # load average over the last minute
     load_after: float
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ TABLE_HEAD = "| case | against | ratio (middle half) | turns | ours | other | lo
 
 @dataclass(slots=True)
 class Turns:
-    """What each way took in each turn: seconds or bytes. The first way is ours."""
+    """What each way took in each turn, in seconds or bytes. The first way is ours."""
 
     amounts: dict[str, list[float]]
     load_before: float
@@ -103,10 +103,10 @@ def take_turns(
     """Time each way once per turn, in an order that reverses from turn to turn.
 
     Args:
-        ways: by name; ours is the first.
-        agree: gets each turn's results by way, and raises DisagreementError.
-        clock: seconds; default: the CPU seconds of this process, those of an idle machine whatever else runs on it.
-        warm_up: whether one more turn comes first, uncounted, which loads libraries and fills caches.
+        ways: the ways by name; ours is the first.
+        agree: gets each turn's results by way, and raises DisagreementError if they differ.
+        clock: returns seconds. The default is this process's CPU seconds, which other processes barely affect.
+        warm_up: whether to begin with one more turn, uncounted, which loads libraries and fills caches.
     """
     load_before = os.getloadavg()[0]
     amounts: dict[str, list[float]] = {name: [] for name in ways}
@@ -126,7 +126,7 @@ def take_turns(
 
 
 def same(tolerance: float = 0.0) -> Callable[[Mapping[str, Any]], None]:
-    """Make the check that all ways have the first one's result, numbers and tensors within a relative tolerance."""
+    """Return a check that all ways have the same result, with numbers and tensors within a relative tolerance."""
 
     def agree(results: Mapping[str, Any]) -> None:
         (first, expected), *others = results.items()
@@ -148,12 +148,12 @@ def _are_close(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def peak_allocated(work: Callable[[], object]) -> int:
-    """Return the largest sum of bytes that torch has allocated on the CPU in a call, over what it held before.
+    """Return the peak of the bytes that torch allocates on the CPU during a call, above what it held before.
 
-    Every allocation is recorded, so that neither other processes nor the system's own accounts matter.
+    Every allocation is recorded, so that neither other processes nor the system's own accounting matter.
     """
-    gc.collect()  # or what an earlier call has left may be freed in the middle, and its bytes missing from the peak
-    gc.disable()  # or the peak depends on when Python happens to collect
+    gc.collect()  # otherwise what an earlier call left may be freed midway, and be missing from the peak
+    gc.disable()  # otherwise the peak depends on when Python happens to collect
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             work()
@@ -178,7 +178,7 @@ def resident_bytes(which: str) -> int:
 
 
 def main(doc: str, rows: Callable[[bool], Rows], argv: Sequence[str] | None = None) -> None:
-    """Run a script's comparisons on the command line: a table on the screen, and JSON in a file."""
+    """Run a script's comparisons from the command line; print a table and write JSON to a file."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small cases and few turns: a minute")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="file for the rows")

@@ -1,10 +1,10 @@
-"""Soak: a long run of the demo under seeded random faults, sampled every few seconds and judged at the end.
+"""Soak test: a long run of the demo under seeded random faults, sampled every few seconds and judged at the end.
 
     plan_faults(seed) -> Soak: launch, sample, strike, resume -> samples.csv, outcome.json -> soak_verdict.py
 
-Sampling overlaps training, with a bound on staleness; two engines; judges in processes of their own. Faults kill, stop
-or hang an engine, kill a judge, and end the run by three routes, after which the same command resumes it. Faults that
-end the run fall into its first half, and none falls into its last fifth, so that processes of each kind live long.
+Sampling overlaps training with bounded staleness, two engines, and judges in their own processes. Faults kill, stop or
+hang an engine, kill a judge, and end the run in three ways, after which the same command resumes it. Faults that end
+the run come in its first half, and no fault comes in its last fifth, so that processes of each kind live long.
 
     python -m benchmarks.soak FOLDER [--num-steps 2000] [--faults-per-kind 4] [--seed 0] [key=value ...]
 """
@@ -42,10 +42,10 @@ from benchmarks.soak_verdict import (
 
 SAMPLE_INTERVAL_S = 5.0
 POLL_S = 0.2
-STUCK_TIMEOUT_S = 600.0  # without a new step
-ORPHAN_TIMEOUT_S = 30.0  # from the launcher's end to that of all others
+STUCK_TIMEOUT_S = 600.0  # longest time without a new step
+ORPHAN_TIMEOUT_S = 30.0  # longest time by which a process may outlive the launcher
 STOP_S = (2.0, 10.0)
-MARK = "BAPO_SOAK"  # environment variable of every process of the run, also of one that lost its parent
+MARK = "BAPO_SOAK"  # environment variable of every process of the run, even if it has lost its parent
 
 SETTINGS = (
     "rollout.overlap=true",
@@ -75,7 +75,7 @@ WITHIN_RUN = (ENGINE_KILLED, ENGINE_STOPPED, ENGINE_HUNG, JUDGE_KILLED)
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """A fault to come. Example: Strike("engine killed", 120)"""
+    """A planned fault. Example: Strike("engine killed", 120)"""
 
     kind: str
     step: int
@@ -108,7 +108,7 @@ class Soak:
         self._orphans: list[str] = []
 
     def run(self) -> None:
-        """Train to the last step, whatever happens on the way. Raises RuntimeError if the run does not come back."""
+        """Train to the last step, whatever happens. Raises RuntimeError if the run does not recover."""
         with (self.folder / "samples.csv").open("w", newline="", buffering=1) as file:
             self._samples = csv.writer(file)
             self._samples.writerow(field.name for field in fields(Sample))
@@ -165,14 +165,14 @@ class Soak:
         return code
 
     def strike(self, root: psutil.Process, step: int) -> None:
-        """Do the next fault to a process of its kind, once there is one that works."""
+        """Apply the next fault to a process of its kind, once one works."""
         kind = self._strikes[0].kind
         victims = [
             (role, process) for role, process in processes_by_role(root) if role.split("-")[0] == kind.split()[0]
         ]
         if not victims:
             return
-        self._sample(root, step)  # all that run now, also if the next sample is late
+        self._sample(root, step)  # record all processes now, in case the next sample is late
         role, victim = self._rng.choice(victims)
         number = {ENGINE_STOPPED: signal.SIGSTOP, ENGINE_HUNG: signal.SIGSTOP, TERMINATED: signal.SIGTERM}
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -195,7 +195,7 @@ class Soak:
         return fault is not None and fault.kind in ENDING_RUN and fault.exit_code is None
 
     def _collect_orphans(self) -> None:
-        """Wait for all processes of the ended attempt; note and kill those that stay."""
+        """Wait for all processes of the ended attempt; note and kill any that remain."""
         self._to_continue.clear()
         deadline = time.monotonic() + ORPHAN_TIMEOUT_S
         while (left := marked_processes(self._mark)) and time.monotonic() < deadline:
@@ -268,7 +268,7 @@ def processes_by_role(root: psutil.Process) -> Iterator[tuple[str, psutil.Proces
 
 
 def role_of(process: psutil.Process, root: psutil.Process) -> str:
-    """Return a process's part in the run, by its command line."""
+    """Return a process's role in the run, judging by its command line."""
     command = " ".join(process.cmdline())
     if process == root:
         return "launcher"
@@ -280,7 +280,7 @@ def role_of(process: psutil.Process, root: psutil.Process) -> str:
 
 
 def usage_of(process: psutil.Process) -> tuple[int, int, int, float] | None:
-    """Return resident bytes, open descriptors, threads and CPU seconds; None if the process has ended."""
+    """Return resident bytes, open descriptors, threads and CPU seconds, or None if the process has ended."""
     try:
         with process.oneshot():
             cpu = process.cpu_times()
@@ -291,7 +291,7 @@ def usage_of(process: psutil.Process) -> tuple[int, int, int, float] | None:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """Return the processes of this machine that carry the run's mark, with or without a parent."""
+    """Return the processes on this machine that carry the run's mark, with or without a parent."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
@@ -301,7 +301,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder, while others write and delete there."""
+    """Return the number of bytes in all files below a folder, while other processes write and delete there."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -311,19 +311,19 @@ def folder_bytes(folder: Path) -> int:
 
 
 def latest_checkpoint(run_dir: Path) -> int:
-    """Return the step of the latest complete checkpoint; 0 if none."""
+    """Return the step of the latest complete checkpoint, or 0 if there is none."""
     latest = run_dir / "checkpoints" / "latest"
     return int(latest.read_text().removeprefix("step-")) if latest.exists() else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a soak and judge it. Returns 0 if every check holds, else 1."""
+    """Run a soak test and judge it. Returns 0 if every check holds, and 1 if not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num-steps", type=int, default=2000)
     parser.add_argument("--faults-per-kind", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("settings", nargs="*", help="more settings of the run, as key=value")
+    parser.add_argument("settings", nargs="*", help="more settings for the run, as key=value")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     strikes = plan_faults(options.num_steps, options.faults_per_kind, options.seed)

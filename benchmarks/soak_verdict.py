@@ -1,10 +1,10 @@
-"""The verdict on a soak, computed from its samples, its outcome and the run's metrics; and its figure.
+"""The verdict on a soak test, computed from its samples, its outcome and the run's metrics; and its figure.
 
-    python -m benchmarks.soak_verdict FOLDER        # also of a soak that is still running
+    python -m benchmarks.soak_verdict FOLDER        # also works while the soak test is running
 
 Memory, descriptors and threads of a process are fitted over the steps since its start, after a warm-up: the processes
-of a role share one slope, and each has a mean of its own. The time of a step depends on the load of the machine too, so
-that is fitted beside the steps.
+of a role share one slope, but each has its own mean. The time of a step also depends on the machine's load, so the fit
+includes both the steps and the load.
 """
 
 import csv
@@ -39,38 +39,38 @@ JUDGE_KILLED = "judge killed"
 RANK_KILLED, LAUNCHER_KILLED, TERMINATED = "rank killed", "launcher killed", "launcher terminated (SIGTERM)"
 ENDING_RUN = (RANK_KILLED, LAUNCHER_KILLED, TERMINATED)
 
-WARM_UP_STEPS = 500  # of a process, before it counts: the allocators of the ranks grow that long
-MIN_STEPS = 50  # of a process after the warm-up
+WARM_UP_STEPS = 500  # steps before a process counts: the ranks' allocators grow that long
+MIN_STEPS = 50  # fewest steps of a process after the warm-up
 MAX_MEMORY_GROWTH = 0.03  # share of a process's memory, per 1,000 steps
 MAX_COUNT_GROWTH = 2.0  # descriptors, or threads, of a process per 1,000 steps
 MAX_SLOWDOWN = 0.15  # share of the CPU time of a step, per 1,000 steps at the same load
-MAX_DISK_RATIO = 1.25  # bytes per step in the second half over those in the first
+MAX_DISK_RATIO = 1.25  # bytes per step in the second half / bytes per step in the first half
 _MIB = 1 << 20
 _BIN_STEPS = 25
-_POINTS = 120  # of one curve
+_POINTS = 120  # points per curve
 
 Column = NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class Fault:
-    """A fault that has happened, and the way back to work."""
+    """A fault that has happened, and the recovery from it."""
 
     kind: str
     step: int  # last recorded step at that moment
     elapsed_s: float
     role: str
-    exit_code: int | None = None  # of the launcher, if the fault ended the run
+    exit_code: int | None = None  # the launcher's, if the fault ended the run
     resumed_after_step: int | None = None
     recovered_after_s: float | None = None  # until a step beyond `step` was recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Course of a soak so far."""
+    """Course of a soak test so far."""
 
     num_steps: int
-    num_planned: int  # faults
+    num_planned: int  # number of planned faults
     num_attempts: int
     elapsed_s: float
     orphans: list[str]  # processes that outlived their attempt by half a minute
@@ -78,14 +78,14 @@ class Outcome:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read outcome.json, which a soak that is running keeps up to date."""
+        """Read outcome.json, which a running soak test keeps up to date."""
         loaded = json.loads((folder / "outcome.json").read_text())
         return cls(**loaded | {"faults": [Fault(**fault) for fault in loaded["faults"]]})
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One process at one moment, or (role "run") all of them."""
+    """One process at one moment, or, if its role is "run", all processes."""
 
     elapsed_s: float
     attempt: int
@@ -98,7 +98,7 @@ class Sample:
     cpu_s: float
     num_processes: int
     run_dir_bytes: int
-    load: float  # of the machine, mean number of runnable processes in the last minute
+    load: float  # the machine's mean number of runnable processes over the last minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ Life = list[Sample]
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Read samples.csv; the last line of a soak that is running may be torn, and is left out."""
+    """Read samples.csv. While the soak test is running, the last line may be torn; it is then left out."""
     with (folder / "samples.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if all(row.values())]
     return [
@@ -134,20 +134,20 @@ def lives(samples: Iterable[Sample]) -> dict[str, list[Life]]:
 
 
 def age(life: Life) -> Column:
-    """Return the steps that the run has made since the process's first sample."""
+    """Return how many steps the run has made since the process's first sample."""
     steps = np.array([s.step for s in life], dtype=float)
     return steps - steps.min()
 
 
 def shared_slope(curves: Sequence[tuple[Column, Column]]) -> float:
-    """Fit y = slope * x + a mean of each curve, by least squares. NaN if no curve extends in x."""
+    """Fit y = slope * x + one constant per curve, by least squares. Returns NaN if no curve extends in x."""
     centred = [(x - x.mean(), y - y.mean()) for x, y in curves]
     spread = sum(float(x @ x) for x, _ in centred)
     return sum(float(x @ y) for x, y in centred) / spread if spread else math.nan
 
 
 def warm(some_lives: Iterable[Life], value: Callable[[Sample], float]) -> list[tuple[Column, Column]]:
-    """Return age and value of each process after its warm-up; processes that ended before are left out."""
+    """Return age and value of each process after its warm-up; leave out processes that ended before."""
     curves = []
     for life in some_lives:
         x, y = age(life), np.array([value(s) for s in life], dtype=float)
@@ -158,7 +158,7 @@ def warm(some_lives: Iterable[Life], value: Callable[[Sample], float]) -> list[t
 
 
 def check_processes(by_role: dict[str, list[Life]]) -> Iterator[Check]:
-    """Check that memory, descriptors and threads of each role are level."""
+    """Check that memory, descriptors and threads of each role do not grow."""
     for role in sorted(by_role.keys() - {"run", "other"}):
         memory = warm(by_role[role], lambda s: s.rss_bytes / _MIB)
         if not memory:
@@ -185,7 +185,7 @@ def check_processes(by_role: dict[str, list[Life]]) -> Iterator[Check]:
 
 
 def check_disk(samples: Iterable[Sample]) -> Check:
-    """Check that the run's folder grows by the same number of bytes per step from beginning to end."""
+    """Check that the run's folder grows by the same number of bytes per step throughout."""
     x, y = disk_floor(samples)
     half = fmean((x[0], x[-1]))
     first, second = (float(np.polyfit(x[part], y[part], 1)[0]) for part in (x < half, x >= half))
@@ -198,7 +198,7 @@ def check_disk(samples: Iterable[Sample]) -> Check:
 
 
 def disk_floor(samples: Iterable[Sample]) -> tuple[Column, Column]:
-    """Return steps and the smallest folder in each bin: without a checkpoint that was being written."""
+    """Return steps and the smallest folder size in each bin, which excludes checkpoints that were being written."""
     bins: dict[int, int] = {}
     for s in samples:
         if s.role == "run" and s.step > MIN_STEPS:
@@ -209,7 +209,7 @@ def disk_floor(samples: Iterable[Sample]) -> tuple[Column, Column]:
 def rates(by_role: dict[str, list[Life]]) -> Column:
     """Return step, seconds per step, CPU seconds per step of ranks and engines, and load, for each bin [bins, 4].
 
-    A bin is of one attempt after its first MIN_STEPS steps, with the same ranks and engines from beginning to end.
+    A bin lies within one attempt, after its first MIN_STEPS steps, and has the same ranks and engines throughout.
     """
     moments: dict[tuple[int, float], dict[int, Sample]] = defaultdict(dict)
     firsts: dict[int, int] = {}
@@ -237,7 +237,7 @@ def rates(by_role: dict[str, list[Life]]) -> Column:
 
 
 def check_speed(by_role: dict[str, list[Life]]) -> Check:
-    """Check that a step takes the same CPU time from beginning to end, at the same load."""
+    """Check that a step takes the same CPU time throughout, at the same load."""
     steps, wall_s, cpu_s, load = rates(by_role).T
     terms = np.stack([np.ones_like(steps), steps / 1000, load], axis=1)
     (_, slowdown, of_load), *_ = np.linalg.lstsq(terms, np.log(cpu_s), rcond=None)
@@ -280,7 +280,7 @@ def _should_be_finite(metric: str, row: dict[str, Any]) -> bool:
 
 
 def checks_of(folder: Path) -> list[Check]:
-    """Compute all checks of a soak."""
+    """Compute all checks of a soak test."""
     outcome = Outcome.read(folder)
     # After the last step the launcher writes the report, and the others end.
     samples = [sample for sample in read_samples(folder) if sample.step < outcome.num_steps]
@@ -301,7 +301,7 @@ def fault_table(outcome: Outcome) -> list[str]:
     for kind, some in sorted(by_kind.items(), key=lambda item: (item[0] in ENDING_RUN, item[0])):
         codes = (
             ", ".join(str(n) for n in sorted({f.exit_code for f in some if f.exit_code is not None}))
-            or "the run goes on"
+            or "the run continues"
         )
         again = sum(f.step - f.resumed_after_step for f in some if f.resumed_after_step is not None)
         times = [f.recovered_after_s for f in some if f.recovered_after_s is not None]
@@ -311,7 +311,7 @@ def fault_table(outcome: Outcome) -> list[str]:
 
 
 def draw(folder: Path) -> Figure:
-    """Draw memory, descriptors, disk and speed over the steps, with a mark for each fault."""
+    """Draw memory, descriptors, disk and speed against steps, with a mark for each fault."""
     outcome, samples = Outcome.read(folder), read_samples(folder)
     by_role = lives(samples)
     with rc_context(RC | {"font.size": 8, "legend.fontsize": 8}):
@@ -356,7 +356,7 @@ def _thinned(x: Column, y: Column) -> tuple[Column, Column]:
 
 
 def write_verdict(folder: Path) -> int:
-    """Write verdict.md and soak.svg, and print the verdict. Returns 0 if every check holds, else 1."""
+    """Write verdict.md and soak.svg, and print the verdict. Returns 0 if every check holds, and 1 if not."""
     outcome, checks = Outcome.read(folder), checks_of(folder)
     lines = ["| check | measured | bound | holds |", "|---" * 4 + "|"]
     lines += [f"| {c.name} | {c.measured} | {c.bound} | {'yes' if c.holds else 'NO'} |" for c in checks]
@@ -367,7 +367,7 @@ def write_verdict(folder: Path) -> int:
     drawn = io.StringIO()
     with rc_context(RC | {"svg.hashsalt": "soak"}):
         draw(folder).savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = re.sub(r"(\d\.\d)\d+", r"\1", drawn.getvalue())  # to a tenth of a point
+    svg = re.sub(r"(\d\.\d)\d+", r"\1", drawn.getvalue())  # round to a tenth of a point
     (folder / "soak.svg").write_text(re.sub(r"\s*\n", "\n", svg))
     print(text)
     return 0 if holds else 1

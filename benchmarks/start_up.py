@@ -2,10 +2,10 @@
 
     python -m benchmarks.start_up [--quick]
 
-The plain program is what any trainer pays: it imports torch and transformers, loads the demo model, samples 128
+The plain program does what any trainer must: it imports torch and transformers, loads the demo model, samples 128
 responses in its own process with `generate`, and makes one update with torch's AdamW. `bapo demo` also starts two ranks
-with Megatron-Core and an engine, forms their groups, pushes weights, writes metrics, a checkpoint and a report. Both
-must report one step of 128 responses. Times are seconds of the whole command.
+with Megatron-Core and an engine, forms their groups, pushes weights, and writes metrics, a checkpoint and a report.
+Both must report one step of 128 responses. Times are seconds of the whole command.
 """
 
 import json

@@ -1,14 +1,14 @@
-"""One optimizer update against plain Hugging Face and torch AdamW; and the two orders of forward and backward passes.
+"""One optimizer update against plain Hugging Face and torch AdamW, and the two orders of forward and backward passes.
 
     python -m benchmarks.train_step [--quick]
 
 Against Hugging Face: a supervised update (maximum likelihood of the responses) and a BAPO update (scores, search for
-the bounds, loss, Adam) of the same sequences in the same micro-batches, one process, float32. Hugging Face's side is
-what a careful user writes: batches padded on the right to their longest sequence, without a mask (a causal query never
-looks at padding), sdpa attention, logits of response rows only, clipping, fused AdamW. Both sides start from the
-sequences, search with the same function, and must have equal losses in every turn. Times are CPU seconds.
+bounds, loss, Adam) with the same sequences in the same micro-batches, in one process, in float32. The Hugging Face side
+is what a careful user would write: batches padded on the right to their longest sequence, without a mask (a causal
+query never sees padding), sdpa attention, logits of response rows only, clipping, fused AdamW. Both sides start from
+the sequences, search with the same function, and must have equal losses in every turn. Times are CPU seconds.
 
-Schedules: the BAPO update with train.schedule "forwards_first" and "interleaved", time and peak of memory.
+Schedules: the BAPO update with train.schedule "forwards_first" and "interleaved", compared in time and peak memory.
 """
 
 import math
@@ -31,6 +31,7 @@ from bapo_megatron.algorithms.clip_bounds import contribution_table, search_boun
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.buffer.packing import Share, one_minibatch
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import plural
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.schedule import Schedule
@@ -50,10 +51,10 @@ class Case:
     num_sequences: int
     prompt_tokens: int
     response_tokens: tuple[int, int]  # shortest and longest
-    max_tokens: int  # of a micro-batch
+    max_tokens: int  # per micro-batch
 
     def part(self, num_parts: int) -> "Case":
-        """Return the case with a part of the sequences, in as many micro-batches."""
+        """Return the case with a fraction of the sequences, in equally many micro-batches."""
         return replace(self, num_sequences=self.num_sequences // num_parts, max_tokens=self.max_tokens // num_parts)
 
     def batch(self, vocab_size: int) -> Batch:
@@ -233,19 +234,18 @@ def against_hugging_face(root: Path, case: Case, loss: str, num_turns: int) -> R
     turns = take_turns(ways, num_turns, agree=same(1e-4))
     parallel_state.destroy_model_parallel()
     num_micro = len(theirs.parts)
-    batches = "1 micro-batch" if num_micro == 1 else f"{num_micro} micro-batches"
+    batches = plural(num_micro, "micro-batch")
     return turns.row(f"{UPDATES[loss]} update, {case.title}; {batches}", HUGGING_FACE)
 
 
 def against_interleaved(root: Path, case: Case, recompute: bool, num_turns: int) -> Rows:
-    """Yield the ratios of time and memory; the orders share a learner, whose updates go on, so losses differ."""
+    """Yield the ratios of time and memory. The orders share a learner, which continues to learn, so losses differ."""
     learner = schedule_learner(root, case, "auto", recompute)
     batch = case.batch(learner.shape.vocab_size)
     turns = take_turns({order: in_order(learner, batch, order) for order in ORDERS}, num_turns)
     num_micro = len(pack(batch, learner.config, learner.share).micro_batches)
     parallel_state.destroy_model_parallel()
-    title = f"forwards first, {num_micro} micro-batches, {'' if recompute else 'no '}recomputation"
-    title = title.replace("1 micro-batches", "1 micro-batch")
+    title = f"forwards first, {plural(num_micro, 'micro-batch')}, {'' if recompute else 'no '}recomputation"
     yield turns.row(f"time, {title}", "interleaved")
     loads, peaks = [os.getloadavg()[0]], {}
     for order in ORDERS:
@@ -258,7 +258,7 @@ def schedule_learner(root: Path, case: Case, order: str, recompute: bool) -> Meg
 
 
 def in_order(learner: MegatronLearner, batch: Batch, order: str) -> Update:
-    """Make the update of one order; both orders share the learner and differ in nothing else."""
+    """Return the update in one order; both orders share the learner, and nothing else differs."""
     train = learner.config.train.model_copy(update={"schedule": order})
     config = learner.config.model_copy(update={"train": train})
     schedule = Schedule(learner.wrapped, learner.settings, learner.layout, config, learner.local_time)
@@ -273,14 +273,14 @@ def in_order(learner: MegatronLearner, batch: Batch, order: str) -> Update:
 
 
 def measure_apart(root: Path, case: Case, order: str, recompute: bool) -> int:
-    """Return an update's peak bytes, measured in its own process."""
+    """Return an update's peak bytes, measured in a separate process."""
     sizes = [str(case.num_sequences), str(case.max_tokens)]
     command = [sys.executable, "-m", "benchmarks.train_step", "peak", str(root), order, str(int(recompute)), *sizes]
     return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout.split()[-1])
 
 
 def measure_memory(root: Path, case: Case, order: str, recompute: bool) -> None:
-    """Print an update's peak growth in bytes; Adam's state exists already."""
+    """Print an update's peak growth in bytes, once Adam's state exists."""
     learner = schedule_learner(root, case, order, recompute)
     update = in_order(learner, case.batch(learner.shape.vocab_size), order)
     in_order(learner, replace(case, num_sequences=1).batch(learner.shape.vocab_size), order)()

@@ -2,10 +2,11 @@
 
     python -m benchmarks.weight_sync [--quick]
 
-Real engine processes (embedded) and the real channels, on loopback. A push pauses, gathers, packs, announces,
-broadcasts, puts in place, digests on both sides, compares, and lets the engines go on; without equal digests it is an
-error. The raw broadcast sends buffers of the buckets' sizes to the same processes on the same group, announced once;
-they are received and forgotten. The disk channel writes files that the engines read. Times are seconds.
+The engine processes (embedded) and the channels are real, on loopback. A push pauses the engines, gathers, packs,
+announces and broadcasts the weights, puts them in place, compares digests of both sides (unequal digests are an error),
+and lets the engines continue. The raw broadcast sends buffers of the same sizes to the same processes in the same
+group; it is announced once, and the engines discard what they receive. The disk channel writes files that the engines
+read. Times are seconds.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from bapo_megatron.engines.embedded import server
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import hf_tensors, model_shape
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
@@ -72,7 +74,7 @@ class RawServer(server.Server):
     def _receive(self, group_name: str, sizes: list[int]) -> None:
         data = torch.empty(max(sizes), dtype=torch.uint8)
         group = self.updater.groups[group_name]
-        for work in [group.broadcast(data[:size]) for size in sizes]:  # overwriting each other: the data is not used
+        for work in [group.broadcast(data[:size]) for size in sizes]:  # overwriting each other: nothing uses the data
             work.wait()
 
 
@@ -110,7 +112,7 @@ def start_engines(model: Path, count: int) -> tuple[list[subprocess.Popen[bytes]
 
 
 def broadcast_raw(channel: BroadcastChannel, urls: list[str], loop: LoopThread, buffers: list[Tensor]) -> None:
-    """Send the buffers to every engine, and wait until all are received."""
+    """Send the buffers to every engine, and wait until all have arrived."""
     group = channel.group
     assert group is not None
     body = {"group_name": group.name, "sizes": [data.numel() for data in buffers]}
@@ -128,7 +130,7 @@ def broadcast_raw(channel: BroadcastChannel, urls: list[str], loop: LoopThread, 
 
 @contextmanager
 def ways(folder: Path, num_layers: int, num_engines: int) -> Iterator[tuple[int, dict[str, Callable[[], None]]]]:
-    """Yield the bytes of the weights, and the ways to send them to running engines."""
+    """Yield the size of the weights in bytes, and the ways to send them to running engines."""
     weights = write_model(folder, num_layers)
     manifest = [TensorSpec.of(name, tensor) for name, tensor in weights.items()]
     started, urls = start_engines(folder, num_engines)
@@ -166,13 +168,13 @@ def ways(folder: Path, num_layers: int, num_engines: int) -> Iterator[tuple[int,
 
 
 def rows(quick: bool) -> Rows:
-    """Compare a push with both other ways, to one engine and to two."""
+    """Compare a push with the two other ways, with one engine and with two."""
     num_layers, num_turns = (2, 7) if quick else (9, 15)
     for num_engines in (1,) if quick else (1, 2):
         with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
             with ways(Path(folder), num_layers, num_engines) as (num_bytes, sends):
                 turns = take_turns(sends, num_turns, clock=time.perf_counter)
-            engines = "1 engine" if num_engines == 1 else f"{num_engines} engines"
+            engines = plural(num_engines, "engine")
             for other in (RAW, DISK):
                 yield turns.row(f"{num_bytes / MIB:.0f} MiB to {engines}", other, unit="s")
 

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Set-up shared by the other scripts; sourced, not run.
+# Setup that the other scripts share; source it, do not run it.
 #
-#   VENV             environment to use or create (default: the active one, else .venv in the checkout)
+#   VENV             environment to use or create (default: the active one, or .venv in the checkout)
 #   PYTHON           interpreter that creates it (default: python3)
-#   BAPO_TORCH_SPEC  torch to install if there is none (default: that of requirements/cpu.txt)
+#   BAPO_TORCH_SPEC  torch to install if there is none (default: the version in requirements/cpu.txt)
 #   BAPO_TORCH_INDEX package index for torch alone, such as PyTorch's own index of CPU builds
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-LOCKED_PYTHON=3.11  # of requirements/*.lock
+LOCKED_PYTHON=3.11  # the Python for which requirements/*.lock were written
 
 say() { printf '==> %s\n' "$*"; }
 
@@ -16,7 +16,7 @@ fail() {
     exit 2
 }
 
-# Find or make the environment; sets PY to its interpreter.
+# Find or create the environment, and set PY to its interpreter.
 use_environment() {
     local venv="${VENV:-${VIRTUAL_ENV:-$ROOT/.venv}}"
     if [[ ! -x "$venv/bin/python" ]]; then
@@ -33,9 +33,9 @@ use_environment() {
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
 }
 
-# Use the checkout as it lies, on a machine without a network: nothing is installed into the environment. PYTHONPATH gets
-# links to the folders that have another import name once installed (setup.py), the package's metadata, and the wheels
-# of BAPO_WHEELS, a folder, but for Transformer Engine's, whose torch part has to be compiled first. Sets PY.
+# Use the checkout in place, on a machine without a network: nothing is installed into the environment. PYTHONPATH gets
+# links to the folders whose import names differ once installed (setup.py), the package's metadata, and the wheels in
+# the folder BAPO_WHEELS, except Transformer Engine's, whose torch part must be compiled first. Sets PY.
 use_offline() {
     local venv="${VENV:-${VIRTUAL_ENV:-}}" folder wheel wheels=()
     OFFLINE="${OFFLINE:-$ROOT/.bapo-offline}"
@@ -61,13 +61,13 @@ use_offline() {
         say "no setuptools here: bapo doctor cannot compare versions"
 }
 
-# Whether pip can compile a package: reasoning-gym needs one.
+# Succeed if pip can compile a package, which reasoning-gym needs.
 can_compile() {
     command -v cc >/dev/null &&
         "$PY" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
 }
 
-# Install torch, unless there is one: an installed CPU or CUDA build stays.
+# Install torch unless there is one: an installed CPU or CUDA build is kept.
 install_torch() {
     if "$PY" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
         return
@@ -80,7 +80,7 @@ install_torch() {
     "$PY" -m pip install --disable-pip-version-check ${index[@]+"${index[@]}"} "$spec"
 }
 
-# Write the tested versions to a file, with the installed torch in place of the tested one, so that pip keeps it.
+# Write the tested versions to a file, but with the installed torch instead of the tested one, so that pip keeps it.
 constraints() {
     local file="$VIRTUAL_ENV/.bapo-constraints.txt" torch
     torch="$("$PY" -c 'from importlib.metadata import version; print(version("torch"))')"
@@ -88,8 +88,8 @@ constraints() {
     printf '%s\n' "$file"
 }
 
-# Set LOCKS to the locks of some extras, and fail if they do not hold here: they are of one Python and one processor, and
-# of packages that fit the tested torch.
+# Set LOCKS to the lock files of some extras; fail if they do not apply here: they are for one version of Python, one
+# processor, and packages that fit the tested torch.
 use_locks() {
     local extra tested
     tested="$(sed -n 's/^torch==//p' "$ROOT/requirements/cpu.txt")"
@@ -107,8 +107,8 @@ EOF
     done
 }
 
-# Install the checkout with the given extras, such as "train", unless this has been done since setup.py last changed. Where
-# the locks hold, every package is as they say, checked by its digest; elsewhere the tested versions hold for the packages
+# Install the checkout with the given extras, such as "train", unless this was done since setup.py last changed. If the
+# locks apply, they determine every package, checked by its digest; otherwise the tested versions apply, to the packages
 # that setup.py names.
 install_checkout() {
     local extra="$1" stamp key lock
@@ -121,7 +121,7 @@ install_checkout() {
     install_torch
     if use_locks "$extra"; then
         say "installing bapo-megatron[$extra] and what it needs, from requirements/*.lock"
-        for lock in "${LOCKS[@]}"; do  # the first has setuptools, which builds what comes after it
+        for lock in "${LOCKS[@]}"; do  # the first includes setuptools, which builds the packages after it
             "$PY" -m pip install --disable-pip-version-check --no-deps --require-hashes --only-binary :all: \
                 --no-build-isolation -r "$lock"
         done
@@ -133,8 +133,8 @@ install_checkout() {
     printf '%s\n' "$key" >"$stamp"
 }
 
-# Install SGLang for a machine without a GPU, unless this has been done. torch stays as it is: SGLang and the packages
-# whose own pins would replace it come without dependencies, after the packages that SGLang needs to serve text models.
+# Install SGLang for a machine without a GPU, unless this was done before. torch is kept: SGLang and the packages whose
+# own pins would replace torch are installed without dependencies, after what SGLang needs to serve text models.
 install_sglang_cpu() {
     local stamp key torch_before
     install_checkout "${1:-train,sglang}"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Build the docs site, or serve it on this machine.
 #
-#   scripts/docs.sh build    into site/; a warning, such as a dead link, is an error
-#   scripts/docs.sh serve    on 127.0.0.1:8000, rebuilt as pages change; DOCS_PORT is another port
+#   scripts/docs.sh build    build into site/; a warning, such as a dead link, is an error
+#   scripts/docs.sh serve    serve on 127.0.0.1:8000 and rebuild pages as they change; DOCS_PORT sets another port
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,4 +1,4 @@
-"""Search of the docs site: a hook of MkDocs that puts guides before the reference of the code and the studies."""
+"""Search of the docs site: a MkDocs hook that ranks guides above the code reference and the studies."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ _BOOST = 0.2
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lower the rank of a page that few readers search for. Called for each page, before the search index reads it."""
+    """Lower the rank of pages that few readers search for. MkDocs calls this before the search index reads a page."""
     if page.file.src_uri.startswith(_LATER):
         page.meta["search"] = {"boost": _BOOST}
     return markdown

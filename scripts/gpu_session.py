@@ -1,4 +1,4 @@
-"""The stages of scripts/gpu_session.sh, which sets the environment: steps, what each needs, and what came of it."""
+"""The stages of scripts/gpu_session.sh, which sets the environment: their steps, what each needs, and its outcome."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.runtime.files import write_atomically
 
 STAGE_S = 570.0
-LEAST_S = 60.0  # a step is not started with less
+LEAST_S = 60.0  # do not start a step with less time left
 LINE_CHARS = 200
 UNFINISHED = 75
 FOLDER = Path(os.environ.get("BAPO_SESSION", "gpu-session"))
@@ -45,15 +45,15 @@ echo "$code" >"$BUILD_CODE"
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a stage. `dry`: the command of a dry run; None: there is none."""
+    """One command of a stage."""
 
     name: str
-    command: tuple[str, ...]  # of Python
+    command: tuple[str, ...]  # arguments of Python
     needs: tuple[str, ...] = ("GPU",)
-    dry: tuple[str, ...] | None = None
+    dry: tuple[str, ...] | None = None  # the command in a dry run; None means that a dry run skips the step
     limit_s: float = STAGE_S
     rows: str | None = None  # file that the command writes
-    is_timed: bool = False  # not while the compiler runs
+    is_timed: bool = False  # must not run while the compiler does
 
 
 def logprobs(size: str, dry: bool = False) -> Step:
@@ -106,7 +106,7 @@ STAGES: dict[str, tuple[Step, ...]] = {
 
 @dataclass
 class Machine:
-    """The machine, asked for what the steps need. An answer is the reason why something is missing, "" if it is not."""
+    """The machine and what it offers. An answer is the reason why something is missing, or "" if it is available."""
 
     facts: dict[str, Any]
     answers: dict[str, str] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Machine:
         """Return the first thing missing, in one line."""
         checks: dict[str, Callable[[], str]] = {
             "GPU": self._gpu,
-            "second GPU": lambda: "" if self.facts["num_gpus"] > 1 else "two GPUs are needed, and there is one",
+            "second GPU": lambda: "" if self.facts["num_gpus"] > 1 else "two GPUs are needed, but there is only one",
             "CUDA toolkit": self._toolkit,
             "source": lambda: "" if source() else f"no transformer_engine_torch-*.tar.gz in BAPO_WHEELS={WHEELS}",
             "built": lambda: built_problem(wait_s=0),
@@ -153,7 +153,7 @@ class Machine:
 
 
 def toolkit_problem(cuda: str) -> str:
-    """Return why nvcc, with which Transformer Engine is built, is not of torch's CUDA, such as "13.0"; or ""."""
+    """Return why nvcc, which builds Transformer Engine, does not fit torch's CUDA (such as "13.0"), or ""."""
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
     if nvcc is None:
@@ -162,7 +162,7 @@ def toolkit_problem(cuda: str) -> str:
     found = re.search(r"release (\d+\.\d+)", done.stdout)
     version = found[1] if found else "unknown"
     same = version.split(".")[0] == cuda.split(".")[0]
-    return "" if same else f"{nvcc} is of CUDA {version}, and torch of {cuda}"
+    return "" if same else f"{nvcc} belongs to CUDA {version}, but torch to CUDA {cuda}"
 
 
 def source() -> Path | None:
@@ -174,13 +174,13 @@ def built_problem(wait_s: float) -> str:
     deadline = time.monotonic() + wait_s
     while not BUILD_CODE.exists():
         if time.monotonic() >= deadline:
-            return "Transformer Engine is not compiled: the step build of the stage correctness does that"
+            return "Transformer Engine is not compiled: the step `build` of the stage `correctness` does that"
         time.sleep(1)
     return "" if BUILD_CODE.read_text().strip() == "0" else f"the build failed: {BUILT}/build.log"
 
 
 def start_build() -> None:
-    """Start the compiler in a session of its own: it goes on after this stage."""
+    """Start the compiler in its own session, so that it continues after this stage."""
     cudnn, _ = software.run_python("import nvidia.cudnn; print(nvidia.cudnn.__path__[0])")
     variables = {
         "NVTE_FRAMEWORK": "pytorch",
@@ -202,7 +202,7 @@ def install_command() -> tuple[str, ...]:
 
 
 def run_step(step: Step, command: tuple[str, ...], log: Path, limit_s: float) -> dict[str, Any]:
-    """Run one command, with its output at the end of the log."""
+    """Run one command, and append its output to the log."""
     start_s = time.monotonic()
     if command[0] == "benchmarks/gpu_step.py":
         command = (*command, "--seconds", f"{limit_s - 20:.0f}")
@@ -216,8 +216,8 @@ def run_step(step: Step, command: tuple[str, ...], log: Path, limit_s: float) ->
         except subprocess.TimeoutExpired:
             code = UNFINISHED
         finally:
-            if process.poll() is None:  # late, or Ctrl-C
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            if process.poll() is None:  # it took too long, or the user pressed Ctrl-C
+                os.killpg(process.pid, signal.SIGKILL)  # including its children
                 process.wait()
     lines = log.read_text(errors="replace").strip().splitlines()
     state = {0: "done", UNFINISHED: "unfinished"}.get(code, "failed")
@@ -255,7 +255,7 @@ def run_stage(name: str, *, is_dry: bool, machine: Machine) -> int:
 
 
 def outcome_of(step: Step, log: Path, deadline: float, *, is_dry: bool, machine: Machine) -> dict[str, Any]:
-    """Run a step if this machine can; else say why not."""
+    """Run a step, or say why this machine cannot."""
     if is_dry and step.dry is not None:
         return run_step(step, step.dry, log, deadline - time.monotonic())
     if reason := machine.missing(step.needs):

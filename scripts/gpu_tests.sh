@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, in one command: tests/gpu, the kernels' own tests, and torch against Triton side by side.
-# Set BAPO_TRANSFORMER_ENGINE=1 to install Transformer Engine first (minutes to build); else its tests say why they skip.
-# Set BAPO_OFFLINE=1 on a machine without a network: nothing is installed, the packages that it has are used.
-# Arguments go to pytest.
+# Everything that needs a GPU, in one command: tests/gpu, the tests of kernels, and torch and Triton side by side.
+# Set BAPO_TRANSFORMER_ENGINE=1 to install Transformer Engine first (minutes to build); otherwise its tests skip and say
+# why. Set BAPO_OFFLINE=1 on a machine without a network: nothing is installed, and the tests use what is there.
+# Arguments are passed to pytest.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set up, and nothing else. The argument is an extra of setup.py, such as "dev"; none is "train". "torch" stops
-# after torch, which an image keeps in a layer of its own. scripts/common.sh lists the environment variables.
+# Set up, and nothing else. The argument is an extra of setup.py, such as "dev"; the default is "train". "torch" stops
+# after torch, so that an image can keep it in its own layer. scripts/common.sh lists the environment variables.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Write requirements/EXTRA.lock: each package that an extra of setup.py needs, with the digests of its files. Run it after
-# a change of setup.py or requirements/*.txt, and commit what it writes. Needs uv (pip install uv) and the package index.
-# Arguments go to uv, such as --upgrade; without it, a package keeps the version that it has in the lock.
+# Write requirements/EXTRA.lock: each package that an extra of setup.py needs, with the digests of its files. Run this
+# after changing setup.py or requirements/*.txt, and commit the result. Needs uv (pip install uv) and the package index.
+# Arguments, such as --upgrade, are passed to uv. Without --upgrade, packages keep the versions in the lock.
 #
-# train.lock is complete; the other locks have what their extra needs beyond it. torch, and what only its CUDA build
-# needs, is in none: it comes from an index of its own, or is there already. scripts/common.sh says where locks are used.
+# train.lock is complete; the other locks list what their extra needs beyond it. No lock has torch or what only its CUDA
+# build needs: torch comes from its own index or is already installed. scripts/common.sh says where locks are used.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -16,7 +16,7 @@ cd "$ROOT"
 UV=(uv pip compile --quiet --generate-hashes --no-annotate --python-version "$LOCKED_PYTHON"
     --constraint requirements/cpu.txt --custom-compile-command scripts/lock.sh
     --no-emit-package torch --only-binary :all: "$@")
-FROM_SOURCE=(--no-binary=pycosat --no-binary=cellpylib --no-binary=zss)  # reasoning-gym's, which have no wheels
+FROM_SOURCE=(--no-binary=pycosat --no-binary=cellpylib --no-binary=zss)  # reasoning-gym needs them; no wheels
 FOLDER="$(mktemp -d)"
 trap 'rm -r "$FOLDER"' EXIT
 
@@ -33,7 +33,7 @@ print(*given["install_requires"], *(r for extra in sys.argv[1:] for r in given["
 EOF
 }
 
-# Lock one extra for machines with at least the given glibc, with further arguments for uv.
+# Lock one extra for machines with at least the given glibc. Further arguments are passed to uv.
 lock() {
     say "requirements/$1.lock"
     needs train "$1" >"$FOLDER/$1.in"
@@ -48,5 +48,5 @@ lock docs 2_28 "${in_train[@]}"
 lock gym 2_28 "${FROM_SOURCE[@]}" "${in_train[@]}"
 printf '%s\n' "${FROM_SOURCE[@]}" >>requirements/gym.lock
 lock sglang 2_34 "${in_train[@]}"
-printf '# requirements/sglang-cpu.txt, without what these ask for\n' >>requirements/sglang.lock
+printf '# requirements/sglang-cpu.txt, without the dependencies of these packages\n' >>requirements/sglang.lock
 "${UV[@]}" --python-platform x86_64-manylinux_2_34 --no-deps --no-header requirements/sglang-cpu.txt >>requirements/sglang.lock

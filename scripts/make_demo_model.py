@@ -7,11 +7,11 @@ The demonstrator writes chains of modular arithmetic as a careless pupil would (
 
   * it gets a quarter of the 147 facts (operator, left, right) wrong most of the time, so that there is something to
     unlearn, and right often enough for reinforcement;
-  * it gets every other fact right 9 times in 10;
-  * in 3 answers of 10 it rambles past the result, so that lengths have a long tail and long answers are bad.
+  * it gets each of the other facts right 9 times in 10;
+  * in 3 answers out of 10 it rambles past the result, so that lengths have a long tail and long answers are bad.
 
-The result is an ordinary Hugging Face checkpoint that solves about 0.3 of the task at temperature 1. `--model study`
-makes the smaller one of the studies (docs/reproduction).
+The result is an ordinary Hugging Face checkpoint that solves about 30 % of the task at temperature 1. `--model study`
+makes the smaller model for the studies (docs/reproduction).
 """
 
 import argparse
@@ -43,7 +43,7 @@ SIZES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="demo")
-    parser.add_argument("--output", type=Path, help="default: where the package has it")
+    parser.add_argument("--output", type=Path, help="default: the package's own copy")
     parser.add_argument("--num-updates", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)

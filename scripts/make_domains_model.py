@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Make the starting point of the cross-domain study: a Qwen3 model of about 0.3M parameters that knows three tasks.
+"""Make the starting point of the cross-domain study: a Qwen3 model with about 0.3M parameters that knows three tasks.
 
     python scripts/make_domains_model.py [--output FOLDER] [--num-updates N] [--seed S]
 
 The demonstrators are careless pupils like the demo's (scripts/make_demo_model.py): they get a quarter of each task's
 facts wrong most of the time, and the others right 9 times in 10.
 
-    task                facts                                             and now and then
-    chains              operator, left, right -> result                   go on past the result
+    task                facts                                             sometimes they also
+    chains              operator, left, right -> result                   continue past the result
     programs            which function the examples show -> program       append terms to the program
-    spell_backward      letter -> letter (reasoning-gym's data set)       lose the thread: leave letters out
+    spell_backward      letter -> letter (reasoning-gym's data set)       leave letters out
 
-The result is an ordinary Hugging Face checkpoint. Its tokenizer has a token for each printable ASCII
-character, and one for each of the fixed texts around programs and words, so that these cost no time to sample.
+The result is an ordinary Hugging Face checkpoint. Its tokenizer has a token for each printable ASCII character, and one
+for each of the fixed texts around programs and words, so that these take no time to sample.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
     model = build_model(tokenizer, num_layers=3, hidden_size=96, intermediate_size=192)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     chains, programs, spelling = ChainPupil(args.seed), ProgramPupil(args.seed), SpellingPupil(args.seed)
-    pupils = (chains, programs, spelling, programs)  # twice: the hardest to learn
+    pupils = (chains, programs, spelling, programs)  # programs come twice because they are the hardest to learn
     one_after_the_other = itertools.cycle([pupil for pupil in pupils for _ in range(args.batch_size)])
     warm_start(  # each update has one task, so that no short response is padded to a long one
         model,
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def domains(seed: int) -> list[tuple[PromptSource, Callable[[Any, str], float], int]]:
-    """Return source, judge and longest response of each task."""
+    """Return source, judge and maximum length of a response (in tokens) for each task."""
     spelling = "spell_backward", NUM_EVALUATED, seed, SPELLING
     return [
         (ChainSource(NUM_EVALUATED, seed, {}), judge_chain, CHAIN_RESPONSE_TOKENS),

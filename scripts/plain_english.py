@@ -1,9 +1,11 @@
 """Find phrases that read as translated, in Markdown, TOML, and the comments, docstrings and strings of Python.
 
-    python scripts/plain_english.py [PATH ...]     all tracked files by default; exit code 1 if it finds any
+    python scripts/plain_english.py [PATH ...]     reads all tracked files by default; exit code 1 if it finds any
 
-Each line names a file, a line, the phrase and its plain form. If a phrase is right where it stands, say so on its line,
-in a comment: `english: at once`. Code in Markdown (fences, indented blocks, `inline`) is not read.
+Each line of the output names a file, a line, the phrase and its plain form. Code in Markdown (fences, indented blocks,
+`inline`) is not read. If a phrase is right in its place, say so in a comment on its line:
+
+    # english: at once
 """
 
 import ast
@@ -22,14 +24,14 @@ PHRASES = {
     r"\bat once\b": '"immediately" or "at the same time"',
     r"\b(?:go|goes|going|went|gone) on\b": '"continues"',
     r"(?<!there )\b(?:is|are|was|were) no (?!longer\b|more\b|less\b|fewer\b|one\b|such\b|need\b)": '"is not a"',
-    r"; None:": '"None means"',
+    r"; None:": '"None means"',  # english: ; None:
     r"\bbeside\b": '"next to", "besides" or "while"',
     r", else(?=[\s.;:)]|$)(?! [A-Z{\[(])": '"otherwise"',
     r"\bwhere (?:there|it) (?:is|are|was|were)\b": '"if"',
     r"\balike\b": '"the same"',
     r"\bunder way\b": '"in progress"',
     r"\bso many\b": '"N"',
-    r", but for\b": '"except"',
+    r", but for\b": '"except"',  # english: , but for
     r"\bless (?:the|its|their|what)\b": '"minus"',
     r"\bTell whether\b": '"Return whether"',
     r"\bof so (?:many|few)\b": '"of N"',
@@ -45,7 +47,7 @@ _SKIPPED = ("bapo_megatron/report/uplot/", "docs/reproduction/", "CHANGELOG.md")
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of prose, and the line where it begins."""
+    """A piece of prose, and the line on which it begins."""
 
     line: int
     text: str
@@ -53,7 +55,7 @@ class Text:
 
 
 def python_texts(source: str) -> Iterator[Text]:
-    """Yield comments, joined over lines, docstrings and strings, joined over their parts."""
+    """Yield comments, each joined over its lines, then docstrings and other strings, each joined over its parts."""
     comments: list[tuple[int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
@@ -93,7 +95,7 @@ def markdown_texts(source: str) -> Iterator[Text]:
 
 
 def toml_texts(source: str) -> Iterator[Text]:
-    """Yield the file as it is: its strings and comments are all that has words."""
+    """Yield the whole file: only its strings and comments contain prose."""
     yield Text(1, source)
 
 
@@ -101,7 +103,7 @@ READERS = {".py": python_texts, ".md": markdown_texts, ".toml": toml_texts}
 
 
 def faults(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield line, phrase and plain form of each phrase to replace."""
+    """Yield the line, phrase and plain form of each phrase to replace."""
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
     for text in READERS[path.suffix](source):
@@ -122,21 +124,21 @@ def _form(found: re.Match[str]) -> str:
 
 
 def tracked(paths: Iterable[str]) -> list[Path]:
-    """Return the files of these paths that git knows, and whose language is read."""
+    """Return the tracked files below these paths that a reader can read."""
     listed = subprocess.run(["git", "ls-files", "-z", *paths], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name for name in listed.stdout.split("\0") if name and not name.startswith(_SKIPPED)]
     return [ROOT / name for name in names if Path(name).suffix in READERS]
 
 
 def main(paths: list[str]) -> int:
-    """Print all faults; return the exit code."""
+    """Print all faults and return the exit code."""
     number = 0
     for path in tracked(paths):
         for line, phrase, form in sorted(set(faults(path))):
             number += 1
             print(f"{path.relative_to(ROOT)}:{line}: {phrase!r}: {form}")
     if number:
-        print(f"{number} phrases that read as translated", file=sys.stderr)
+        print(f"phrases that read as translated: {number}", file=sys.stderr)
     return 1 if number else 0
 
 

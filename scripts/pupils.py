@@ -1,7 +1,7 @@
 """Careless pupils, who write the demonstrations for the shipped models' warm start (warm_start.py).
 
-They get a quarter of each task's facts wrong most of the time, and the others right 9 times in 10; now and then they
-do not stop in time, or lose the thread.
+They get a quarter of each task's facts wrong most of the time, and the others right 9 times in 10. Sometimes they also
+do not stop in time, or leave something out.
 """
 
 import random
@@ -14,7 +14,7 @@ from bapo_megatron.prompts.programs import PROGRAMS, Program, ProgramOptions, Pr
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 
 WRONG_FACTS_SHARE = 0.25
-WRONG_FACT_BELIEVED, WRONG_FACT_RIGHT = 0.72, 0.18  # the rest of the time: anything
+WRONG_FACT_BELIEVED, WRONG_FACT_RIGHT = 0.72, 0.18  # the rest of the time, they answer anything
 RIGHT_FACT_RIGHT = 0.90
 RAMBLE, RAMBLE_ON = 0.30, 0.85
 NEEDLESS_TERM = "+1"
@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class Beliefs(Generic[Fact, Value]):
-    """Facts as a pupil remembers them; the mistakes depend on the seed only."""
+    """Facts as a pupil remembers them; the mistakes depend only on the seed."""
 
     def __init__(self, facts: Mapping[Fact, Value], values: Sequence[Value], seed: int) -> None:
         """Choose mistakes for the true `facts` among `values`."""
@@ -56,7 +56,7 @@ class Pupil(Protocol):
 
 
 class ChainPupil:
-    """Pupil for chains, who goes on past the result in 3 answers of 10, so that long answers are bad."""
+    """Pupil for chains, who continues past the result in 3 answers out of 10, so that long answers are bad."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"demonstrations/{seed}")
@@ -86,7 +86,7 @@ class ChainPupil:
 
 
 class ProgramPupil:
-    """Pupil for programs, who confuses some and adds needless terms in 3 answers of 10."""
+    """Pupil for programs, who confuses some and adds needless terms in 3 answers out of 10."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"program demonstrations/{seed}")
@@ -99,7 +99,7 @@ class ProgramPupil:
 
     def solve(self, program: Program) -> str:
         expression = self.beliefs.recall(program, self.rng).expression
-        num_other_tokens = 6  # of the fixed texts around it, and the end
+        num_other_tokens = 6  # the fixed texts around the expression, and the end
         going_on = self.rng.random() < RAMBLE
         while going_on and len(expression + NEEDLESS_TERM) + num_other_tokens < PROGRAM_RESPONSE_TOKENS:
             expression += NEEDLESS_TERM

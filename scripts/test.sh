@@ -3,8 +3,8 @@
 #
 #   scripts/test.sh             the quick tests: every real part once, at most 10 minutes on two quiet cores
 #   scripts/test.sh --all       all tests
-#   scripts/test.sh --rest      those that --all adds, without linters
-#   scripts/test.sh ARGUMENTS   what pytest makes of them: scripts/test.sh tests/unit -k bounds
+#   scripts/test.sh --rest      only the tests that --all adds, without linters
+#   scripts/test.sh ARGUMENTS   pass the arguments to pytest: scripts/test.sh tests/unit -k bounds
 set -euo pipefail
 
 case "${1:-}" in
@@ -17,14 +17,14 @@ esac
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 QUICK="not slow or quick"
-SHARED=(--numprocesses=3 --dist=loadfile --no-loadscope-reorder)  # tests wait for processes half of their time
+SHARED=(--numprocesses=3 --dist=loadfile --no-loadscope-reorder)  # tests spend half of their time waiting for processes
 
 use_environment
 extras=dev,sglang  # the contract suite runs against real servers too
 if can_compile; then
     extras=dev,gym,sglang
 else
-    say "no C compiler, or no headers of Python: the tests of reasoning-gym are left out (apt install gcc python3-dev)"
+    say "no C compiler or no Python headers: leaving out the tests of reasoning-gym (apt install gcc python3-dev)"
 fi
 install_sglang_cpu "$extras"
 cd "$ROOT"

@@ -2,7 +2,7 @@
 
     a careless pupil (pupils.py) writes (prompt, response) -> warm_start -> mean_reward -> save
 
-Reinforcement needs mistakes that are frequent, and right answers that still turn up often enough to be reinforced.
+Reinforcement needs frequent mistakes, and right answers that still occur often enough to be reinforced.
 """
 
 import math
@@ -24,7 +24,7 @@ MAX_POSITIONS = 512
 
 
 def build_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Build a tokenizer of single characters and longer texts of `vocabulary`, which begins with SPECIAL_TOKENS."""
+    """Build a tokenizer for the characters and longer texts in `vocabulary`, which begins with SPECIAL_TOKENS."""
     assert tuple(vocabulary[: len(SPECIAL_TOKENS)]) == SPECIAL_TOKENS
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
     phrases = [token for token in vocabulary if len(token) > 1 and token not in SPECIAL_TOKENS]
@@ -43,7 +43,7 @@ def build_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _escaped(text: str) -> str:
-    """Escape for Oniguruma, whose escapes of other characters differ from Python's."""
+    """Escape for Oniguruma, which escapes special characters differently from Python."""
     return "".join(rf"\x{{{ord(character):x}}}" for character in text)
 
 
@@ -108,7 +108,7 @@ def warm_start(
 def demonstration_batch(
     tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[tuple[str, str]]
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids and labels, int64 [size, longest], padded on the right; labels are -100 except on responses."""
+    """Return token ids and labels, int64 [size, longest], padded on the right; labels outside responses are -100."""
     rows, labels = [], []
     for prompt_text, response_text in demonstrations:
         prompt = tokenizer.encode(prompt_text)
@@ -157,5 +157,5 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     """Save as an ordinary Hugging Face checkpoint."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # readable by all, since the package ships it
+    (folder / "model.safetensors").chmod(0o644)  # readable by everyone, because the package ships it
     print(f"saved to {folder}")

@@ -18,25 +18,25 @@ from bapo_megatron.config.schema_loss import LossConfig
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration
 
-A run is described by one or more TOML files, merged in order, and `key.path=value` overrides, merged last and validated
-once: `bapo train a.toml b.toml optimizer.lr=3e-4`. A table below is a TOML table. Unknown keys are errors, and
-`bapo check` lists all violations together. The run directory keeps the resolved configuration. `none` unsets a setting
-that may be unset. Relative paths are relative to the working directory.
+One or more TOML files describe a run. They are merged in order; `key.path=value` overrides are merged last, and the
+result is validated once: `bapo train a.toml b.toml optimizer.lr=3e-4`. A table below is a TOML table. Unknown keys are
+errors, and `bapo check` reports all violations together. The run directory keeps the resolved configuration. `none`
+unsets a setting that may be unset. Relative paths start from the working directory.
 
-This page is written from `config/schema.py` by `scripts/write_configuration_page.py`; a test keeps it current.
+`scripts/write_configuration_page.py` writes this page from `config/schema.py`; a test keeps it current.
 """
 _COLUMNS = "| setting | type | default | meaning |\n|---|---|---|---|\n"
 
 
 def document() -> str:
-    """Return the page, as Markdown."""
+    """Return the page as Markdown."""
     return _HEAD + "".join(_section(name, field) for name, field in Config.model_fields.items())
 
 
 def _section(name: str, field: FieldInfo) -> str:
     sections = subsections(field)
     about = sections[0].__doc__ if len(sections) == 1 else LossConfig.__doc__
-    # [loss]: a setting has a row for all losses that have it, or one for each meaning and default.
+    # In [loss], a setting has one row for each meaning and default, which lists the losses that share it.
     fields: dict[tuple[str, str, str | None], tuple[FieldInfo, list[str]]] = {}
     for section in [LossConfig, *sections] if len(sections) > 1 else sections:
         tags = [tag for tag, known in LOSS_SECTIONS.items() if known is section]
@@ -57,7 +57,7 @@ def _section(name: str, field: FieldInfo) -> str:
 
 
 def _entries(name: str, section: type[BaseModel]) -> str:
-    """Return the table of a list of tables: its own settings, without those that name a source of prompts."""
+    """Return the section about a list of tables: its own settings, without the ones that describe a prompt source."""
     own = [(key, one, "") for key, one in section.model_fields.items() if key not in SourceConfig.model_fields]
     head = f"\n### [[{name}]]\n\n{_sentence(section.__doc__)}\n\n{_COLUMNS}"
     return head + "".join(_row(*row) for row in own)

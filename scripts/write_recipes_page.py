@@ -1,4 +1,4 @@
-"""Write the figures of docs/recipes.md: an example plan, the best splits, and the needs of each model on each cluster.
+"""Write the figures in docs/recipes.md: an example plan, the best splits, and what each model needs on each cluster.
 
 python scripts/write_recipes_page.py
 """
@@ -14,18 +14,18 @@ from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import best_split, smallest_cluster
 
-# Files merged between the model's and the cluster's.
+# Files merged between the model's file and the cluster's file.
 ALGORITHMS = {
     "GRPO": ("algorithms/grpo",),
     "BAPO": ("algorithms/bapo",),
     "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
 }
-RESPONSE_SHARE = 4  # average responses are this many times shorter than the maximum
+RESPONSE_SHARE = 4  # the maximum response is this many times longer than the average
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 EXAMPLE = ("recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
 EXAMPLE_TOKENS = 8000
 BEST = ("recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100")
-# Models of the table of best splits, and what they all train on.
+# Models in the table of best splits, and the workload for all of them.
 SIZES = {
     "1.5B": "models/DeepSeek-R1-Distill-Qwen-1.5B",
     "7B": "models/DeepSeek-R1-Distill-Qwen-7B",
@@ -138,7 +138,7 @@ def _indented(command: str, text: str) -> str:
 
 
 def filled_page(text: str) -> str:
-    """Fill the examples and the table of combinations into the page; `best_splits` takes longer."""
+    """Fill the examples and the table of combinations into the page. Leaves out `best_splits`, which takes longer."""
     for name, content in (("plan", example()), ("best", best_example()), ("table", table())):
         text = _fill(text, name, content)
     return text

@@ -1,4 +1,4 @@
-"""Checks of a study before any training."""
+"""Checks of a study before training."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from studies.identity import inputs
 from studies.results import COMPARISONS, DERIVED, HEADLINE, PROFILE
 from studies.study import Run, Study
 
-# Each run of a study (pool.py) has one embedded engine and one trainer rank.
+# A study's runs (pool.py) have one embedded engine and one trainer rank.
 _ONLY: dict[str, dict[str, Any]] = {
     "rollout": {"engine": "embedded", "num_servers": 1},
     "parallel": {"tensor": 1, "pipeline": 1, "context": 1, "data": 1},
@@ -20,13 +20,13 @@ _ONLY: dict[str, dict[str, Any]] = {
 
 
 def problems_of(name: str, study: Study, runs: Sequence[Run]) -> list[str]:
-    """List every problem that would keep runs from being trained or the page from being written, with its place."""
+    """List every problem that would prevent a run from training or the page from being written, with its place."""
     found = [f"study {name}: {problem}" for problem in _plots(study)]
     read: Findings = {}
     for run in runs:
         where = f"study {name}, variant {run.variant!r}"
         found += [f"{where}: {problem}" for problem in (*_settings(run.config, read), *_figures(study, run))]
-    return list(dict.fromkeys(found))  # once, not for every seed
+    return list(dict.fromkeys(found))  # each only once, not for every seed
 
 
 def _plots(study: Study) -> Iterator[str]:
@@ -57,12 +57,12 @@ def _figures(study: Study, run: Run) -> Iterator[str]:
     is_compared = any(run.variant in pair for pair in study.compare)
     if is_compared and run.config.eval.interval_steps is None:
         yield (
-            f"compare goes by the {HEADLINE} after the last step, and eval.interval_steps is unset; "
+            f"compare uses the {HEADLINE} after the last step, but eval.interval_steps is unset; "
             "set eval.interval_steps, or leave the variant out of compare"
         )
     if is_compared and run.config.eval.sets:
         yield (
-            f"compare goes by the {HEADLINE} of the evaluation set without a name, which eval.sets replace; leave them "
+            f"compare uses the {HEADLINE} of the unnamed evaluation set, which eval.sets replaces; leave eval.sets "
             "out, or leave the variant out of compare"
         )
     if PROFILE in (plot.metric for plot in study.plots) and not run.config.monitor.token_profile:

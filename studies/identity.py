@@ -16,8 +16,10 @@ _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")  # settings, weigh
 
 
 def run_name(config: Config) -> str:
-    """Return 16 hex digits that depend on all settings, defaults included, but run.name and run.dir; on the version of
-    this package; and on the content of the models and data files that the settings name, but not on a judge's code.
+    """Return 16 hex digits that identify a run.
+
+    They depend on all settings (including defaults) except run.name and run.dir, on the version of this package, and on
+    the content of the models and data files that the settings name, but not on a judge's code.
 
     Raises:
         ConfigError: such a file cannot be read. A missing file counts as empty; checks.py reports it.
@@ -31,7 +33,7 @@ def run_name(config: Config) -> str:
 
 
 def inputs(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield the models and data files named by settings, as (setting, file or folder)."""
+    """Yield the models and data files that the settings name, as (setting, file or folder)."""
     paths = {
         "model.path": config.model.path,
         "loss.reference_path": config.loss.reference_path,
@@ -54,5 +56,5 @@ def _digests(path: Path) -> dict[str, str]:
 
 @cache
 def _digest(file: Path, _size: int, _mtime_ns: int) -> str:
-    """Compute a digest once for each size and modification time of a file."""
+    """Compute a file's digest, once per size and modification time."""
     return digest_of(file)

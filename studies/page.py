@@ -31,8 +31,8 @@ from studies.study import Plot, Run, Study
 _PANEL_INCHES = (4.6, 3.0)
 _COMPARISON_INCHES = 0.19
 _ERRORS_SHOWN = 2  # standard errors on each side of a difference
-_RC: dict[Any, Any] = RC | {"svg.hashsalt": "bapo"}  # the same figures give the same file
-_MAX_BANDS = 6  # bands of more variants hide each other
+_RC: dict[Any, Any] = RC | {"svg.hashsalt": "bapo"}  # so that the same figures give the same file
+_MAX_BANDS = 6  # with more variants, the bands hide each other
 _PROFILE_LABELS = {
     f"{PROFILE}/share": "share of tokens",
     f"{PROFILE}/ratio": "mean ratio",
@@ -45,7 +45,7 @@ _PACKAGES = ("bapo-megatron", "torch", "megatron-core", "transformers")
 
 
 def write(name: str, study: Study, runs: Sequence[Run], result: StudyResult, *, folder: Path, command: str) -> None:
-    """Write the three files, each atomically, and none if one of them cannot be made."""
+    """Write the three files, each atomically, but none if one of them cannot be made."""
     origin = {"command": command, **_origin(runs)}
     texts = {
         "csv": result.as_csv(),
@@ -58,7 +58,7 @@ def write(name: str, study: Study, runs: Sequence[Run], result: StudyResult, *, 
 
 
 def _origin(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return date, machine and package versions that the runs recorded; all of them where runs differ."""
+    """Return the date, machine and package versions that the runs recorded, and all of them if runs differ."""
     said = [json.loads(environment_path(run.config).read_text(encoding="utf-8")) for run in runs]
     dates = sorted({environment["time"][: len("2026-01-31")] for environment in said})
     return {
@@ -119,7 +119,7 @@ def _legend_of(study: Study) -> list[str]:
 
 
 def _table(result: StudyResult) -> list[str]:
-    """Tabulate mean and standard deviation over seeds, a row for each variant."""
+    """Tabulate mean and standard deviation over seeds, one row per variant."""
     columns = [column for column in FINALS if any(column in variant.finals for variant in result.variants)]
     rows = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for variant in result.variants:
@@ -170,7 +170,7 @@ def _draw(study: Study, result: StudyResult) -> str:
 
 
 def _compact(svg: str) -> str:
-    """Write one line per part of the plot, with coordinates to a tenth of a point."""
+    """Put each part of the plot on its own line, and round coordinates to a tenth of a point."""
     svg = re.sub(r'"[^"<>]*"', lambda quoted: re.sub(r"(\d\.\d)\d+", r"\1", quoted[0]), re.sub(r'\s*\n"', '"', svg))
     return re.sub(r">\s+<(?!g id)", "><", " ".join(svg.split())).replace("> <", ">\n<") + "\n"
 
@@ -195,7 +195,7 @@ def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
 
 
 def _draw_comparisons(axis: Axes, result: StudyResult) -> None:
-    """Draw a row for each comparison; each second variant that is the n-th rival of a first one has the n-th colour."""
+    """Draw a row for each comparison. A first variant's n-th rival has the n-th colour."""
     num_seen: dict[str, int] = {}
     for y, c in enumerate(result.comparisons):
         i = num_seen[c.first] = num_seen.get(c.first, -1) + 1

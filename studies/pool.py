@@ -1,7 +1,7 @@
-"""Runs of `bapo train` side by side, one core each, without its start-up, which would take longer than a small run.
+"""Parallel runs of `bapo train`, one core each, without its start-up, which would take longer than a small run.
 
-A fork server imports torch, Megatron and bapo_megatron once. Each run is two forks of it, an embedded engine and a
-trainer of one rank, with the loop, HTTP API and weight sync of `bapo train`.
+A fork server imports torch, Megatron and bapo_megatron once. Each run consists of two forks, an embedded engine and a
+trainer with one rank, with the loop, HTTP API and weight sync of `bapo train`.
 """
 
 import multiprocessing
@@ -35,7 +35,7 @@ def run_path(config: Config) -> Path:
 
 
 def environment_path(config: Config) -> Path:
-    """Return the path of the JSON file with the time, machine and packages of the run's training."""
+    """Return the path of the JSON file with the time, machine and packages of the training."""
     return run_path(config) / "environment.json"
 
 
@@ -52,17 +52,18 @@ def train_all(
     """Train every configuration to its last step; call `tell` with each finished one and its seconds.
 
     Args:
-        configs: checked, with the embedded engine and one trainer rank.
-        num_jobs: runs at a time.
-        timeout_s: of one run.
+        configs: checked configurations with the embedded engine and one trainer rank.
+        num_jobs: how many runs may train at the same time.
+        timeout_s: how long one run may take.
+        tell: called with the configuration of each finished run and its seconds.
 
     Raises:
-        UserError: a run failed or took longer, or its folder cannot be used; names the run and its log. All other runs
-            are ended.
+        UserError: a run failed or took too long, or its folder cannot be used. The message names the run and its log;
+            all other runs are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKERS])
-    lifeline, ours = context.Pipe(duplex=False)  # closes when this process ends, however that happens
+    lifeline, ours = context.Pipe(duplex=False)  # closes when this process ends, in whatever way
     stop = Event()
 
     def train(config: Config) -> None:
@@ -88,12 +89,12 @@ def train_all(
 
 
 class _StoppedError(Exception):
-    """The end of this run because another one failed or the user interrupted."""
+    """The end of a run because another one failed or the user interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forks:
-    """Makes the processes of workers.py."""
+    """Starter of the processes in workers.py."""
 
     context: ForkServerContext
     lifeline: Connection
@@ -124,7 +125,7 @@ def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
             if stop.is_set():
                 raise _StoppedError
             if time.monotonic() > deadline:
-                raise UserError(f"the run {run.path} was not done in time; its log: {run.log_path('trainer', 0)}")
+                raise UserError(f"the run {run.path} did not finish in time; see its log: {run.log_path('trainer', 0)}")
             time.sleep(_POLL_S)
 
     key = new_key()
@@ -150,7 +151,7 @@ def _engine_arguments(config: Config, port: int) -> list[str]:
 
 
 def _in_worker(work: str, *arguments: object) -> None:
-    """Run the named function of workers.py in the child; the parent avoids its imports."""
+    """Run the named function of workers.py in the child, so that the parent need not import it."""
     from studies import workers
 
     getattr(workers, work)(*arguments)
@@ -158,7 +159,7 @@ def _in_worker(work: str, *arguments: object) -> None:
 
 @contextmanager
 def _environment_of_forks() -> Iterator[None]:
-    """Set what the fork server reads when it starts: one thread for torch, and where this package is."""
+    """Set what the fork server reads when it starts: one thread for torch, and the place of this package."""
     before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), before.get("PYTHONPATH"))))

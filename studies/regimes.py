@@ -1,7 +1,7 @@
 """REINFORCE with a constant baseline: advantages that regimes.toml names by dotted path.
 
-They are not centred on the group: with few right answers, failures outweigh successes, and groups without any right
-answer count too. Rewards are 0 or 1.
+These advantages are not centred on the group: with few right answers, failures outweigh successes, and groups without
+any right answer count too. Rewards are 0 or 1.
 """
 
 from bapo_megatron.algorithms.advantages import GroupView
@@ -13,5 +13,5 @@ def baseline_40(group: GroupView) -> list[float]:
 
 
 def baseline_50(group: GroupView) -> list[float]:
-    """Compute r - 0.5, which weighs a failure like a success."""
+    """Compute r - 0.5, which gives failures and successes the same weight."""
     return [sample.reward - 0.5 for sample in group.samples]

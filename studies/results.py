@@ -14,10 +14,10 @@ from studies.study import Run, Study
 
 Row = Mapping[str, float]
 
-LAST_PART = 0.25  # share of a run's steps that "at the end" averages over
-PROFILE = "profile"  # plots the token profile (monitor.token_profile = true): means of a run by probability
+LAST_PART = 0.25  # share of a run's steps over which "at the end" averages
+PROFILE = "profile"  # plots the token profile (monitor.token_profile = true): a run's means by token probability
 PROFILE_PARTS = ("share", *MEANS)
-COMPARISONS = "comparisons"  # plots the differences between variants, with their errors
+COMPARISONS = "comparisons"  # plots the differences between variants with their errors
 
 
 def _share(part: str, rest: str) -> Callable[[Row], float]:
@@ -33,8 +33,8 @@ DERIVED: dict[str, tuple[str, Callable[[Row], float]]] = {
     "positive_mass_share": ("positive share of the loss", _share("loss/positive_mass", "loss/negative_mass")),
 }
 
-# Column of the table -> metric, and how a run's values become one figure: the last, the mean at the end or of all, or
-# the median.
+# Column of the table -> metric, and how a run's values become one figure: the last value, the mean at the end, the mean
+# of all, or the median.
 FINALS: dict[str, tuple[str, str]] = {
     "pass rate": ("eval/reward", "last"),
     "reward at the end": ("reward/mean", "end"),
@@ -49,12 +49,12 @@ FINALS: dict[str, tuple[str, str]] = {
     "saturated": ("bapo/saturated_share", "all"),
     "age": ("staleness/mean", "all"),
 }
-HEADLINE = "pass rate"  # the figure that variants are compared by
+HEADLINE = "pass rate"  # the figure by which variants are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric's spread over seeds, finite values only. `x`: optimizer updates so far, or a profile's probabilities."""
+    """A metric's spread over seeds, finite values only. `x` has optimizer updates so far or probabilities."""
 
     x: list[float]
     mean: list[float]
@@ -82,7 +82,7 @@ class VariantResult:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The headline figure of `first` minus that of `second`, seed by seed."""
+    """The headline figure of `first` minus the headline figure of `second`, seed by seed."""
 
     first: str
     second: str
@@ -101,7 +101,7 @@ class StudyResult:
     comparisons: list[Comparison]
 
     def as_csv(self) -> str:
-        """Return one table: a row for each final figure (no x; by seed) and for each point of a curve."""
+        """Return one table with a row for each final figure (by seed, without x) and for each point of a curve."""
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["variant", "figure", "x", "mean", "low", "high", *(f"seed {seed}" for seed in self.seeds)])
@@ -132,7 +132,7 @@ def gather(study: Study, runs: Sequence[Run]) -> StudyResult:
 
 
 def value(row: Row, metric: str) -> float:
-    """Return a step's metric, recorded or derived; nan if the run lacks it."""
+    """Return a step's metric, recorded or derived, or nan if the run lacks it."""
     try:
         return DERIVED[metric][1](row) if metric in DERIVED else row[metric]
     except KeyError:
@@ -153,7 +153,7 @@ def _variant(name: str, seeds: Sequence[Sequence[Row]], wanted: Sequence[str]) -
 
 
 def _profile(seeds: Sequence[Sequence[Row]], part: str) -> Curve:
-    """Return the share of a run's trained tokens in each bin, or the mean of a part over the tokens in it."""
+    """Return the share of a run's trained tokens in each bin, or the mean of `part` over the tokens in each bin."""
     rows_SB = [[_over_run(rows, bin_name, part) for bin_name in BINS] for rows in seeds]
     centres = [(b + 0.5) / len(BINS) for b in range(len(BINS))]
     return _spread(centres, rows_SB)
@@ -180,7 +180,7 @@ def _final(rows: Sequence[Row], metric: str, part: str) -> float:
 
 
 def _curve(seeds: Sequence[Sequence[Row]], metric: str) -> Curve:
-    """Return the metric of the steps that have it: an evaluation is not made in every step."""
+    """Return the metric over the steps that have it: evaluations do not happen in every step."""
     steps = [(rows[0]["version"], [value(row, metric) for row in rows]) for rows in zip(*seeds, strict=True)]
     recorded = [(x, values) for x, values in steps if any(map(math.isfinite, values))]
     return _spread([x for x, _ in recorded], list(zip(*(values for _, values in recorded), strict=True)))
@@ -209,5 +209,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _digits(number: float) -> str:
-    """Format with the precision of a float32; empty for nan."""
+    """Format with the precision of float32, and nan as an empty text."""
     return f"{number:.9g}" if math.isfinite(number) else ""

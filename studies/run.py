@@ -1,4 +1,4 @@
-"""`bapo reproduce`: train the runs that are missing, then write the studies' results."""
+"""`bapo reproduce`: train the missing runs, then write the studies' results."""
 
 import shlex
 import time
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.runtime import num_cores
 from studies import page
 from studies.checks import problems_of
@@ -25,14 +25,14 @@ class Options:
     quick: bool
     output: Path
     runs_dir: Path
-    num_jobs: int | None  # unset: one a core
-    timeout_s: float  # of one run
+    num_jobs: int | None  # parallel runs; None means one per core
+    timeout_s: float  # how long one run may take
 
 
 def reproduce(options: Options) -> None:
     """Train the runs of the studies, each once, and write each study's page as soon as its runs are done.
 
-    Without names, list the studies. Finished runs are not repeated; an interrupted one starts over.
+    Without names, list the studies. Finished runs are not repeated; interrupted runs start over.
 
     Raises:
         ConfigError: a study does not exist or has problems; raised before anything starts.
@@ -47,7 +47,7 @@ def reproduce(options: Options) -> None:
     for plan in plans:
         missing = {run.config.run.name: run for run in plan.runs if not is_finished(run.config)}
         heading = f"{plan.name}: {plan.study.title} ({plan.study.figure})"
-        print(f"{heading}; {len(missing)} of {len(plan.runs)} runs to do", flush=True)
+        print(f"{heading}; {len(missing)} of {plural(len(plan.runs), 'run')} to do", flush=True)
         _train(missing, options)
         result, command = gather(plan.study, plan.runs), _command(options, plan.source)
         page.write(plan.name, plan.study, plan.runs, result, folder=options.output, command=command)
@@ -56,16 +56,16 @@ def reproduce(options: Options) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One study of those asked for."""
+    """One of the requested studies."""
 
-    name: str  # of its files
-    source: str  # as the user gave it: a name, or a file
+    name: str  # name of its files
+    source: str  # what the user gave: a name or a file
     study: Study
     runs: list[Run]
 
 
 def _plan(options: Options) -> list[_Plan]:
-    """Plan all studies; raise ConfigError with the problems of all of them."""
+    """Plan all studies. Raises ConfigError with the problems of all of them."""
     plans: dict[str, _Plan] = {}
     problems: list[str] = []
     for source in shipped_studies() if options.names == (ALL,) else dict.fromkeys(options.names):

@@ -1,16 +1,16 @@
-"""A study: the same small run with variants of its settings, over seeds. One TOML file each, in this folder.
+"""A study: the same small run with variants of its settings, over seeds. Each study is a TOML file in this folder.
 
 title = "BAPO against GRPO"                 figure = "Figure 9"
-question = "Does BAPO learn more?"          answer follows in docs/bapo.md
+question = "Does BAPO learn more?"          docs/bapo.md answers it
 seeds = [0, 1, 2, 3, 4]
-settings = { train = { ... } }              tables of a configuration, over base.toml
-compare = [["BAPO", "GRPO"]]                pairs of variants, judged seed by seed
+settings = { train = { ... } }              tables of a configuration, merged over base.toml
+compare = [["BAPO", "GRPO"]]                pairs of variants, compared seed by seed
 [[variants]]
 name = "GRPO"
-settings = { loss = { name = "grpo" } }     over the study's
-[[regimes]]                                 or none: circumstances in which each variant is run and compared;
-name = "K = 4"                              its variants are called "GRPO, K = 4" and so on
-settings = { train = { ... } }              over the variant's
+settings = { loss = { name = "grpo" } }     merged over the study's settings
+[[regimes]]                                 optional: circumstances in which to run and compare each variant;
+name = "K = 4"                              the variants are then called "GRPO, K = 4" and so on
+settings = { train = { ... } }              merged over the variant's settings
 [[plots]]
 metric = "loss/entropy"                     a metric of metrics.jsonl, or of results.DERIVED
 [quick]                                     what --quick changes
@@ -39,25 +39,25 @@ _BASE = _FOLDER / "base.toml"
 
 
 class Variant(Section):
-    """One curve; or, as a regime, a part of several."""
+    """One curve of a figure or, as a regime, the settings that several curves share."""
 
     name: str
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class Plot(Section):
-    """A panel: a metric over optimizer updates, with its spread over seeds; "profile", the token profile; or
-    "comparisons", the differences of `compare`."""
+    """A panel: a metric over optimizer updates with its spread over seeds, or "profile" (the token profile), or
+    "comparisons" (the differences between the pairs in `compare`)."""
 
     metric: str
     label: str | None = None
-    """Label of the axis; unset: the metric's name."""
+    """Label of the axis; the default is the metric's name."""
     log: bool = False
-    """A logarithmic axis."""
+    """Whether the axis is logarithmic."""
 
 
 class Quick(Section):
-    """Settings of `--quick`: a short test that the study runs."""
+    """Changes for `--quick`, a short test that the study runs."""
 
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     variants: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Quick(Section):
 
 
 class Study(Section):
-    """Contents of a study's file."""
+    """The contents of a study's file."""
 
     title: str
     figure: str
@@ -96,7 +96,7 @@ class Study(Section):
         return self
 
     def in_regimes(self) -> Study:
-        """Return the study with each variant in each regime as a variant of its own, and without regimes."""
+        """Return the study without regimes, with each variant in each regime as a separate variant."""
         if not self.regimes:
             return self
         return self.model_copy(
@@ -130,10 +130,10 @@ def shipped_studies() -> dict[str, Path]:
 
 
 def load_study(name: str) -> Study:
-    """Load a shipped study by its name, or one from a TOML file, with its variants in their regimes.
+    """Load a shipped study by its name, or any study from a TOML file, with its variants in their regimes.
 
     Raises:
-        ConfigError: no such study exists, or its file is wrong; names the place and the reason.
+        ConfigError: no such study exists, or its file is wrong; the message names the place and the reason.
     """
     shipped = shipped_studies()
     path = shipped.get(name, Path(name))
@@ -149,10 +149,10 @@ def load_study(name: str) -> Study:
 
 
 def plan_runs(study: Study, *, quick: bool, runs_dir: Path) -> list[Run]:
-    """Return every run of a study, seed by seed. Runs of the same identity (identity.py) share a name across studies.
+    """Return every run of a study, seed by seed. Runs with the same identity (identity.py) share a name across studies.
 
     Raises:
-        ConfigError: a variant's settings are no valid configuration.
+        ConfigError: a variant's settings are not a valid configuration.
     """
     variants = [v for v in study.variants if not (quick and study.quick.variants) or v.name in study.quick.variants]
     return [

@@ -1,6 +1,6 @@
 """Work of a study's forked processes: serving an embedded engine, or training with one rank.
 
-The fork server (pool.py) imports this once, with all that both need, so that a run starts without importing anything.
+The fork server (pool.py) imports this once, with everything that both need, so that a run starts without imports.
 """
 
 import os
@@ -27,7 +27,7 @@ def serve(lifeline: Connection, arguments: list[str], log: Path, key: str) -> No
 
 
 def train(lifeline: Connection, run_path: Path, url: str, key: str) -> None:
-    """Run the training loop of `bapo train` as its only rank, in a run directory that the parent has opened.
+    """Run the training loop of `bapo train` as its only rank, in a run directory that the parent opened.
 
     The process ends with the exit code of `run_rank`.
     """
@@ -39,9 +39,9 @@ def train(lifeline: Connection, run_path: Path, url: str, key: str) -> None:
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process and its children when the study's process, which holds the other end of the pipe, is gone.
+    """End this process and its children once the study's process, which holds the other end of the pipe, is gone.
 
-    The parent of this process is the fork server, which lives as long as one of its children.
+    The parent of this process is the fork server, which lives as long as any of its children.
     """
     os.setpgid(0, 0)
 

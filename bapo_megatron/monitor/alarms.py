@@ -1,7 +1,7 @@
 """Alarms: signs in a run's metrics that it learns nothing, or from the wrong data, with the usual cause and a remedy.
 
-`RULES` is the list. A rule looks at the steps so far and says what it saw. An `AlarmLog` takes the steps one by one and
-keeps the alarms raised. The same rows give the same alarms: a resumed run and a report need metrics.jsonl alone.
+`RULES` lists them. A rule looks at the steps so far and says what it saw. An `AlarmLog` takes the steps one by one and
+keeps the alarms raised. The same rows give the same alarms, so a resumed run and a report need only metrics.jsonl.
 """
 
 import math
@@ -23,18 +23,18 @@ _MIN_EVALUATIONS = 5
 _NEARLY_ALL = 0.95
 _MIN_UPDATES = 3  # an occasional spike or skipped update is normal
 _UPDATES_SHARE = 0.2
-_CLIPPED_SHARE = 0.8  # the first update after a push, when the policy is where it sampled, rarely clips everything
+_CLIPPED_SHARE = 0.8  # the first update after a push, when the policy still equals the sampler, rarely clips everything
 _ENTROPY_NATS = 0.005
-_KL_NATS = 1e-8  # the rounding of float32 makes about 1e-13
-_OLD_TOKEN_UPDATES = 0.1  # mean age from which a policy that moves must differ from the one that sampled
-_LR_SHARE = 0.1  # below this share of the peak rate, a policy may stand still
+_KL_NATS = 1e-8  # float32 rounding causes about 1e-13
+_OLD_TOKEN_UPDATES = 0.1  # with this mean age or more, a policy that moves must differ from the one that sampled
+_LR_SHARE = 0.1  # below this share of the peak rate, a policy may legitimately stand still
 _SMALL_GAIN = 0.05
 _HIGH_PASS_RATE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A rule that fired, in three short sentences. What it saw is of the first step at which it did."""
+    """A rule that fired, in three short sentences. `saw` describes the first step at which it fired."""
 
     name: str
     first_step: int
@@ -75,24 +75,24 @@ class Steps:
         return self.rows[-1]
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a metric in the recent steps, as far as they are finite."""
+        """Return the finite values of a metric in the recent steps."""
         return [value for row in self.recent if math.isfinite(value := row.get(name, math.nan))]
 
     def always(self, test: Callable[[StepRow], bool]) -> bool:
-        """Return whether all recent steps pass a test, of which nan passes none; there must be five of them."""
+        """Return whether there are at least five recent steps and all pass a test; nan must fail it."""
         return len(self.recent) >= _MIN_STEPS_TO_JUDGE and all(map(test, self.recent))
 
     def at_least(self, name: str, limit: float) -> bool:
-        """Return whether a metric was at or over a limit in all recent steps."""
+        """Return whether a metric was at or above a limit in all recent steps."""
         return self.always(lambda row: row.get(name, math.nan) >= limit)
 
     @property
     def num_updates(self) -> float:
-        """Number of updates of the recent steps; nan if it was not recorded."""
+        """Number of updates in the recent steps, or nan if it was not recorded."""
         return self.latest.get("version", math.nan) - self.before.get("version", 0.0)
 
     def are_many(self, num_updates: float) -> bool:
-        """Return whether this number of recent updates is no accident: at least three, and a fifth of them all."""
+        """Return whether this number of recent updates is too high for chance: at least three, and a fifth of all."""
         return num_updates >= max(_MIN_UPDATES, _UPDATES_SHARE * self.num_updates)
 
     @property
@@ -113,11 +113,11 @@ class Rule:
 
     name: str
     saw: Callable[[Steps], str | None]
-    """Returns what it saw in the steps so far. None means that nothing is wrong."""
+    """Function that returns what it saw in the steps so far. None means that nothing is wrong."""
     cause: str
     change: str
     unless: tuple[str, ...] = ()
-    """Alarms that explain this one: while one of them fires, it does not."""
+    """Alarms that explain this one. It stays silent while one of them fires."""
 
 
 def _mismatch(steps: Steps) -> str | None:
@@ -187,9 +187,9 @@ def _flat_pass_rate(steps: Steps) -> str | None:
 
 
 def _flat(name: str, pairs: Sequence[tuple[float, float]]) -> str | None:
-    """Say that all evaluations of a set show no rise and are precise enough to exclude one of 0.05.
+    """Describe a set whose evaluations show no rise and are precise enough to exclude a rise of 0.05.
 
-    The rise is the one of the straight line through the pass rates; its interval follows from their standard errors.
+    The rise is measured on the straight line through the pass rates; its interval follows from their standard errors.
 
     Args:
         pairs: pass rate and standard error of each evaluation.
@@ -211,7 +211,7 @@ def _flat(name: str, pairs: Sequence[tuple[float, float]]) -> str | None:
 def _has_risen(rows: Sequence[StepRow]) -> bool:
     """Return whether the mean reward of the last ten steps exceeds the mean of the first ten by more than chance.
 
-    A run that has learned before its first evaluation shows it so.
+    This recognizes a run that learned before its first evaluation.
     """
     window = min(_WINDOW_STEPS, len(rows) // 2)
     first, last = (
@@ -239,7 +239,7 @@ def _all_clipped(steps: Steps) -> str | None:
 
 
 def _clipped_share(row: StepRow) -> float:
-    """Return the share of the tokens with an advantage that were clipped; nan if it is not known, or none has one."""
+    """Return the clipped share of the tokens with an advantage, or nan if it is unknown or no token has one."""
     clipped = row.get("loss/clip_high_share", math.nan) + row.get("loss/clip_low_share", math.nan)
     clipped += row.get("loss/dual_clip_share", 0.0)
     pushed = row.get("loss/positive_token_share", math.nan) + row.get("loss/negative_token_share", math.nan)
@@ -295,9 +295,9 @@ RULES = (
         "mismatch",
         _mismatch,
         cause="the engine computes in another type, samples with settings that the trainer does not know, or holds "
-        "other weights; the update is then off-policy unnoticed.",
+        "other weights; the update is then off-policy without anyone noticing.",
         change="check the engine's type, its sampling settings and the weight sync; "
-        'loss.proximal = "learner" bounds what it does to the update.',
+        'loss.proximal = "learner" limits the effect on the update.',
     ),
     Rule(
         "gradient spikes",
@@ -311,7 +311,7 @@ RULES = (
         _one_reward,
         cause="a judge that gives one reward to everything, answers in a form that it does not accept, or prompts that "
         "the policy always or never solves.",
-        change="look at samples.jsonl, mend the judge or the form of the answers, or choose easier or harder prompts.",
+        change="look at samples.jsonl, fix the judge or the form of the answers, or choose easier or harder prompts.",
     ),
     Rule(
         "equal rewards",
@@ -366,7 +366,7 @@ RULES = (
     Rule(
         "policy stands still",
         _still_policy,
-        cause="a learning rate so low that the weights round to what they were, or a loss that masks every token.",
+        cause="a learning rate so low that rounding leaves the weights unchanged, or a loss that masks every token.",
         change="raise optimizer.lr, and check the loss and its masks.",
         unless=(*_NOTHING_TO_LEARN, "all tokens clipped", "skipped updates"),
     ),
@@ -414,10 +414,10 @@ class AlarmLog:
         return [self._raise(name, int(row["step"]), found[name]) for name in firing]
 
     def end(self, error: UserError) -> None:
-        """Raise the alarm that an error stands for, if any, at the step that it has ended."""
+        """Raise the alarm that an error stands for, if any, at the step that the error ended."""
         for kind, name in _OF_ERRORS.items():
             if isinstance(error, kind):
-                saw = str(error).partition(": ")[0]  # what follows is advice, too
+                saw = str(error).partition(": ")[0]  # the rest is advice
                 num_done = int(self._steps.latest["step"]) if self._steps.rows else 0
                 self._raise(name, num_done + 1, f"{saw}.")
 

@@ -1,8 +1,8 @@
 """The terminal of a run: its header, the stage of its start, one row per step, and a summary.
 
 On a terminal, lines are coloured and broken between words, and the last line is live: the stage, then a bar with the
-time to go. Elsewhere, lines are plain and have time stamps, each row ends with the time to go, and a minute without a
-line is followed by one. NO_COLOR, FORCE_COLOR and COLUMNS are heeded.
+time to go. Elsewhere, lines are plain and have time stamps, each row ends with the time to go, and a sign of life
+follows every minute of silence. The display respects NO_COLOR, FORCE_COLOR and COLUMNS.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo_megatron.config.engines import engine_kind, num_started
+from bapo_megatron.errors import plural
 from bapo_megatron.runs.numbers import count, duration, number, percent, short_duration
 from bapo_megatron.runs.summary import mean, reward_metric, summarize_run
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
@@ -42,10 +43,10 @@ _SPANS = ("rollout", "critic", "score", "train", "sync", "eval", "checkpoint", "
 _GAP = "  "
 _DEFAULT_COLUMNS = 80
 _LABEL_WIDTH = 10
-_ECHO_COLUMNS = 4  # behind the live line, for the terminal's "^C"
-_RECENT_STEPS = 10  # whose mean time predicts that of the next ones
+_ECHO_COLUMNS = 4  # left free after the live line, for the terminal's "^C"
+_RECENT_STEPS = 10  # their mean time predicts the time of the next ones
 _STAGE_POLL_S = 0.5
-_STAGE_INTERVAL_S = 10.0  # between two lines about a stage that counts, without a terminal
+_STAGE_INTERVAL_S = 10.0  # without a terminal, time between two lines about a stage that counts something
 _QUIET_S = 60.0  # without a terminal, a longer silence looks like a hang
 
 
@@ -53,8 +54,8 @@ class Screen:
     """Lines for the user on one stream. Any thread may write.
 
     Args:
-        progress: "bar", "lines", or "auto": a live last line if the stream is a terminal.
-        is_lasting: continue without its reader, see `runtime.output`; else that is an OSError.
+        progress: "bar", "lines", or "auto", which draws a live last line if the stream is a terminal.
+        is_lasting: continue if the reader is gone (see `runtime.output`); otherwise that raises an OSError.
     """
 
     def __init__(self, stream: TextIO, progress: Progress = "auto", *, is_lasting: bool = True) -> None:
@@ -77,16 +78,16 @@ class Screen:
             return int(columns)
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or _DEFAULT_COLUMNS  # 0 if no size is set
-        except OSError:  # also of a stream without a file
+        except OSError:  # also raised by a stream without a file
             return _DEFAULT_COLUMNS
 
     def note(self, text: str, style: str = "") -> None:
-        """Show a text, with the time of day if no terminal shows it."""
+        """Show a text, with the time of day unless it goes to a terminal."""
         stamp = "" if self.is_terminal else f"{time.strftime('%H:%M:%S')}{_GAP}"
         self.lines([f"{stamp}{line}" for line in text.split("\n")], style)
 
     def lines(self, lines: Sequence[str], style: str = "", *, wrap: bool = True) -> None:
-        """Show lines as they are, on a terminal broken between words; without `wrap`, they can be copied whole."""
+        """Show lines. A terminal breaks them between words; without `wrap`, they stay whole and can be copied."""
         if self.is_terminal:
             self._rich.width = self.width  # the window may have been resized
             for line in lines:
@@ -98,11 +99,11 @@ class Screen:
             print(captured.get(), file=self._stream, flush=True)
 
     def facts(self, facts: Mapping[str, str]) -> None:
-        """Show labelled facts, one a line."""
+        """Show labelled facts, one per line."""
         self.lines([f"{label:<{_LABEL_WIDTH}} {text}" for label, text in facts.items()], wrap=False)
 
     def live(self, render: Callable[[], RenderableType]) -> Live:
-        """Return a last line that is drawn again four times a second, and goes away at its end."""
+        """Return a last line that is redrawn four times a second and disappears when it ends."""
 
         def resized() -> RenderableType:
             self._rich.width = self.width
@@ -127,7 +128,7 @@ class Screen:
             yield show
 
     def restore(self) -> None:
-        """Clear the last line, and show the cursor, after the end of a process that had a live line here."""
+        """Clear the last line and show the cursor, after a process that had a live line here has ended."""
         if self.is_live:
             self._stream.write("\r\x1b[K")
             self._rich.show_cursor(True)
@@ -135,12 +136,11 @@ class Screen:
 
 
 def header(config: Config, run_dir: RunDir) -> dict[str, str]:
-    """Return the facts about a run that its start shows."""
+    """Return the facts about a run to show when it starts."""
     from bapo_megatron.monitor.sinks import wandb_project
 
     p, r, m = config.parallel, config.rollout, config.monitor
-    num_engines = num_started(r) or len(r.urls)
-    engines = f"{num_engines} {engine_kind(r.engine).title}{'s' if num_engines > 1 else ''}"
+    engines = plural(num_started(r) or len(r.urls), engine_kind(r.engine).title)
     parts = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "data": p.data}
     layout = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "one model copy"
     dashboards = {
@@ -149,12 +149,11 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
         f"W&B project {wandb_project()}": "wandb" in m.sinks,
     }
     dashboard = "; ".join(text for text, is_on in dashboards.items() if is_on)
-    ranks = config.parallel.size
     return {
-        "run": f"{config.run.name}, {config.train.num_steps} steps, attempt {run_dir.attempt}, "
+        "run": f"{config.run.name}, {plural(config.train.num_steps, 'step')}, attempt {run_dir.attempt}, "
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}",
         "model": config.model.path,
-        "trainer": f"{ranks} rank{'s' if ranks > 1 else ''}: {layout}",
+        "trainer": f"{plural(config.parallel.size, 'rank')}: {layout}",
         "engines": engines if engine_kind(r.engine).samples else "none: recorded rollouts",
         "logs": shown_path(run_dir.log_dir),
         "report": f"{shown_path(run_dir.path / 'report.html')}",
@@ -163,7 +162,7 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
 
 
 def shown_path(path: Path) -> str:
-    """Return a path as short as it can be typed here."""
+    """Return the shortest path to type in the working folder."""
     with contextlib.suppress(ValueError, OSError):  # the working folder may have been deleted
         return str(path.relative_to(Path.cwd()))
     return str(path)
@@ -176,11 +175,11 @@ class TableColumn:
     label: str
     width: int
     cell: Callable[[Mapping[str, float]], str]
-    priority: int  # on a narrow terminal, columns with the highest number go first
+    priority: int  # on a narrow terminal, columns with the highest number are dropped first
 
 
 def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[TableColumn]:
-    """Return the columns for a run with these metrics. A metric that is missing or NaN shows as "-"."""
+    """Return the columns for a run with these metrics. A missing or NaN metric is shown as "-"."""
 
     def value(name: str, digits: int = 2) -> Callable[[Mapping[str, float]], str]:
         return lambda row: number(row.get(name, math.nan), digits)
@@ -214,7 +213,7 @@ _LEGEND = {
 
 
 def fit(columns: Sequence[TableColumn], width: int) -> list[TableColumn]:
-    """Return the columns that fit into a line."""
+    """Return the columns that fit on a line."""
     kept = list(columns)
     while len(kept) > 1 and sum(_cell_width(c) + len(_GAP) for c in kept) - len(_GAP) > width:
         kept.remove(max(kept, key=lambda column: column.priority))
@@ -237,7 +236,7 @@ class Console:
     Args:
         progress: see `Screen`.
         history: metrics of the steps before a resume, so that bar and summary cover the whole run.
-        heartbeat: the trainer's last actions, which are the stages of the start; None: no stages.
+        heartbeat: the trainer's last actions, shown as the stages of the start; None means no stages.
     """
 
     def __init__(
@@ -254,7 +253,7 @@ class Console:
         self._num_steps = num_steps
         self._rows = [dict(row) for row in history]
         self.heartbeat = heartbeat or Heartbeat()
-        self._columns: list[TableColumn] = []  # of the heading that is shown
+        self._columns: list[TableColumn] = []  # columns of the latest heading
         self._shown: set[str] = set()
         self._live: Live | None = None
         self._began_s = time.monotonic()
@@ -262,7 +261,7 @@ class Console:
         self._is_closed = threading.Event()
 
     def start(self) -> Console:
-        """Show from now on what the trainer is doing."""
+        """Start to show what the trainer is doing."""
         if self._screen.is_live:
             self._live = self._screen.live(self._last_line)
             self._live.start(refresh=True)
@@ -279,7 +278,7 @@ class Console:
         self._rows.append(dict(metrics))
         row, columns = self._row(metrics)
         if self._live is not None:
-            self._live.refresh()  # before the row: a bar below it that does not count it would contradict it
+            self._live.refresh()  # before the row, so that the bar below it already counts it
         if [c.label for c in columns] != [c.label for c in self._columns]:
             self._show_heading(columns)
         self._screen.lines([row])
@@ -293,7 +292,7 @@ class Console:
         self._stages.told(self.heartbeat.clock())
 
     def warn(self, text: str) -> None:
-        """Show a warning, once."""
+        """Show a warning, but the same one only once."""
         if text not in self._shown:
             self._shown.add(text)
             self._screen.note(f"warning: {text}", "yellow")
@@ -318,7 +317,7 @@ class Console:
         self.close()
 
     def _row(self, metrics: Mapping[str, float]) -> tuple[str, list[TableColumn]]:
-        """Return the line of a step, and its columns; without a terminal, with the time of day and the time to go."""
+        """Return a step's line and its columns, which without a terminal include the time of day and the time to go."""
         columns = columns_of(metrics, self._num_steps)
         if not self._screen.is_live:
             stamp = TableColumn("clock", 8, lambda _: time.strftime("%H:%M:%S"), 0)
@@ -336,7 +335,7 @@ class Console:
         self._screen.lines([heading(columns)], "bold")
 
     def _to_go_s(self) -> float:
-        """Predict the seconds until the last step; nan before the first."""
+        """Predict the seconds until the last step, or nan before the first."""
         step_s = mean([row.get("time/step_s", math.nan) for row in self._rows[-_RECENT_STEPS:]])
         num_done = int(self._rows[-1]["step"]) if self._rows else 0
         return step_s * (self._num_steps - num_done)
@@ -361,7 +360,7 @@ class Console:
         return beat.action if beat is not None else "starting"
 
     def _show_stages(self) -> None:
-        """Show the stages of the start and of the first step as lines, and later a line after each minute without."""
+        """Show the stages of the start and of the first step as lines, and later a line after each silent minute."""
         while not self._is_closed.wait(_STAGE_POLL_S):
             step, span, is_start = self.heartbeat.step, self.heartbeat.span, not self._columns
             name = "first step" if is_start else f"step {step}"
@@ -371,7 +370,7 @@ class Console:
 
 
 class Stages:
-    """Lines about what a run is doing, where no terminal shows it: each stage of the start, later signs of life."""
+    """Lines about what a run is doing, without a terminal: each stage of the start, and later signs of life."""
 
     def __init__(self) -> None:
         self._stage = self._shown = ""
@@ -422,7 +421,7 @@ def _slowest(row: Mapping[str, float]) -> str:
 
 
 def evaluation_lines(metrics: Mapping[str, float], when: str) -> list[str]:
-    """Return a line for each evaluation set that was asked; none without an evaluation.
+    """Return a line for each evaluation set of this step, or no lines if nothing was evaluated.
 
     Example: "evaluation after step 20, aime: reward 0.312 ± 0.041, best of a group 0.533, 812 tokens, 4% cut off".
     """

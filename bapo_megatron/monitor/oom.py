@@ -1,4 +1,4 @@
-"""Out of memory: one message with the place, the memory in use, the plan, and changes that help."""
+"""Explanation of out-of-memory errors: one message with the place, the memory in use, the plan, and helpful changes."""
 
 import contextlib
 import resource
@@ -22,7 +22,7 @@ from bapo_megatron.preflight.suggest import lighter, suggest
 from bapo_megatron.runtime.heartbeat import Heartbeat
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # c10/core/impl/alloc_cpu.cpp: "can't allocate memory", "not enough memory"
-_PARTS = {  # function in the traceback -> name; the outermost one counts
+_PARTS = {  # function in the traceback -> name; the outermost function counts
     "optimizer_step": "the optimizer step",
     "backward_step": "a backward pass",
     "backward_step_helper": "a backward pass",
@@ -57,7 +57,7 @@ def explaining_out_of_memory(config: Config, model_path: Path, rank: int, heartb
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU's allocator, torch's on the CPU, or Python ran out of memory."""
+    """Return whether a GPU's allocator, torch's CPU allocator, or Python ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
@@ -67,7 +67,7 @@ def _explain(error: BaseException, config: Config, model_path: Path, rank: int, 
     shape = model_shape(hf_config, own=own_family(config.model.family))
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     p = config.parallel
-    stage = rank // (p.tensor * p.context * p.data)  # the order of ranks: learner/parallel.py
+    stage = rank // (p.tensor * p.context * p.data)  # ranks are ordered as in learner/parallel.py
     what = (str(error).strip() or type(error).__name__).splitlines()[0]
     return "\n".join(
         [
@@ -99,14 +99,14 @@ def _planned(memory: TrainerMemory) -> str:
 
 
 def _suggestions(config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_bytes: int | None) -> Iterator[str]:
-    """Suggest single changes; with a known cluster, layouts too, fastest first."""
+    """Suggest single changes and, if the cluster is known, layouts, fastest first."""
     for number, change in enumerate(lighter(config, shape, hf_config, gpu_bytes), start=1):
         yield f"try {number}: {shlex.join(change.overrides)}, planned peak {_amount(change.total)}"
     if config.cluster.gpu is not None:
         for layout in suggest(config, hf_config, make_plan(config, shape), count=2):
             yield f"or: {shlex.join(layout.overrides)}, planned peak {_amount(layout.plan.trainer.total)}"
     if gpu_bytes is None:
-        yield "or: a machine with more memory, or fewer engines beside the trainer (rollout.num_servers)"
+        yield "or: a machine with more memory, or fewer engines next to the trainer (rollout.num_servers)"
 
 
 def _amount(num_bytes: int) -> str:

@@ -1,7 +1,7 @@
-"""Traces of chosen steps (`monitor.profile_steps`), of trainer ranks and engines.
+"""Traces of trainer rank 0 and the engines in chosen steps (`monitor.profile_steps`).
 
-profile/step-000003-trainer-0.json.gz      of trainer rank 0
-profile/step-000003-engine-0/              what the first engine writes, on its machine: SGLang a file for each rank
+profile/step-000003-trainer-0.json.gz      written by trainer rank 0
+profile/step-000003-engine-0/              written by the first engine on its machine; SGLang writes a file per rank
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ _TIMEOUT_S = 300.0  # SGLang writes its traces before it answers
 
 
 class StepProfiler:
-    """Tracing of this rank's chosen steps; on rank 0 also of the engines'.
+    """Tracing of the chosen steps on rank 0 and its engines; other ranks trace nothing.
 
     Args:
-        engines: None on the other ranks, and without engines.
-        warn: is told of an engine that refuses; the run goes on.
+        engines: None on other ranks, and if there are no engines.
+        warn: called if an engine refuses; the run continues.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class StepProfiler:
         self._rank = rank
         self._engines = engines
         self._warn = warn
-        self._name = ""  # of the traces in progress
+        self._name = ""  # name of the traces in progress
         self._trace: Trace | None = None
         self._tracing_engines: list[int] = []  # their places in the pool
 
     def begin(self, step: int) -> None:
-        """Start the traces of this step, numbered from 0, if it is a chosen one."""
+        """Start the traces of this step (counted from 0) if it was chosen."""
         if step + 1 in self._chosen:
             self._name = f"step-{step + 1:06d}"
             self._tracing_engines = self._start_engines(self._name)
@@ -58,7 +58,7 @@ class StepProfiler:
             self._ask(i, None)
 
     def _start_engines(self, name: str) -> list[int]:
-        """Return the places, in the pool, of the engines that trace."""
+        """Start a trace on each live engine; return the pool indices of those that do."""
         if self._engines is None:
             return []
         live = self._engines.pool.live()
@@ -66,7 +66,7 @@ class StepProfiler:
         return [i for i in chosen if self._ask(i, self._folder / f"{name}-engine-{i}")]
 
     def _ask(self, index: int, folder: Path | None) -> bool:
-        """Ask an engine to start a trace in a folder, or (None) to end it; return whether it did."""
+        """Ask an engine to start a trace in `folder` (None means to end the trace); return whether it did."""
         assert self._engines is not None
         engine = self._engines.pool.engines[index]
         call = engine.stop_profile() if folder is None else engine.start_profile(str(folder))

@@ -1,7 +1,7 @@
 """The Prometheus endpoint of a run: latest metrics, counters, engines and last actions.
 
-`monitor.prometheus_port` starts it on trainer rank 0. A scrape reads everything from memory. NVIDIA's dcgm-exporter
-tells of GPUs.
+`monitor.prometheus_port` starts it on trainer rank 0. A scrape reads everything from memory. For facts about GPUs, use
+NVIDIA's dcgm-exporter.
 """
 
 import threading
@@ -62,7 +62,7 @@ class RunCollector(Collector):
         self._last_step_s = time.time()  # Unix time
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Record a finished step. Metrics that it lacks, such as an evaluation's, keep their values."""
+        """Record a finished step. Metrics that it lacks, such as those from evaluations, keep their values."""
         with self._lock:
             self._latest.update(metrics)
             self._counts["steps"] += 1
@@ -107,7 +107,7 @@ class RunCollector(Collector):
 
 
 class PrometheusEndpoint:
-    """An HTTP server for a run's `collector`, until it is closed.
+    """An HTTP server for a run's `collector`. It serves until it is closed.
 
     Raises:
         ConfigError: the endpoint cannot listen on the address.

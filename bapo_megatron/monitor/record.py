@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.monitor.alarms import AlarmLog
@@ -77,9 +77,9 @@ class Recorder:
         self._config = config
         self._run_dir = run_dir
         self._console = console
-        self._rollouts: Rollouts | None = None  # from `begin` on
+        self._rollouts: Rollouts | None = None  # set by `begin`
         self._num_restarts = num_restarts(run_dir.path)
-        self._restart = restart_of(run_dir)  # until a step is done
+        self._restart = restart_of(run_dir)  # None after the first step
         self._knows_step_time = False
         self._sinks: list[BackgroundSink] = []
         self._alarms = AlarmLog()
@@ -115,7 +115,7 @@ class Recorder:
         self._tell_status(first_step)
 
     def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Save the first responses of a step's batch for reading; with rollout.record, all of them for training."""
+        """Save the first responses of a step's batch for people and, with rollout.record, all of them for training."""
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
         assert self._rollouts is not None
@@ -151,7 +151,7 @@ class Recorder:
             name = reward_metric(metrics)
             num_responses = metrics["rollout/num_samples" if name == "reward/mean" else "reward/judged"]
             what = "pass rate" if is_pass_rate(metrics) else "mean reward"
-            self._console.note(f"untrained {what} {metrics[name]:.2f} ({num_responses:.0f} responses)")
+            self._console.note(f"untrained {what} {metrics[name]:.2f} ({plural(round(num_responses), 'response')})")
         self._console.step(metrics)
         for alarm in self._alarms.observe(metrics):
             self._console.warn(alarm.text())
@@ -169,7 +169,7 @@ class Recorder:
         self._console.note(text)
 
     def fail(self, error: UserError) -> None:
-        """Keep the alarm that an error stands for, if any; the error itself is shown by others."""
+        """Keep the alarm that an error stands for, if any; the caller shows the error itself."""
         self._alarms.end(error)
         self._run_dir.write_status(alarms=self._alarms.raised)
 
@@ -177,7 +177,7 @@ class Recorder:
         self._run_dir.write_status(step=num_done, alarms=self._alarms.raised)
 
     def _warn_of_the_judge(self, step: int, failed_share: float) -> None:
-        """Warn of a judge that fails often; keep the first reason of the attempt in judge.txt."""
+        """Warn about a judge that fails often; keep the attempt's first reason in judge.txt."""
         assert self._rollouts is not None
         failure = self._rollouts.judge_failure() if failed_share > self._config.monitor.judge_alarm else None
         if failure is None:
@@ -212,7 +212,7 @@ class Recorder:
 
 
 class SilentRecorder:
-    """The recorder of all other ranks: notes go to the rank's log, everything else is dropped."""
+    """The recorder of all other ranks: it prints notes to the rank's log and drops everything else."""
 
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         pass
@@ -237,7 +237,7 @@ class SilentRecorder:
 
 
 def _explained(sample: Sample) -> dict[str, Any]:
-    """Return the reward's parts and the judge's words, if there are any."""
+    """Return the reward's parts and the judge's reason, if there are any."""
     if not isinstance(sample.need, Ended):
         return {}
     found = {"parts": dict(sample.need.parts), "reason": sample.need.message}
@@ -247,8 +247,8 @@ def _explained(sample: Sample) -> dict[str, Any]:
 def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Return the line of `samples.jsonl` for a trained response; `decode` must keep special tokens.
 
-    Segments are decoded separately: a character split over two of them shows as a replacement character there.
-    `response` is decoded whole. It is that of the last trajectory.
+    Segments are decoded separately, so a character that is split over two of them becomes a replacement character.
+    `response` is the last trajectory's response, decoded as a whole.
     """
     segments = sample.trajectories[-1].segments[1:]
     return {

@@ -1,7 +1,7 @@
 """Additional outputs for metrics: TensorBoard and Weights & Biases. `metrics.jsonl` is written first and is complete.
 
-A resumed run repeats the steps after its checkpoint. No sink shows one twice: TensorBoard hides the previous attempt's
-values, as metrics.jsonl is truncated; W&B, which only appends, keeps the first values.
+A resumed run repeats the steps after its checkpoint, but no sink shows a step twice: TensorBoard hides the previous
+attempt's values, as metrics.jsonl drops them; W&B, which only appends, keeps the first values.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime.files import write_atomically
 
 _WANDB_PROJECT = "bapo-megatron"
-_MAX_WAITING = 1000  # steps that a slow sink may lag behind
+_MAX_WAITING = 1000  # number of steps by which a slow sink may lag behind
 CLOSE_TIMEOUT_S = 60.0
 WANDB_START_TIMEOUT_S = 60.0
 
@@ -43,7 +43,7 @@ OpenSink = Callable[[Config, RunDir, int], Sink]
 
 
 class TensorBoardSink:
-    """Event files in the run's folder `tensorboard`; TensorBoard reads those of all attempts as one run."""
+    """Event files in the run's folder `tensorboard`; TensorBoard reads the files of all attempts as one run."""
 
     def __init__(self, config: Config, run_dir: RunDir, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -60,7 +60,7 @@ class TensorBoardSink:
 
 
 def wandb_project() -> str:
-    """Return the project of W&B that runs of this environment belong to."""
+    """Return the W&B project for runs in this environment."""
     return os.environ.get("WANDB_PROJECT", _WANDB_PROJECT)
 
 
@@ -109,7 +109,7 @@ SINKS: dict[SinkName, OpenSink] = {"tensorboard": TensorBoardSink, "wandb": Wand
 
 
 class BackgroundSink:
-    """A sink in its own thread. It logs and counts errors, and reports the first; the caller never waits.
+    """A sink in its own thread. It logs and counts errors and reports the first one; the caller never waits.
 
     Args:
         warn: receives lines for the user, called in that thread.
@@ -125,14 +125,14 @@ class BackgroundSink:
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue one step, and return at once."""
+        """Queue one step and return immediately."""
         try:
             self._steps.put_nowait((step, {k: float(v) for k, v in metrics.items() if math.isfinite(v)}))
         except queue.Full:
             self._failed(f"step {step} is lost: {_MAX_WAITING} steps are already waiting")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until the queued steps are written, at most `timeout_s`; None: a minute."""
+        """Wait until the queued steps are written, for at most `timeout_s`; None means a minute."""
         timeout_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         with contextlib.suppress(queue.Full):  # the thread is stuck: the join below reports it
             self._steps.put(None, timeout=timeout_s)
@@ -164,7 +164,7 @@ class BackgroundSink:
         self.num_errors += 1
         log.warning("sink %s: %s", self._name, what, exc_info=True)
         if self.num_errors == 1:
-            self._warn(f"monitor.sinks: {self._name}: {what}; the run goes on, its metrics are in metrics.jsonl")
+            self._warn(f"monitor.sinks: {self._name}: {what}; the run continues, its metrics are in metrics.jsonl")
 
 
 def open_sinks(config: Config, run_dir: RunDir, first_step: int, warn: Callable[[str], None]) -> list[BackgroundSink]:

@@ -2,8 +2,8 @@
 
     <run>/logs/attempt-N/stall-<rank>.txt    last action of each role, stacks of all threads, tasks of the rollout loop
 
-Rank 0 then shows each rank's place on the terminal. A report does not end the run: the deadlines of collectives and
-requests do. While the trainer waits for responses, the engines' answers count as progress, too.
+Rank 0 then shows each rank's place on the terminal. A report does not end the run; the deadlines of collectives and
+requests do. While the trainer waits for responses, answers from engines also count as progress.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.heartbeat import TRAINER, Beat, Heartbeat
 
-TIMEOUT_SHARE = 0.5  # of parallel.timeout_s: a stall is reported before a collective gives up
-_ASKS_ENGINES = ("rollout", "eval")  # spans in which ranks wait for rank 0, and rank 0 for engines
+TIMEOUT_SHARE = 0.5  # share of parallel.timeout_s: report a stall before a collective gives up
+_ASKS_ENGINES = ("rollout", "eval")  # spans in which ranks wait for rank 0, which waits for engines
 _MAX_POLL_S = 5.0
 _LOG = 2  # standard error, which is the rank's log
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -38,10 +38,10 @@ class StallWatchdog:
     """A thread that reports each stall once. A context manager around the training loop.
 
     Args:
-        folder: for the reports of all ranks.
-        timeout_s: longest time without a beat of this rank.
-        engine_timeout_s: the same, in spans that wait for engines.
-        num_ranks: trainer ranks, for lines about all of them.
+        folder: where all ranks write their reports.
+        timeout_s: how long this rank may go without a beat.
+        engine_timeout_s: the same limit in spans that wait for engines.
+        num_ranks: number of trainer ranks, to name those without a report.
         tell: receives lines for the user on rank 0; None on other ranks.
     """
 
@@ -66,7 +66,7 @@ class StallWatchdog:
         self._poll_s = min(timeout_s / 8, _MAX_POLL_S)
         self._watched = threading.current_thread()
         self._reported: Beat | None = None  # the last beat before the reported stall
-        self._found: dict[int, str] = {}  # reports of ranks, as of the last look
+        self._found: dict[int, str] = {}  # each rank's report when last checked
         self._told: dict[int, str] = {}
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall-watchdog", daemon=True)
@@ -75,7 +75,7 @@ class StallWatchdog:
     def of(
         cls, config: Config, rank: int, folder: Path, heartbeat: Heartbeat, tell: Callable[[str], None] | None
     ) -> StallWatchdog:
-        """Create the watchdog from the settings; by default it reports before the deadline of collectives."""
+        """Create the watchdog from the settings, so that it reports before collectives time out."""
         timeout_s = config.parallel.timeout_s * TIMEOUT_SHARE
         patience_s = timeout_s + config.rollout.request_timeout_s
         return cls(
@@ -100,7 +100,7 @@ class StallWatchdog:
 
     def _watch(self) -> None:
         while not self._has_ended.wait(self._poll_s):
-            # A fallback if another thread holds the interpreter: faulthandler's C code does not need it.
+            # A fallback if another thread holds the interpreter lock, which faulthandler's C code does not need.
             faulthandler.dump_traceback_later(self._engine_timeout_s, file=_LOG)
             last, limit_s = self._last_beat()
             idle_s = self._heartbeat.clock() - last.at_s
@@ -111,14 +111,14 @@ class StallWatchdog:
                 self._tell_of_ranks(self._tell)
 
     def _last_beat(self) -> tuple[Beat, float]:
-        """Return the beat that shows progress, and the age it may reach, in seconds."""
+        """Return the beat that shows progress, and the age that it may reach, in seconds."""
         beats = self._heartbeat.beats()
         if self._heartbeat.span not in _ASKS_ENGINES:
             return beats[TRAINER], self._timeout_s
         return max(beats.values(), key=lambda beat: beat.at_s), self._engine_timeout_s
 
     def _report(self, idle_s: float) -> str:
-        """Compose the report. First line: rank and time; second line: place, equal for ranks at the same place."""
+        """Compose the report. First line: rank and time. Second line: place, the same text for ranks that share it."""
         out, now_s = io.StringIO(), self._heartbeat.clock()
         frames = sys._current_frames()
         when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -143,7 +143,7 @@ class StallWatchdog:
         return f"{step}, {self._heartbeat.span or 'between spans'}: {whereabouts(frame)}"
 
     def _tell_of_ranks(self, tell: Callable[[str], None]) -> None:
-        """Report all newly stalled ranks in one line, once no more of them turn up."""
+        """Report all newly stalled ranks on one line, once no more of them turn up."""
         found = _heads(self._folder)
         new = {rank: head for rank, head in found.items() if self._told.get(rank) != head}
         if new and found == self._found:
@@ -170,11 +170,11 @@ def whereabouts(frame: FrameType | None) -> str:
 
 
 def hanging_ranks(folder: Path, num_ranks: int, max_age_s: float) -> str | None:
-    """Describe the ranks that others waited for in a collective until it gave up; None if no report tells.
+    """Describe the ranks for which others waited in a collective until it gave up, or None if no report tells.
 
     Args:
-        folder: of the reports.
-        max_age_s: older reports are of stalls that are over.
+        folder: where ranks leave their reports.
+        max_age_s: ignore reports older than this: those stalls are over.
     """
     heads = _heads(folder, since=time.time() - max_age_s)
     waiting = {rank for rank, head in heads.items() if _is_waiting(head.splitlines()[1])}
@@ -185,7 +185,7 @@ def hanging_ranks(folder: Path, num_ranks: int, max_age_s: float) -> str | None:
 
 
 def last_words(log: Path) -> str:
-    """Return the line of a dead rank's log that says why: the end of its last traceback, else its last line."""
+    """Return the line of a dead rank's log that says why: the end of its last traceback, or else its last line."""
     try:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     except OSError:
@@ -196,18 +196,18 @@ def last_words(log: Path) -> str:
 
 
 def _heads(folder: Path, since: float = 0.0) -> dict[int, str]:
-    """Return the first two lines of each rank's report that was written after `since`, a Unix time."""
+    """Return the first two lines of each rank's report, if written after `since` (Unix time)."""
     reports = [path for path in folder.glob("stall-*.txt") if path.stat().st_mtime >= since]
     return {int(p.stem.removeprefix("stall-")): "\n".join(p.read_text().splitlines()[:2]) for p in reports}
 
 
 def _is_waiting(place: str) -> bool:
-    """Return whether a place is a collective: another rank may be at fault."""
+    """Return whether a place is a collective, in which case another rank may be at fault."""
     return ": in " in place
 
 
 def _by_place(heads: dict[int, str]) -> Iterator[str]:
-    """Group ranks by place: those that wait in a collective last, otherwise the smallest group first.
+    """Group ranks by place, smallest group first, but ranks that wait in a collective last.
 
     Example: ["rank 1 in step 3, train: at ...", "ranks 0, 2, 3 in step 3, train: in all_reduce, ..."].
     """

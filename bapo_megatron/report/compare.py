@@ -45,7 +45,7 @@ class Comparison:
     """Runs to compare, with their differences and warnings to the reader."""
 
     groups: tuple[RunSet, ...]
-    differences: list[tuple[str, list[str]]]  # setting or fact, and its value in each group
+    differences: list[tuple[str, list[str]]]  # setting or fact, with its value in each group
     warnings: list[str]  # reasons not to compare figures
     notes: list[str]
 
@@ -58,13 +58,13 @@ def compare(paths: Sequence[Path]) -> Comparison:
     """Read runs and find out how they differ.
 
     Raises:
-        UserError: folders are not runs or are repeated (all named), no run has finished a step, or there are more than
-            MAX_GROUPS lines to draw.
+        UserError: some folders are not runs or are repeated (the message names all), no run has finished a step, or
+            there are more than MAX_GROUPS lines to draw.
     """
     runs = _read(paths)
     started = [run for run in runs if run.rows]
     if not started:
-        raise UserError(f"none of the {len(runs)} runs has finished a step yet: {', '.join(r.name for r in runs)}")
+        raise UserError(f"none of these runs has finished a step yet: {', '.join(r.name for r in runs)}")
     groups = _group(started)
     return Comparison(
         groups=groups,
@@ -95,7 +95,7 @@ def _read(paths: Sequence[Path]) -> list[History]:
 
 
 def _with_own_names(runs: Sequence[History]) -> list[History]:
-    """Extend names shared by runs in different folders by as much of their paths as needed."""
+    """Extend names that runs in different folders share, by as much of their paths as needed."""
     named = list(runs)
     for depth in range(2, 1 + max(len(run.path.resolve().parts) for run in runs)):
         names = [run.name for run in named]
@@ -109,7 +109,7 @@ def _with_own_names(runs: Sequence[History]) -> list[History]:
 
 
 def _group(runs: Sequence[History]) -> tuple[RunSet, ...]:
-    """Group runs that differ by seed only, in the order given; a repeated seed begins a new group."""
+    """Group runs that differ by seed only, in the given order; a repeated seed begins a new group."""
     members: list[list[History]] = []
     for run in runs:
         for group in members:
@@ -139,7 +139,7 @@ def _is_seed_of(run: History, group: Sequence[History]) -> bool:
 
 
 def _common_name(group: Sequence[History]) -> str:
-    """Name a group by the common stem: grpo-seed0, grpo-seed1 -> grpo."""
+    """Name a group by the common stem of its runs: grpo-seed0, grpo-seed1 -> grpo."""
     if len(group) == 1:
         return group[0].name
     stems = {re.sub(r"[-_.]*(seed|s)?[-_.]*\d+$", "", run.name) for run in group}
@@ -148,7 +148,7 @@ def _common_name(group: Sequence[History]) -> str:
 
 
 def _differences(groups: Sequence[RunSet]) -> list[tuple[str, list[str]]]:
-    """List settings, code, packages and machines that differ between runs, without run.name and run.dir."""
+    """List settings, code, packages and machines that differ between runs, except run.name and run.dir."""
     facts = {run.path: _facts(run) for group in groups for run in group.runs}
     names = dict.fromkeys(name for of_run in facts.values() for name in of_run)
     rows = []
@@ -175,7 +175,7 @@ def _facts(run: History) -> dict[str, str]:
 
 
 def _warnings(runs: Sequence[History]) -> list[str]:
-    """Warn of settings that make figures incomparable."""
+    """Return warnings about settings that make figures incomparable."""
     found = []
     if task := _different(runs, _TASK, but=_NOT_TASK):
         found.append(
@@ -183,7 +183,7 @@ def _warnings(runs: Sequence[History]) -> list[str]:
             "are not comparable."
         )
     if evaluation := _different(runs, _EVALUATION):
-        found.append(f"The runs are not evaluated alike: {_that_differ(evaluation)}. Compare no evaluations.")
+        found.append(f"The runs are evaluated differently: {_that_differ(evaluation)}. Do not compare evaluations.")
     return found
 
 
@@ -197,7 +197,7 @@ def _notes(groups: Sequence[RunSet]) -> list[str]:
     if len({run.rows[-1]["step"] for run in runs}) > 1:
         notes.append("The runs have different lengths: compare curves at equal steps, not final values.")
     if batch := _different(runs, _BATCH):
-        notes.append(f"The runs train on different numbers of responses per step ({_that_differ(batch)}).")
+        notes.append(f"The runs train on different numbers of responses in each step ({_that_differ(batch)}).")
     if len({(run.environment.get("git_commit"), run.diff_digest) for run in runs if run.environment}) > 1:
         notes.append("The runs used different code: see “What differs”.")
     for group in groups:
@@ -206,7 +206,7 @@ def _notes(groups: Sequence[RunSet]) -> list[str]:
     known = [run for run in runs if run.settings]
     for i, run in enumerate(known):
         if twin := next((other for other in known[:i] if _are_twins(run, other)), None):
-            notes.append(f"{twin.name} and {run.name} have equal settings, the seed included.")
+            notes.append(f"{twin.name} and {run.name} have equal settings, including the seed.")
     return notes
 
 
@@ -220,7 +220,7 @@ def _that_differ(settings: Sequence[str]) -> str:
 
 
 def _different(runs: Sequence[History], patterns: Iterable[str], but: Iterable[str] = ()) -> list[str]:
-    """List settings matching one of `patterns` that differ between the runs that recorded their settings."""
+    """List settings that match one of `patterns` and differ between the runs that recorded their settings."""
     known = [run.settings for run in runs if run.settings]
     keys = sorted({key for settings in known for key in settings})
     return [
@@ -243,7 +243,7 @@ class _Outcome:
     label: str
     of: Callable[[History], float]
     show: Callable[[float], str]
-    standard_error: str = ""  # metric with the standard error of a single run's figure
+    standard_error: str = ""  # metric that holds the standard error of a single run's figure
 
 
 def _evaluation(prefix: str, label: str) -> _Outcome:
@@ -270,14 +270,14 @@ def _with_sets(sets: Sequence[str]) -> list[_Outcome]:
 
 
 def outcome_names(sets: Sequence[str]) -> list[str]:
-    """Return the heads of the columns: OUTCOMES, and one for each evaluation set."""
+    """Return the column headings: OUTCOMES, and one for each evaluation set."""
     return [one.label for one in _with_sets(sets)]
 
 
 def outcomes(runs: Sequence[History], sets: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return a cell for each of `outcome_names`: the mean over runs and, for several, the range.
+    """Return a cell for each of `outcome_names`: the mean over runs and, if there are several, the range.
 
-    The evaluation of a single run has its standard error over prompts instead.
+    For a single run, an evaluation shows its standard error over prompts instead.
     """
     cells = []
     for outcome in _with_sets(sets):

@@ -1,6 +1,6 @@
-"""The figures of a report: plots as data for the page's script, and their static drawing for pages without it.
+"""The figures of a report: plots as data for the page's script, and static drawings for pages without it.
 
-matplotlib draws them small enough for a phone; the page scales them up. A plot has no legend: the page writes it.
+matplotlib draws them small enough for a phone; the page scales them up. Plots have no legend: the page writes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,19 @@ from bapo_megatron.report.style import LINE_WIDTH, RC, Look, look
 
 Column = NDArray[np.float64]
 Points = tuple[Column, Column]
-"""x, ascending, and y of one curve: float64 [N] each; y may hold nan."""
+"""x (ascending) and y of one curve, float64 [N] each; y may hold nan."""
 
 SMOOTH_STEPS = 10
 _SIZE_INCHES = (4.2, 2.3)
 _MAX_MARKED_POINTS = 40
 _MAX_BARS = 300
-_RIM = 1.7  # a line under an equal one is wider by this many line widths,
-_MAX_RIMS = 3  # under this many of them at most
+_RIM = 1.7  # extra width, in line widths, for each equal line that covers a line
+_MAX_RIMS = 3  # no more covering lines than this count
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a plot, a band from `low` to `high`, or both: float64 [N] each, at the plot's x; nan is a gap."""
+    """A line, a band from `low` to `high`, or both, at the plot's x. Each is float64 [N]; nan makes a gap."""
 
     label: str
     look: Look
@@ -38,7 +38,7 @@ class Series:
     low: Column | None = None
     high: Column | None = None
     on_right: bool = False
-    has_bars: bool = False  # instead of the band a bar at each x, for intervals of single values
+    has_bars: bool = False  # draw a bar at each x instead of the band, for intervals of single values
     joined: bool = False  # the line bridges gaps
     faint: bool = False
     width: float = LINE_WIDTH
@@ -49,15 +49,15 @@ class Series:
 
     @property
     def values(self) -> Column:
-        """All finite values: of the line, and of the edges of the band."""
+        """All finite values of the line and of the band's edges."""
         parts = [part for part in (self.y, self.low, self.high) if part is not None]
         return np.concatenate([part[np.isfinite(part)] for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The scale of the y axis: `around_zero` aligns the zeros of both axes, `log_if_wide` takes a logarithmic axis for
-    positive values over two decades."""
+    """The scale of the y axis. `around_zero` aligns the zeros of both axes; `log_if_wide` makes the axis logarithmic
+    if the values are positive and span more than two decades."""
 
     from_zero: bool = False
     around_zero: bool = False
@@ -79,7 +79,7 @@ STEPS = XAxis("training step", margin=0.5, whole=True)
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Series over one x axis, or stacked: each on top of those before it."""
+    """Series over one x axis. If stacked, each lies on top of the ones before it."""
 
     x: Column
     series: tuple[Series, ...]
@@ -91,7 +91,7 @@ class Plot:
 
     @property
     def is_log(self) -> bool:
-        """Whether the y axis is logarithmic at first."""
+        """Whether the y axis starts as logarithmic."""
         values = np.concatenate([series.values for series in self.series if not series.on_right] or [np.zeros(1)])
         is_wide = len(values) > 0 and values.min() > 0 and values.max() > 100 * values.min()
         return self.scale.log_if_wide and bool(is_wide)
@@ -128,7 +128,7 @@ class Plot:
 
 
 def _numbers(values: Column | None) -> list[float | None] | None:
-    """Round to five digits; None where not finite."""
+    """Round to five digits; values that are not finite become None."""
     if values is None:
         return None
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
@@ -137,12 +137,12 @@ def _numbers(values: Column | None) -> list[float | None] | None:
 def compared(seeds_by_label: Mapping[str, Sequence[Points]], *, window: int = 1) -> tuple[Column, list[Series]]:
     """Return x [N] and one series per label: the mean over its seeds, in a band from the lowest seed to the highest.
 
-    A line covers the steps that all of its seeds have reached. A label without a finite value has no series, but keeps
-    its look. Of equal lines each earlier one is wider, so that it shows at the rim of the later one.
+    A line covers the steps that all of its seeds have reached. A label without a finite value gets no series, but no
+    other label gets its look. Among equal lines, each earlier one is wider, so that its rim shows around later ones.
 
     Args:
         seeds_by_label: label -> (x, y) of each seed; their lengths may differ.
-        window: each seed is first averaged over this many of its latest values.
+        window: first average each seed over this many of its latest values.
     """
     drawn = {
         index: (label, len(seeds), mean_and_range([(x, moving_average(y, window)) for x, y in seeds]))
@@ -174,9 +174,9 @@ def _placed(x_N: Column, x: Column, values: Column) -> Column:
 
 
 def mean_and_range(seeds: Sequence[Points]) -> tuple[Column, Column, Column, Column]:
-    """Return x, mean, lowest and highest over the seeds, from where the last one begins to where the first one ends.
+    """Return x, mean, minimum and maximum over the seeds, where x covers the range that all seeds share.
 
-    Non-finite values are left out: at an x that a seed lacks, the others count.
+    Non-finite values are left out: if a seed lacks a value at some x, only the others count there.
     """
     known = [(x[finite], y[finite]) for x, y in seeds if (finite := np.isfinite(y)).any()]
     if not known:
@@ -190,7 +190,7 @@ def mean_and_range(seeds: Sequence[Points]) -> tuple[Column, Column, Column, Col
 
 
 def moving_average(values: Column, window: int = SMOOTH_STEPS) -> Column:
-    """Average the finite values among the latest `window`; nan without any. Same length as `values`."""
+    """Average the finite values among the latest `window`, or nan if there are none. Keeps the length of `values`."""
     finite = np.isfinite(values)
     sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     counts = np.concatenate(([0], np.cumsum(finite)))
@@ -201,7 +201,7 @@ def moving_average(values: Column, window: int = SMOOTH_STEPS) -> Column:
 
 
 def draw(plot: Plot) -> Figure:
-    """Draw a plot without the page's script."""
+    """Draw a plot as a static figure, for pages without the script."""
     with rc_context(RC):
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
@@ -242,7 +242,7 @@ def _draw_series(axes: Axes, x: Column, series: Series) -> None:
 
 
 def _stack(axes: Axes, plot: Plot) -> None:
-    """Stack the values of each x, or block means if there are many."""
+    """Stack the values at each x, or means over blocks if there are many."""
     starts = np.arange(0, len(plot.x), -(-len(plot.x) // _MAX_BARS))
     edges = np.append(plot.x[starts] - 0.5, plot.x[-1] + 0.5)
     base = np.zeros(len(starts))

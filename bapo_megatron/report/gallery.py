@@ -1,4 +1,4 @@
-"""All figures of the report, in their order: those of gallery.toml, and plain ones for the other declared panels."""
+"""All figures of the report, in order: the figures in gallery.toml, and plain figures for other declared panels."""
 
 import tomllib
 from collections import defaultdict
@@ -49,7 +49,7 @@ def _panel(
 
 
 def _curve(label: str, metric: str = "", values: Sequence[str] = (), **looks: Any) -> Curve:
-    """Read a curve; `values` is the name of a function in quantities.py, and its arguments if it makes one."""
+    """Read a curve. `values` names a function in quantities.py, and its arguments if it returns the real function."""
     if not values:
         return Curve(label, metric, **looks)
     name, *arguments = values
@@ -61,7 +61,7 @@ FIGURES = _designed()
 
 
 def _with_declared(figures: tuple[Panel, ...], metrics: Mapping[str, Metric]) -> tuple[Panel, ...]:
-    """Draw each metric that declares a panel: added to the figure of that name, or in a plain figure of its own."""
+    """Add each metric that declares a panel to the figure of that name, or to a new plain figure."""
     drawn = {curve.metric for panel in figures for curve in panel.curves}
     missing: dict[str, list[str]] = defaultdict(list)
     for metric in metrics.values():
@@ -87,10 +87,10 @@ PANELS = _with_declared(FIGURES, METRICS)
 
 
 def with_named(panels: Sequence[Panel], runs: Sequence[History]) -> tuple[Panel, ...]:
-    """Add the figures of what the runs' settings name: evaluation sets, sources that training mixes, and the metrics of
-    a loss of the user's own; and that of the parts of the reward.
+    """Add figures for what the runs' settings name: evaluation sets, mixed sources and metrics of the user's own loss.
 
-    The figure of the evaluation set without a name is left out where every run has named ones.
+    Also adds a figure for the parts of the reward, and drops the figure of the unnamed evaluation set if every run has
+    named ones.
     """
     extended: list[Panel] = []
     for panel in panels:
@@ -105,7 +105,7 @@ def with_named(panels: Sequence[Panel], runs: Sequence[History]) -> tuple[Panel,
 
 
 def _of_set(panel: Panel, name: str) -> Panel:
-    """Return the figure of evaluation as that of one named set."""
+    """Return the evaluation figure for one named set."""
     prefix = f"eval/{name}/"
 
     def of_set(curve: Curve) -> Curve:
@@ -117,7 +117,7 @@ def _of_set(panel: Panel, name: str) -> Panel:
 
 
 def _of_parts(runs: Sequence[History]) -> list[Panel]:
-    """Return the figure of the parts that the rewards have; none without parts."""
+    """Return the figure of the rewards' parts, or an empty list if there are none."""
     family = METRIC_FAMILIES["reward/NAME/mean"]
     keys = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row if declared(key) is not None)
     names = {key: key.split("/")[1] for key in keys if key.startswith("reward/") and key not in METRICS}
@@ -127,7 +127,7 @@ def _of_parts(runs: Sequence[History]) -> list[Panel]:
 
 
 def _of_sources(names: Sequence[str]) -> list[Panel]:
-    """Return the figures of a mixture of sources; none for no names."""
+    """Return the figures of a mixture of sources, or an empty list if no source is named."""
     if not names:
         return []
     reward, share = METRIC_FAMILIES["data/NAME/reward"], METRIC_FAMILIES["data/NAME/prompt_share"]

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the page's plots with uPlot, in place of their static drawings; filters the samples; follows a running run.
+// Draws the page's plots with uPlot in place of their static drawings, filters the samples, and follows a running run.
 
 const byId = id => document.getElementById(id);
 const colourOf = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -33,7 +33,7 @@ class Chart {
     this.chart.destroy();
   }
 
-  // Takes new values of the same plot, and keeps the part that the reader has zoomed into.
+  // Takes new values of the same plot, and keeps the reader's zoom.
   update(plot) {
     const {min, max} = this.chart.scales.x;
     const isZoomed = min > this.ends[0] || max < this.ends[1];
@@ -62,7 +62,7 @@ class Chart {
     if (width && width !== this.chart.width) this.chart.setSize({width, height: this.chart.height});
   }
 
-  // Columns of uPlot: x; then each series' edges and line, or the tops of a stack from its last layer to its first.
+  // Columns of uPlot: x, then each series' edges and line, or the tops of a stack from its last layer to its first.
   columns() {
     const {x, series, stacked} = this.plot;
     const drawn = values => this.isLog ? values.map(value => value > 0 ? value : null) : values;
@@ -134,7 +134,7 @@ class Chart {
     }
   }
 
-  // Writes the values at the pointer into the legend; away from the figures, the latest ones.
+  // Writes the values at the pointer into the legend, or the latest values if the pointer is elsewhere.
   tell() {
     const {plot} = this, pointed = this.chart && this.chart.cursor.idx;
     const index = isNumber(pointed) ? pointed : plot.x.length - 1;
@@ -171,7 +171,7 @@ function drawCharts(plots) {
   }
 }
 
-// A sample stays if each of its numbers lies within what the reader asks for.
+// A sample stays if each of its numbers lies within the reader's limits.
 function filterSamples() {
   const asked = [...document.querySelectorAll("#filter input")].filter(input => input.value !== "");
   const samples = [...document.querySelectorAll(".sample")];
@@ -185,7 +185,7 @@ function filterSamples() {
   byId("shown").textContent = samples.filter(sample => !sample.hidden).length;
 }
 
-// Takes from a newer page what has changed; the reader's zoom, filter, open parts and place among the samples stay.
+// Takes what has changed from a newer page; keeps the reader's zoom, filter, open parts and place among the samples.
 function take(page) {
   const isOpen = new Map([...document.querySelectorAll("details[data-key]")].map(({dataset, open}) => [dataset.key, open]));
   const scrolled = document.querySelector(".samples")?.scrollTop;
@@ -204,7 +204,7 @@ function take(page) {
   drawCharts(plots);
 }
 
-// On a live page: asks for the page again. Only a request that fails means that the server has ended.
+// On a live page: requests the page again. Only a failed request means that the server has ended.
 async function follow(tag) {
   let html = null;
   try {

@@ -1,7 +1,7 @@
-"""`bapo report`: a run, or several side by side, as one HTML file that opens anywhere, without a network.
+"""`bapo report`: a run, or several side by side, as one HTML file that opens anywhere, even without a network.
 
 The page holds every figure twice: as an SVG for readers without scripts, and as data that the page's script draws with
-uPlot, to hover and zoom. A live page (`report.serve`) has the data only.
+uPlot, so that one can hover and zoom. A live page (`report.serve`) has only the data.
 """
 
 import base64
@@ -55,27 +55,27 @@ class Bar:
     """The stacked means of a group of runs."""
 
     key: str
-    parts: list[tuple[Look, str, float]]  # look, label and value of each
+    parts: list[tuple[Look, str, float]]  # look, label and value of each part
     total: float
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A figure as the page shows it: plots, or bars in a comparison of stacked quantities."""
+    """A figure on the page: plots, or bars in a comparison of stacked quantities."""
 
     section: str
     title: str
     how_to_read: str
-    plots: tuple[tuple[Plot, str], ...] = ()  # with the static drawing; "" on a live page
+    plots: tuple[tuple[Plot, str], ...] = ()  # each with its static drawing, which is "" on a live page
     bars: tuple[Bar, ...] = ()
     bars_label: str = ""
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Write a run's report from its metrics, samples and configuration and return its path: by default report.html in
-    the run's folder.
+    """Write a run's report from its metrics, samples and configuration, and return the report's path.
 
-    Works during the run. Raises UserError if the folder is not a run, has no metrics, or is not writable.
+    The default path is report.html in the run's folder. Works while the run is in progress. Raises UserError if the
+    folder is not a run, has no metrics, or is not writable.
     """
     run = read_history(run_dir)
     if not run.rows:
@@ -88,8 +88,10 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 
 def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
-    """Return a run's page, with links to its logs relative to a folder. A live page fetches itself again, and may be of
-    a run without a finished step."""
+    """Return a run's page, with links to its logs relative to `links_from`.
+
+    A live page reloads itself, and its run need not have finished a step.
+    """
     standing = read_standing(run)
     cards, missing = [], []
     for panel in with_named(PANELS, [run]):
@@ -126,10 +128,10 @@ def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
 
 
 def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Path:
-    """Write several runs side by side into one page and return its path: by default comparison.html in the parent
-    folder of the first run.
+    """Write one page with several runs side by side, and return its path.
 
-    Raises UserError if folders are not runs or repeated, none has finished a step, or the page is not writable.
+    The default path is comparison.html in the parent folder of the first run. Raises UserError if folders are not runs
+    or are repeated, no run has finished a step, or the page is not writable.
     """
     comparison = compare(run_dirs)
     groups = comparison.runs
@@ -148,7 +150,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
     html = _render(
         "comparison.html.jinja",
         cards,
-        title=f"{len(runs)} runs compared",
+        title=f"{plural(len(runs), 'run')} compared",
         groups=[
             {"key": group.key, "name": group.name, "num_seeds": len(group.runs), "look": look(i)}
             for i, group in enumerate(comparison.groups)
@@ -168,12 +170,12 @@ def _svg(plot: Plot, title: str) -> str:
 
 
 def _missing(title: str, needs: str) -> str:
-    """Name a figure without data, with the setting that records it."""
+    """Name a figure that has no data, with the setting that records it."""
     return f"{title} ({needs})" if needs else title
 
 
 def _bars(means: dict[str, list[float]], keys: Sequence[str]) -> tuple[Bar, ...]:
-    """Return the means of each curve, one for each key, as one bar for each key."""
+    """Return one bar per key; `means` has a list of values for each curve, one value per key."""
     return tuple(
         Bar(
             key,
@@ -185,7 +187,7 @@ def _bars(means: dict[str, list[float]], keys: Sequence[str]) -> tuple[Bar, ...]
 
 
 def _render(template: str, cards: Sequence[Card], *, live: bool = False, **values: Any) -> str:
-    """Fill a template. The page's policy allows its own scripts only, by their digests."""
+    """Fill a template. The page's policy allows only its own scripts, by their digests."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -200,6 +202,7 @@ def _render(template: str, cards: Sequence[Card], *, live: bool = False, **value
         live=live,
         colours={"light": css_variables(dark=False), "dark": css_variables(dark=True)},
         library_css=(_LIBRARY / "uPlot.min.css").read_text(encoding="utf-8"),
+        plural=plural,
         scripts=scripts,
         script_digests=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts],
         plots_json=_script_safe_json([plot.data() for card in cards for plot, _ in card.plots]),
@@ -214,11 +217,12 @@ def _write(path: Path, html: str) -> Path:
 
 def _progress(run: History) -> str:
     done = int(run.rows[-1]["step"]) if run.rows else 0
-    return f"{done} of {run.num_planned_steps} steps" if run.num_planned_steps is not None else f"{done} steps"
+    planned = run.num_planned_steps
+    return f"{done} of {plural(planned, 'step')}" if planned is not None else plural(done, "step")
 
 
 def _outcomes_of_runs(comparison: Comparison, sets: Sequence[str]) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Return the outcomes of each run if any group has several; otherwise the table is enough."""
+    """Return the outcomes of each run if any group has several runs, or nothing if the main table is enough."""
     if all(len(group.runs) == 1 for group in comparison.groups):
         return []
     return [(group.key, run.name, outcomes([run], sets)) for group in comparison.groups for run in group.runs]
@@ -268,7 +272,7 @@ def _cell(value: float) -> str:
 
 
 def _columns(rows: Sequence[StepRow]) -> dict[str, list[float | None]]:
-    """Return all metrics for plotting: name -> value per step, to six digits; None where not finite."""
+    """Return all metrics for plotting: name -> value per step, to six digits, with None if not finite."""
     names = sorted({name for row in rows for name in row})
     return {
         name: [float(f"{value:.6g}") if math.isfinite(value := row.get(name, math.nan)) else None for row in rows]
@@ -277,5 +281,5 @@ def _columns(rows: Sequence[StepRow]) -> dict[str, list[float | None]]:
 
 
 def _script_safe_json(value: Any) -> str:
-    """Encode as JSON that cannot end the script tag around it."""
+    """Encode as JSON that cannot close the script tag around it."""
     return json.dumps(value).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Descriptions of the report's figures, which become plots of one run or several. The figures: `gallery.toml`."""
+"""Descriptions of the report's figures, which become plots of one run or several. `gallery.toml` lists the figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from bapo_megatron.runs.history import History
 
 Values = Callable[[History], Column]
 Groups = Mapping[str, Sequence[History]]
-"""Runs by the key of their line; runs of one line differ by seed only."""
+"""Runs by the key of their line; the runs of one line differ only by seed."""
 
-_Z_95 = 1.96  # standard errors on either side of a mean that make a 95 % interval
+_Z_95 = 1.96  # a 95 % interval extends this many standard errors to either side of the mean
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A horizontal reference: a line at `low`, or a band up to `high` if given."""
+    """A horizontal reference: a line at `low`, or a band from `low` to `high`."""
 
     label: str
     low: float
@@ -50,19 +50,19 @@ class Curve:
 
     label: str
     metric: str
-    values: Values | None = None  # derived values; None: the metric itself
-    percent: bool = False  # draw the metric, a share, in percent
-    row: str = ""  # label of its axis in comparisons; "": not compared
+    values: Values | None = None  # derived values; None means the metric itself
+    percent: bool = False  # draw the metric, which is a share, in percent
+    row: str = ""  # label of its axis in comparisons; "" means that it is not compared
     smooth: bool = False
     on_right: bool = False
-    standard_error: str = ""  # the metric whose 95 % interval is drawn around each value
+    standard_error: str = ""  # metric from which the 95 % interval around each value is drawn
 
     def of(self, run: History) -> Column:
         values = run.column(self.metric) if self.values is None else self.values(run)
         return 100 * values if self.percent else values
 
     def series(self, run: History, index: int) -> list[Series]:
-        """Return the curve as line `index` of its figure, with its moving average if smooth; none without a value."""
+        """Return the curve as line `index`, with its moving average if smooth, or [] if it has no finite value."""
         y = self.of(run)
         if not np.isfinite(y).any():
             return []
@@ -75,7 +75,7 @@ class Curve:
         return [Series(self.label, look(index), y, on_right=self.on_right, faint=True), average]
 
     def _interval(self, run: History, y: Column) -> tuple[Column, Column]:
-        """Return the ends of the 95 % interval around each value; Wilson's where all prompts are right or all wrong."""
+        """Return the ends of the 95 % interval around each value: Wilson's if prompts are all right or all wrong."""
         half = _Z_95 * np.nan_to_num(run.column(self.standard_error))
         low, high = y - half, y + half
         prefix = self.standard_error.removesuffix("reward_stderr")
@@ -95,7 +95,7 @@ def steps(run: History) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One figure of a run, over its steps or another axis, or of several runs with one line (stacked: one bar) each."""
+    """One figure of a run, over its steps or another axis, or of several runs with one line (or stacked bar) each."""
 
     section: str
     title: str
@@ -108,14 +108,14 @@ class Panel:
     scale: Scale = PLAIN
     needs: str = ""  # the setting that records its metrics
     over: XAxis = STEPS
-    places: Values = steps  # of the curves' values on that axis
-    how_to_compare: str = ""  # how to read the figure of several runs, if different
+    places: Values = steps  # positions of the curves' values on that axis
+    how_to_compare: str = ""  # how to read the figure of several runs, if that differs
 
     def plot(self, run: History) -> Plot | None:
-        """Return the plot of one run; None if its metrics were not recorded."""
+        """Return the plot of one run, or None if its metrics were not recorded."""
         x = self.places(run)
         series: list[Series] = []
-        for index, curve in enumerate(self.curves):  # layers that are drawn have neighbouring colours
+        for index, curve in enumerate(self.curves):  # the layers of a stack get consecutive colours
             series += curve.series(run, len(series) if self.stacked else index)
         if not series:
             return None
@@ -134,12 +134,12 @@ class Panel:
         return plots
 
     def means(self, groups: Groups) -> dict[str, list[float]]:
-        """Return the means over steps and seeds of each curve's label that was recorded, one for each group."""
+        """Return, by label of each recorded curve, its means over steps and seeds, one per group."""
         means = {curve.label: [_mean(curve, runs) for runs in groups.values()] for curve in self.curves}
         return {label: values for label, values in means.items() if np.isfinite(values).any()}
 
     def window(self, groups: Groups) -> int:
-        """Return the number of steps over which a line of a comparison is averaged."""
+        """Return the number of steps over which to average a line of a comparison."""
         is_long = any(len(run.rows) > SMOOTH_STEPS for runs in groups.values() for run in runs)
         return SMOOTH_STEPS if is_long and any(c.smooth for c in self.curves) else 1
 
@@ -152,7 +152,7 @@ class Panel:
         return " ".join(remarks)
 
     def _shared_levels(self, groups: Groups) -> Sequence[Level]:
-        """Return the levels if the runs agree on them and there is a single row to draw them in."""
+        """Return the levels if the runs agree on them and there is only one row to draw them in."""
         levels = [found for runs in groups.values() for run in runs if (found := list(self.levels(run)))]
         is_one_row = sum(bool(c.row) for c in self.curves) == 1
         return levels[0] if is_one_row and levels and all(other == levels[0] for other in levels) else ()

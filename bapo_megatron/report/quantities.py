@@ -10,11 +10,11 @@ from bapo_megatron.report.panels import Level, Values
 from bapo_megatron.runs.history import History
 
 _BINS = tuple(key.removesuffix("_share") for key in METRICS if re.fullmatch(r"profile/p\d0_share", key))
-"""Metric prefixes of the token profile's bins, such as "profile/p00"; without the torch of `algorithms.diagnostics`."""
+"""Metric prefixes of the token profile's bins, such as "profile/p00", found without importing torch."""
 
 
 def share_of(part: str, *others: str) -> Values:
-    """Compute a metric's share of the sum of itself and others; nan where the sum is 0."""
+    """Compute a metric's share of the sum of itself and others, or nan if the sum is 0."""
 
     def values(run: History) -> Column:
         whole = sum((run.column(name) for name in others), run.column(part))
@@ -24,12 +24,12 @@ def share_of(part: str, *others: str) -> Values:
 
 
 def clipped_part(name: str) -> Values:
-    """Compute the clipped part of a class of tokens, in percent; nan without such tokens."""
+    """Compute the clipped part of a class of tokens in percent, or nan if there are no such tokens."""
     return lambda run: 100 * _ratio(run.column(f"entropy_rule/{name}_clipped"), run.column(f"entropy_rule/{name}"))
 
 
 def stage_time(stage: str) -> Values:
-    """Return the seconds of a stage in each step; nan for a stage the run lacks."""
+    """Return the seconds of a stage in each step, or nan if the run lacks the stage."""
 
     def values(run: History) -> Column:
         seconds = run.column(f"time/{stage}_s")
@@ -39,12 +39,12 @@ def stage_time(stage: str) -> Values:
 
 
 def undivided_training(run: History) -> Column:
-    """Return the seconds of training in steps that did not record its parts, as in older runs."""
+    """Return the seconds of training in steps that did not record its parts; older runs did not."""
     return np.where(np.isnan(run.column("time/backward_s")), run.column("time/train_s"), np.nan)
 
 
 def by_probability(name: str) -> Values:
-    """Average one of `diagnostics.MEANS` over the run's trained tokens in each bin of probability, [num_bins]."""
+    """Average one of `diagnostics.MEANS` over the run's trained tokens in each probability bin, [num_bins]."""
 
     def values(run: History) -> Column:
         tokens, means = (
@@ -62,7 +62,7 @@ def bin_centres(run: History) -> Column:
 
 
 def best_of_group(prefix: str) -> Values:
-    """Return the best reward of a group, for the evaluation set with metrics `prefix`...; nan for single responses."""
+    """Return the best reward of a group in the evaluation set with metrics `prefix`..., or nan for single responses."""
 
     def values(run: History) -> Column:
         best = run.column(f"{prefix}best_of_group")
@@ -72,19 +72,19 @@ def best_of_group(prefix: str) -> Values:
 
 
 def predicted_entropy_change(run: History) -> Column:
-    """Average the change that Eq. 6 predicts over some steps, up to the step size."""
+    """Average the change of entropy that Eq. 6 predicts (up to the step size) over some steps."""
     return moving_average(-run.column("entropy_rule/covariance"))
 
 
 def measured_entropy_change(run: History) -> Column:
-    """Average the entropy's change to the next step over some steps; nan without a prediction."""
+    """Average the change of entropy to the next step over some steps; steps without a prediction become nan."""
     changes = np.append(np.where(np.diff(run.steps) == 1, np.diff(run.column("loss/entropy")), np.nan), np.nan)
     changes[np.isnan(run.column("entropy_rule/covariance"))] = np.nan
     return moving_average(changes)
 
 
 def saturated_not_inert(run: History) -> Column:
-    """Return the saturated share without inert updates: with a range of zero width an update is both."""
+    """Return the saturated share without inert updates: if a range has zero width, an update is both."""
     return np.minimum(run.column("bapo/saturated_share"), 1 - run.column("bapo/inert_share"))
 
 
@@ -93,7 +93,7 @@ def interior(run: History) -> Column:
 
 
 def search_ranges(run: History) -> list[Level]:
-    """Return the search ranges, upper bound first like the lines."""
+    """Return the search ranges, upper bound first, in the order of the lines."""
     if run.settings.get("loss.name") != "bapo":
         return []
     ends = [[run.settings.get(f"bapo.{side}.{end}") for end in ("start", "stop")] for side in ("high", "low")]

@@ -1,4 +1,4 @@
-"""The sampled responses of a run, as the report shows them."""
+"""The sampled responses of a run, in the form in which the report shows them."""
 
 import json
 import logging
@@ -22,19 +22,19 @@ _MAX_TEXT_CHARS = 4000
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """A sampled response; None for a fact that was not recorded."""
+    """A sampled response, with None for facts that were not recorded."""
 
-    key: str  # tells it from the others
+    key: str  # unique in the report
     step: int | None
     reward: float | None
     num_tokens: int | None
     age: int | None  # updates between the weights that sampled its first token and those it trained
-    version: int | None  # of the weights that sampled its last token
+    version: int | None  # version of the weights that sampled its last token
     is_truncated: bool
     prompt: str
     answer: str
-    reason: str  # parts of the reward, and the judge's words
-    segments: list[tuple[int | None, str]]  # version and text of each
+    reason: str  # parts of the reward, and the judge's reason
+    segments: list[tuple[int | None, str]]  # version and text of each segment
 
     @property
     def num_chars(self) -> int:
@@ -42,7 +42,7 @@ class ShownSample:
 
 
 def read_samples(run: History) -> list[ShownSample]:
-    """Read samples.jsonl; tolerant, because other tools may write such lines. One with odd segments is skipped."""
+    """Read samples.jsonl. Tolerates missing fields, because other tools may write it; skips lines with odd segments."""
     versions = {int(row["step"]): row["version"] for row in run.rows if math.isfinite(row.get("version", math.nan))}
     before = {step + 1: int(version) for step, version in versions.items()} | {1: 0}
     path, samples = run.path / "samples.jsonl", []
@@ -55,7 +55,7 @@ def read_samples(run: History) -> list[ShownSample]:
 
 
 def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, int]) -> ShownSample:
-    """Read a line; `version_before` has the weight version that each step trained."""
+    """Read a line; `version_before` holds the weight version that each step trained."""
     segments = record.get("segments") or [{"text": record.get("response", "")}]
     versions = [version for segment in segments if (version := _version(segment)) is not None]
     step, num_tokens = step_of(record), _number(record.get("num_tokens"))
@@ -83,7 +83,7 @@ def _reason(record: Mapping[str, Any]) -> str:
 
 
 def choose_samples(samples: Sequence[ShownSample]) -> list[ShownSample]:
-    """Choose samples spread evenly over the run, the first and the last among them, as many as fit a page."""
+    """Choose samples spread evenly over the run, including the first and the last, and as many as fit on a page."""
     num = min(len(samples), _MAX_SAMPLES)
     while True:
         chosen = [samples[i] for i in np.linspace(0, len(samples) - 1, num).round().astype(int)]
@@ -98,7 +98,7 @@ def _version(segment: Mapping[str, Any]) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number of a size that can be shown; None for anything different."""
+    """Return a finite number small enough to show, or None for anything else."""
     return float(value) if isinstance(value, int | float) and abs(value) < _MAX_NUMBER else None
 
 

@@ -1,4 +1,4 @@
-"""`bapo report --serve`: a run's page on this machine's loopback address, which follows the run while it is open."""
+"""`bapo report --serve`: a run's page on this machine's loopback address, which follows the run while it stays open."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 
 
 def serve_report(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
-    """Serve a run's live page until Ctrl-C; port 0 takes a free one.
+    """Serve a run's live page until Ctrl-C; port 0 picks a free port.
 
     Raises UserError if the folder is not a run, or the port is taken.
     """
@@ -36,7 +36,7 @@ def serve_report(run_dir: Path, port: int, tell: Callable[[str], None]) -> None:
 
 
 class LivePage:
-    """The page of a run, made again when its files change."""
+    """The page of a run, rendered again when its files change."""
 
     def __init__(self, run_dir: Path) -> None:
         read_history(run_dir)
@@ -45,7 +45,7 @@ class LivePage:
         self._tag, self._html = "", b""
 
     def read(self) -> tuple[str, bytes]:
-        """Return the page, after a tag that differs whenever the page may."""
+        """Return a tag and the page. The tag changes whenever the page may have changed."""
         with self._lock:
             if (tag := self._fingerprint()) != self._tag:
                 html = render_run(read_history(self.run_dir), links_from=self.run_dir, live=True)
@@ -60,7 +60,7 @@ class LivePage:
 
 
 class PageHandler(GuardedHandler):
-    """Answers requests for the page, and for the run's logs."""
+    """Handler of requests for the page and the run's logs."""
 
     def __init__(self, page: LivePage, *arguments: object) -> None:
         self._page = page
@@ -76,10 +76,10 @@ class PageHandler(GuardedHandler):
     def _send_page(self) -> None:
         try:
             tag, html = self._page.read()
-        except (UserError, OSError) as error:  # such as a file that is just being replaced
+        except (UserError, OSError) as error:  # for example, a file is just being replaced
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
             return
-        except Exception:  # a page without an answer tells its reader that the server has ended
+        except Exception:  # always answer: without an answer, the page says that the server has ended
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
             raise
         is_known = self.headers.get("If-None-Match") == tag
@@ -98,7 +98,7 @@ class PageHandler(GuardedHandler):
             if not (path.is_relative_to(self._page.run_dir / "logs") and path.suffix == ".log" and path.is_file()):
                 raise FileNotFoundError(name)
             log = path.open("rb")
-        except (ValueError, OSError):  # no such file, or a name that none can have
+        except (ValueError, OSError):  # no such file, or a name that no file can have
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         with log:

@@ -1,7 +1,7 @@
 """The style of all figures: a palette that colour-blind readers can tell apart, line styles, and SVG for a page.
 
 matplotlib draws with the colours of a light page; in the SVG they become CSS variables, so that one figure serves light
-and dark pages. Text stays text, in the page's font.
+and dark pages. Text remains text, in the page's font.
 """
 
 import io
@@ -13,10 +13,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 INK, GRID = "#1d2430", "#d5dae2"
-# Distinguishable in this order under protanopia, deuteranopia and tritanopia, too (tests/unit/test_figures.py).
+# In this order also distinguishable with protanopia, deuteranopia and tritanopia (tests/unit/test_figures.py).
 PALETTE = ("#0b6bcb", "#b04700", "#269779", "#711c88", "#ca8207", "#2e1023", "#8791a3")
 _DARK_PALETTE = ("#4d9bf0", "#f37b3f", "#32c38b", "#cf7ac1", "#f5c277", "#fbf3e4", "#7d8797")
-# Dashes and gaps in multiples of the line width; none is solid. As many as colours.
+# Dashes and gaps in multiples of the line width; () is a solid line. There are as many as colours.
 _DASHES: tuple[tuple[float, ...], ...] = (
     (),
     (5, 1.6),
@@ -80,7 +80,7 @@ REFERENCE = Look(INK, (3.0, 2.0))
 
 
 def look(index: int) -> Look:
-    """Return colour and dashes of line `index`, counted from 0; the first 49 differ, neighbours in both."""
+    """Return colour and dashes of line `index`, counted from 0. The first 49 differ, and neighbours differ in both."""
     turn, place = divmod(index, len(PALETTE))
     return Look(PALETTE[place], _DASHES[(place + turn) % len(_DASHES)])
 
@@ -91,7 +91,7 @@ def css_variables(*, dark: bool) -> Mapping[str, str]:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """Convert a figure to scalable SVG for a page; `name` keeps the ids of several figures apart."""
+    """Convert a figure to scalable SVG for a page; `name` makes its ids unique on the page."""
     buffer = io.StringIO()
     with rc_context(RC):
         figure.savefig(buffer, format="svg", transparent=True)

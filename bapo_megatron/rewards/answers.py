@@ -1,7 +1,7 @@
-"""Final answers of responses as text, by which majority voting groups responses; the judges that compare texts.
+"""Final answers of responses as text, by which majority voting groups responses, and the judges that compare texts.
 
-Takes time linear in the length, so that nothing a model writes can hang it. The judges decide whether an answer is
-right; this file finds answers the way they do, where that is plain text. See docs/evaluation.md.
+Everything here takes time linear in the length, so nothing a model writes can hang it. The judges decide whether an
+answer is right; for answers in plain text, this file finds them the way the judges do. See docs/evaluation.md.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from typing import Any
 
 from bapo_megatron.rewards import reasoning_gym
 
-_MAX_CHARS = 8192  # read from a response's end, as in `judge_math`
-_MAX_KEPT_CHARS = 1024  # kept of an answer
+_MAX_CHARS = 8192  # only the end of a response is read, as in `judge_math`
+_MAX_KEPT_CHARS = 1024  # longer answers are shortened
 _MAX_NUMBER_CHARS = 40
 _BOXED = "\\boxed{"
 _LAST_RESULT = re.compile(r"=(\d),\Z")
@@ -29,16 +29,16 @@ _SAME = {"\\dfrac": "\\frac", "\\tfrac": "\\frac"} | dict.fromkeys(["\\left", "\
 
 
 def judge_chain(answer: str, response: str) -> float:
-    """Return 1.0 if the response ends with "=<answer>,", else 0.0. Example: judge_chain("2", "3+5=1,1*2=2,") == 1.0."""
+    """Return 1.0 if the response ends with "=<answer>,", or 0.0. Example: judge_chain("2", "3+5=1,1*2=2,") == 1.0."""
     return float(_last_result(answer, response) == answer)
 
 
 def judge_text(answer: Any, response: str) -> float:
-    """Return 1.0 if the response's final answer is the reference; case, blanks and surrounding signs do not count.
+    """Return 1.0 if the response's final answer is the reference, ignoring case, blanks and surrounding punctuation.
 
-    The final answer is the last \\boxed{...}, else the last <answer>...</answer>, else what follows the last "answer
-    is" or "answer:" on its line, else the last line. To a reference of one letter, "B) Paris" is "B".
-    Example: judge_text("Paris", "The answer is **Paris**.") == 1.0
+    The final answer is the first of these that exists: the last \\boxed{...}, the last <answer>...</answer>, the rest
+    of the line after the last "answer is" or "answer:", the last line. If the reference is one letter, "B) Paris"
+    counts as "B". Example: judge_text("Paris", "The answer is **Paris**.") == 1.0
     """
     return float(_stated_text(answer, response) == _plain_text(_spelled(answer)))
 
@@ -59,7 +59,7 @@ def _stated_text(reference: Any, response: str) -> str | None:
 
 
 def _spelled(answer: Any) -> str:
-    """Return a JSON value as text; true and false as in JSON."""
+    """Return a JSON value as text, with true and false spelled as in JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
@@ -74,14 +74,14 @@ def _last_result(reference: Any, response: str) -> str | None:
 
 
 def _as_judged(reference: Any, response: str) -> str | None:
-    """Return the text that the data set's scorer gets; a number in one spelling, which all scorers read."""
+    """Return the text that the data set's scorer gets; numbers get one spelling, which all scorers read."""
     is_number = reasoning_gym.is_plain_number(reference["answer"])
     found = reasoning_gym.gym_answer(response, is_number=is_number)
     return _normalised(found) if found is not None and is_number else found
 
 
 def _free_text(reference: Any, response: str) -> str | None:
-    """Return the last \\boxed{...}, else the last <answer>...</answer>, else the last number."""
+    """Return the last \\boxed{...}, or the last <answer>...</answer> if there is none, or the last number."""
     text = response[-_MAX_CHARS:]
     found = _last_boxed(text)
     if found is None and (tagged := _TAGGED.findall(text)):
@@ -123,17 +123,17 @@ _BY_KIND: dict[str, Callable[[Any, str], str | None]] = {
 
 
 def has_answers(kind: str) -> bool:
-    """Return whether responses have final answers: programs have none, and your own judges may mean anything."""
+    """Return whether responses have final answers: programs have none, and custom judges may read anything."""
     return kind in _BY_KIND
 
 
 def final_answer(kind: str, reference: Any, response: str) -> str | None:
     """Return a response's final answer, or None. Example: final_answer("math", "1/2", "so \\boxed{0.50}") == "1/2"
 
-    A long answer, such as a whole text without a marked answer, becomes its beginning and its digest.
+    A long answer, such as a whole text without a marked answer, is shortened to its beginning and its digest.
 
     Args:
-        kind: a judge for which `has_answers`.
+        kind: a judge for which `has_answers` is true.
         reference: the prompt's answer, as the judge gets it.
         response: any text.
     """

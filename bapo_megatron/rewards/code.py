@@ -1,4 +1,4 @@
-"""Judge of programs: the last Python block of a response, run against the tests of its prompt in a sandbox.
+"""Judge of programs: it runs the last Python block of a response against its prompt's tests, in a sandbox.
 
     response -> last ```python block -> one sandboxed interpreter per case (rewards/sandbox.py) -> 1.0 if all pass
 
@@ -35,9 +35,9 @@ from bapo_megatron.rewards.scratch import exceeds, scratch_folder
 log = logging.getLogger(__name__)
 
 MAX_VERDICTS_KEPT = 1 << 16
-MAX_WRITTEN_BYTES = 16 << 20  # for each file that a program writes, its output included
+MAX_WRITTEN_BYTES = 16 << 20  # limit of each file that a program writes, including its output
 MEMORY_BYTES = 1 << 30  # address space of a process
-MAX_BYTES = 64 << 20  # for all of them together, and for shared memory
+MAX_BYTES = 64 << 20  # limit of all files together, including shared memory
 MAX_ENTRIES = 1024  # files and folders
 MAX_THREADS = 256
 _BOUNDS = {
@@ -47,8 +47,8 @@ _BOUNDS = {
     "max_threads": MAX_THREADS,
 }
 _WATCH_S = 0.05
-MORE_CPU_S = 1  # than the deadline: ends a program whose judge does not
-SANDBOX = str(Path(__file__).with_name("sandbox.py"))  # runs one program
+MORE_CPU_S = 1  # CPU time beyond the deadline: ends a program if its judge does not
+SANDBOX = str(Path(__file__).with_name("sandbox.py"))  # the script that runs one program
 _BLOCK = re.compile(r"^([ \t]*)```(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _SHAPES = '{"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "stdout": "3"}, ...]}'
 
@@ -56,7 +56,7 @@ _SHAPES = '{"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "std
 def last_program(response: str) -> str | None:
     """Return the last closed code block marked as Python, or None.
 
-    A block that is indented as a whole, as in a list, loses the indentation of its fence.
+    If the whole block is indented, as in a list, the indentation of its fence is removed.
     """
     blocks = _BLOCK.findall(response)
     return _outdented(*blocks[-1]) if blocks else None
@@ -71,7 +71,7 @@ def _outdented(indent: str, block: str) -> str:
 
 
 class ProgramReward(Refused, float):
-    """Reward of a program, and the system calls that the sandbox refused it if it failed."""
+    """Reward of a program and, if it failed, the system calls that the sandbox refused."""
 
     @classmethod
     def of(cls, reward: float, refused: Iterable[str]) -> "ProgramReward":
@@ -81,7 +81,7 @@ class ProgramReward(Refused, float):
 
 
 class ProgramTimeoutError(Refused, TimeoutError):
-    """End of a program by its deadline, and the system calls that the sandbox refused it."""
+    """A program that missed its deadline, and the system calls that the sandbox refused."""
 
     def __init__(self, message: str, refused: Iterable[str]) -> None:
         super().__init__(message)
@@ -89,20 +89,20 @@ class ProgramTimeoutError(Refused, TimeoutError):
 
 
 class CodeJudge:
-    """Runs programs one after the other; warns once about protection that the operating system lacks."""
+    """Runner of one program after another; it warns once about protection that the operating system lacks."""
 
     def __init__(self, timeout_s: float, allowed_calls: Collection[str] = ()) -> None:
         """Judge within `timeout_s` per response."""
         self.timeout_s = timeout_s
         self._calls = calls_of(platform.machine(), allowed_calls)
-        self.lacking: tuple[str, ...] = ()  # protection that the system lacks, as the first program shows
+        self.lacking: tuple[str, ...] = ()  # protection that the system lacks, found by the first program
         self._verdicts: dict[bytes, ProgramReward] = {}  # by digest of program and answer
 
     def judge(self, answer: Any, response: str) -> ProgramReward:
-        """Return 1.0 if the program passes every test, else 0.0 with the system calls that it was refused.
+        """Return 1.0 if the program passes every test, or 0.0 with the system calls that the sandbox refused.
 
         Raises:
-            UserError: the answer has no tests that can be run.
+            UserError: the answer has no tests that can run.
             ProgramTimeoutError: the tests did not end in time.
         """
         tests, cases = _tests_of(answer)
@@ -129,7 +129,7 @@ class CodeJudge:
         return all(self._passes_case(program, case, refused, deadline_s) for case in cases)
 
     def _passes_tests(self, program: str, tests: str, refused: dict[str, None], deadline_s: float) -> bool:
-        token = secrets.token_hex(16)  # read after the tests, so that leaving early with exit code 0 is no pass
+        token = secrets.token_hex(16)  # read after the tests: exiting early with code 0 must not count as a pass
         job = {"program": program, "tests": tests, "stdin": ""}
         code, _, result = self._run(job, token, refused, deadline_s)
         return code == 0 and result == token.encode()
@@ -141,7 +141,7 @@ class CodeJudge:
     def _run(
         self, job: dict[str, Any], token: str, refused: dict[str, None], deadline_s: float
     ) -> tuple[int, bytes, bytes]:
-        """Run one sandboxed interpreter in a folder of its own; return its exit code, output and result.
+        """Run one sandboxed interpreter in its own folder; return its exit code, output and result.
 
         Adds the names of refused system calls to `refused`.
         """
@@ -198,7 +198,7 @@ class CodeJudge:
             return process.returncode, stdout.read(), result.read()
 
     def _wait(self, process: subprocess.Popen[bytes], folder: str, refusals: Refusals, deadline_s: float) -> bool:
-        """Return whether the program ended by itself, False if it went over its limits. Raises TimeoutError."""
+        """Return True if the program ended by itself, False if it exceeded its limits. Raises TimeoutError."""
         ended = os.pidfd_open(process.pid)
         try:
             poller = select.poll()
@@ -220,7 +220,7 @@ class CodeJudge:
             os.close(ended)
 
     def _report_protection(self, refusals: Refusals) -> None:
-        """Log what the sandbox says that the system lacks."""
+        """Log the protection that the system lacks, according to the sandbox."""
         refusals.read_report()
         if refusals.lacking and not self.lacking:
             missing = ", ".join(refusals.lacking)
@@ -230,7 +230,7 @@ class CodeJudge:
 
 @contextlib.contextmanager
 def _pipe_holding(text: str) -> Iterator[int]:
-    """Yield the reading end of a pipe that holds `text`."""
+    """Yield the read end of a pipe that holds `text`."""
     reader, writer = os.pipe()
     try:
         os.write(writer, text.encode())
@@ -250,17 +250,17 @@ def _lines(text: str) -> list[str]:
 
 
 def _tests_of(answer: Any) -> tuple[str | None, list[dict[str, str]]]:
-    """Return an answer's (tests, cases). Raises UserError if neither can be run: no response could pass."""
+    """Return an answer's (tests, cases). Raises UserError if neither can run, so that no response could pass."""
     if not isinstance(answer, dict) or not answer.keys() & {"tests", "cases"}:
         raise _wrong("has neither tests nor cases", answer)
     tests, cases = answer.get("tests"), answer.get("cases")
     if tests is None and not cases:
         raise _wrong("has no cases", answer)
     if tests is not None and not (isinstance(tests, str) and tests.strip()):
-        raise _wrong('has "tests" that are no Python text', answer)
+        raise _wrong('has "tests" that are not Python text', answer)
     cases = [] if cases is None else cases
     if not isinstance(cases, list) or not all(map(_is_case, cases)):
-        raise _wrong('has "cases" that are no list of {"stdin": text, "stdout": text}', answer)
+        raise _wrong('has "cases" that are not a list of {"stdin": text, "stdout": text}', answer)
     return tests, cases
 
 

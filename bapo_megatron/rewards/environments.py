@@ -1,16 +1,16 @@
-"""Environments: what answers a turn of the policy, as a function of the user's own in worker processes.
+"""Environments: a user's function, run in worker processes, that answers the turns of the policy.
 
     def step(turn, state): ...          async def step(turn, state): ...
 
-It gets the new turn (a `TurnJson`) and the state that its last answer returned, None before the first; both are JSON.
-It has no other memory: a lost process, or a run that was killed, asks it again with the same two. It returns one of
+The function gets the new turn (a `TurnJson`) and the state that its last answer returned (None at first), both as JSON.
+It must keep nothing else: after a lost process or a killed run, it is asked again with the same two. It returns one of
 
-    {"text": "1702;", "state": {...}}     the sample goes on after these words; or "messages": [...], "token_ids": [...]
-    {"reward": 1.0}                       the end; a reward next to a text is that of this turn
-    {"failed": "the browser crashed"}     no reward: the sample is left out
+    {"text": "1702;", "state": {...}}     the sample continues after this; or "messages": [...], "token_ids": [...]
+    {"reward": 1.0}                       the sample ends; a reward next to a text counts for this turn
+    {"failed": "the browser crashed"}     no reward: the sample is dropped
 
-A reward is a number, or numbers by name, whose sum counts. Worker processes import this file too, so it imports neither
-torch nor the configuration.
+A reward is a number, or a dict of numbers, which are summed. Worker processes import this file too, so it imports
+neither torch nor the configuration.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENVIRONMENT = Seam(
     "def step(turn, state) -> dict, plain or async, as docs/api/rollout.md says",
     ("turn", "state"),
 )
-MAX_ANSWER_BYTES = 1_000_000  # as JSON
+MAX_ANSWER_BYTES = 1_000_000  # of JSON
 _KEYS = ("text", "messages", "token_ids", "state", "reward", "failed")
 _WORDS = ("text", "messages", "token_ids")
 
@@ -42,9 +42,9 @@ class TurnJson(TypedDict):
     """A turn of the policy, as its environment gets it."""
 
     prompt: str
-    answer: Any  # of the prompt
-    source: str  # of the prompt
-    number: int  # from 1
+    answer: Any  # the prompt's answer
+    source: str  # the prompt's source
+    number: int  # counted from 1
     text: str  # the policy's words in this turn, without special tokens
     token_ids: list[int]
     end: Literal["stop", "length"]
@@ -52,13 +52,13 @@ class TurnJson(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Words for the policy to go on after: exactly one of text, messages and tokens."""
+    """Words after which the policy continues: exactly one of text, messages and tokens."""
 
     state: Any
     text: str | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     token_ids: Sequence[int] | None = None
-    reward: float | Mapping[str, float] | None = None  # of this turn
+    reward: float | Mapping[str, float] | None = None  # this turn's reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failure that is not the policy's: its sample gets no reward."""
+    """A failure that is not the policy's fault: its sample gets no reward."""
 
     reason: str
     problem: Literal["timeout", "error"] = "error"
@@ -80,11 +80,11 @@ StepAnswer = Continue | End | Failed
 
 
 class Environment(Protocol):
-    """What answers the turns of all samples."""
+    """Source of answers to the turns of all samples."""
 
     @property
     def deadline_s(self) -> float:
-        """The longest time that a step may take."""
+        """The longest that a step may take, in seconds."""
         ...
 
     async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
@@ -93,7 +93,7 @@ class Environment(Protocol):
 
 
 def as_answer(value: Any) -> StepAnswer:
-    """Return the answer that a step function returned as JSON. Raises TypeError or ValueError."""
+    """Parse the JSON that a step function returned. Raises TypeError or ValueError."""
     keys = set(value) if isinstance(value, Mapping) else {None}
     words = [name for name in _WORDS if name in keys]
     if not keys <= {*_KEYS} or len(words) + ("failed" in keys) > 1 or not (words or keys & {"reward", "failed"}):
@@ -171,7 +171,7 @@ class StepFunction:
         return self.function(fields["turn"], fields["state"])
 
     def reply(self, value: Any) -> dict[str, Any]:
-        """Return the reply to what it returned. Raises TypeError or ValueError."""
+        """Return the reply that carries what the function returned. Raises TypeError or ValueError."""
         as_answer(value)
         return {"answer": value}
 

@@ -4,8 +4,9 @@ A judge is a function, plain or `async`, whose parameters name the fields it wan
 
     def judge(answer, response): ...          async def judge(prompt, response, **other): ...
 
-It returns a finite number, or numbers by the names that `reward.weights` weighs; or a tuple of this and a reason in
-words. Its module may have a `sample_response`, which `bapo check` has it judge, with parameters out of FIELDS as well.
+It returns a finite number, or a dict of numbers with the names in `reward.weights`, or a tuple of either and a reason
+in words. Its module may define a function `sample_response`, whose parameters are out of FIELDS as well; `bapo check`
+lets the judge score what it returns.
 
 Judge processes import this file too, so it imports neither torch nor the configuration.
 """
@@ -38,13 +39,13 @@ def fields_of(prompt: Prompt, response: str | None) -> dict[str, Any]:
     """Return a JSON value for each of FIELDS.
 
     Args:
-        response: None for a sample response: that of the judge's module if it offers one, else the answer.
+        response: None means a sample response, from `sample_response` in the judge's module, or else the answer itself.
     """
     return {"prompt": prompt.text, "answer": prompt.answer, "response": response, "source": prompt.source}
 
 
 class Refused:
-    """An outcome of judging a program that failed, with the system calls that the sandbox refused it."""
+    """Outcome of judging a program that failed, with the system calls that the sandbox refused."""
 
     refused_calls: tuple[str, ...] = ()
 
@@ -58,12 +59,12 @@ class Verdict:
 
     reward: float
     problem: Literal["timeout", "error"] | None = None
-    message: str = ""  # what the problem was; without one, the judge's reason
-    waited_s: float = 0.0  # since the call, including the queue
-    traceback: str = ""  # of a judge that raised
-    refused_calls: tuple[str, ...] = ()  # system calls that a program which failed was refused
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward by name, before their weights
-    is_misfit: bool = False  # the judge returned something that is no reward
+    message: str = ""  # describes the problem; without one, the judge's reason
+    waited_s: float = 0.0  # time since the call, including the queue
+    traceback: str = ""  # from a judge that raised
+    refused_calls: tuple[str, ...] = ()  # system calls that the sandbox refused to a program that failed
+    parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name, before weighting
+    is_misfit: bool = False  # the judge returned something that is not a reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +75,14 @@ class JudgeSpec:
     does: ClassVar[str] = "judges responses"
     gives: ClassVar[str] = "verdict"
 
-    kind: str  # a name in config.dotted.REWARD, but not "auto", or "package.module:function"; of several, all of them
-    datasets: dict[str, dict[str, Any]]  # reasoning_gym: dataset, size and options, by the name of the prompt source
+    kind: str  # a name in config.dotted.REWARD (never "auto") or "package.module:function"; several joined with " + "
+    datasets: dict[str, dict[str, Any]]  # for reasoning_gym: dataset, size and options, by name of the prompt source
     seed: int
     timeout_s: float
     process_memory_bytes: int
-    allowed_calls: tuple[str, ...]  # system calls that programs may make beside the usual ones
+    allowed_calls: tuple[str, ...]  # system calls that programs may make in addition to the usual ones
     judges: dict[str, str] = field(default_factory=dict)  # kinds of several judges, by the part that each returns
-    weights: dict[str, float] = field(default_factory=dict)  # of parts by name; none: the judge returns a number
+    weights: dict[str, float] = field(default_factory=dict)  # weights of parts by name; empty if judges return a number
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -90,17 +91,17 @@ class JudgeSpec:
 
     @property
     def is_built_in(self) -> bool:
-        """Whether all judges are those of this package."""
+        """Whether this package provides all judges."""
         return self.kinds <= {*REWARD.names}
 
     @property
     def keeps_deadline(self) -> bool:
-        """Whether the judge keeps the deadline itself."""
+        """Whether the judge enforces the deadline itself."""
         return not OWN_DEADLINE.isdisjoint(self.kinds)
 
     @classmethod
     def of(cls, config: Config) -> JudgeSpec:
-        """Resolve the kind "auto". Raises UserError if kinds and sources do not go together."""
+        """Resolve the kind "auto". Raises UserError if a kind cannot judge its source."""
         reward = config.reward
         judges = {part: _kind_for_all(config, kind, f"reward.judges.{part}") for part, kind in reward.judges.items()}
         kind = " + ".join(judges.values()) or _kind_for_all(config, reward.kind, "reward.kind")
@@ -122,7 +123,7 @@ class JudgeSpec:
 
 
 def _kind_for_all(config: Config, kind: str, setting: str) -> str:
-    """Return the kind of judge for the prompts of all sources. Raises UserError if they need different ones."""
+    """Return the kind of judge for the prompts of all sources. Raises UserError if they need different kinds."""
     kinds = {table: _kind_for(kind, one, setting) for table, one in config.prompt_sources.items()}
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{table} to {kind!r}" for table, kind in kinds.items())
@@ -149,7 +150,7 @@ def _kind_for(kind: str, prompts: SourceConfig, setting: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A function, the names of the fields that it takes, and the weights of the parts that it returns."""
+    """A judge's function, the names of the fields that it takes, and the weights of the parts that it returns."""
 
     kind: str  # for messages
     function: Callable[..., Any]
@@ -160,7 +161,7 @@ class Judge:
 
     @classmethod
     def of(cls, function: Any, kind: str, weights: Mapping[str, float] | None = None) -> Judge:
-        """Read the function's signature. Raises UserError if it cannot be called with fields by name."""
+        """Read the function's signature. Raises UserError if it cannot be called with fields as keywords."""
         names, unknown = _asked_for(function, kind)
         if unknown or "response" not in names:
             asked = f"it asks for {', '.join(unknown)}" if unknown else "it does not ask for the response"
@@ -184,20 +185,20 @@ class Judge:
         return place_of(self.function)
 
     def verdict(self, value: Any) -> Verdict:
-        """Return the verdict in what it returned. Raises like `as_verdict`."""
+        """Return the verdict that the function's result states. Raises like `as_verdict`."""
         try:
             return as_verdict(value, self.weights)
         except UserError as error:
             raise UserError(f'reward.kind="{self.kind}": {error}') from None
 
     def reply(self, value: Any) -> dict[str, Any]:
-        """Return the reply to what it returned. Raises like `as_verdict`."""
+        """Return the reply that carries the function's result. Raises like `as_verdict`."""
         verdict = self.verdict(value)
         return {"reward": verdict.reward, "parts": verdict.parts, "message": verdict.message}
 
 
 def _asked_for(function: Any, kind: str) -> tuple[tuple[str, ...], list[str]]:
-    """Return the fields that a function asks for, and other parameters that it needs."""
+    """Return the fields that a function asks for, and the other parameters that it requires."""
     parameters = REWARD.signature(kind, function).parameters.values()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -211,12 +212,12 @@ def _asked_for(function: Any, kind: str) -> tuple[tuple[str, ...], list[str]]:
 
 
 def as_response(answer: Any) -> str:
-    """Return an answer as the response that is nothing else."""
+    """Return a response that consists of the answer alone."""
     return answer if isinstance(answer, str) else json.dumps(answer)
 
 
 def place_of(function: Any) -> tuple[str, int, str] | None:
-    """Return file, first line and name of a function; None for one that is not written in Python."""
+    """Return file, first line and name of a function, or None if it is not written in Python."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -225,7 +226,7 @@ def place_of(function: Any) -> tuple[str, int, str] | None:
 
 
 def build_judge(spec: JudgeSpec) -> Judge:
-    """Build the judge, of all judges that the spec names. Raises UserError if one cannot be built or called."""
+    """Build one judge out of all that the spec names. Raises UserError if one cannot be built or called."""
     if not spec.judges:
         return Judge.of(_built_in(spec.kind, spec) or REWARD.load(spec.kind), spec.kind, spec.weights)
     judges = {part: Judge.of(_built_in(kind, spec) or REWARD.load(kind), kind) for part, kind in spec.judges.items()}
@@ -234,11 +235,11 @@ def build_judge(spec: JudgeSpec) -> Judge:
 
 
 class _Joined(Refused, tuple[dict[str, float], str]):
-    """Numbers of several judges by part, their reasons, and the calls that a program was refused."""
+    """Numbers of several judges by part, their reasons, and the system calls that the sandbox refused."""
 
 
 def _all_of(judges: Mapping[str, Judge]) -> Callable[..., Any]:
-    """Return the function that calls all judges, and returns their numbers as parts, with their reasons."""
+    """Return a function that calls all judges and returns their numbers as parts, with their reasons."""
 
     def joined(values: Mapping[str, Any]) -> Any:
         verdicts = {part: as_verdict(value, {}) for part, value in values.items()}
@@ -261,8 +262,9 @@ def as_verdict(value: Any, weights: Mapping[str, float]) -> Verdict:
     """Read what a judge returned.
 
     Raises:
-        UserError: it has parts without weights.
-        TypeError: it is not what a judge returns; or ValueError.
+        UserError: a part has no weight.
+        TypeError: a judge may not return this type, or not these parts.
+        ValueError: a number is not finite.
     """
     reason = ""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str | None):
@@ -300,7 +302,7 @@ def _finite(value: Any) -> float:
 
 
 def _built_in(kind: str, spec: JudgeSpec) -> Callable[..., float] | None:
-    """Return the function of a judge of this package, importing what this judge needs only; None for another kind."""
+    """Return the function of a built-in judge, or None for another kind. Imports only what this judge needs."""
     match kind:
         case "chains":
             from bapo_megatron.rewards.answers import judge_chain
@@ -326,6 +328,6 @@ def _built_in(kind: str, spec: JudgeSpec) -> Callable[..., float] | None:
 
 
 EXACT = frozenset({"chains", "text"})
-"""Judges that end at once and never raise: they need no process of their own."""
+"""Judges that return immediately and never raise: they need no process of their own."""
 OWN_DEADLINE = frozenset({"code"})
-"""Judges that keep the deadline themselves, as asynchronous ones do."""
+"""Judges that enforce the deadline themselves, as asynchronous ones do."""

@@ -14,22 +14,22 @@ from bapo_megatron.errors import UserError
 MAX_RESPONSE_CHARS = 8192
 """A longer response is cut to its end: the final answer is there, and parsing time grows with length."""
 _DECIMALS = 6  # must agree if one of two numbers is a decimal: math-verify's default
-_DOLLAR = re.compile(r"(?<!\\)\\\$")  # an amount of money; math-verify takes its $ for one that opens a formula
-_QUOTIENT = re.compile(r"(?:/|frac)(?!.*[/{]1\}?$)")  # other than by 1
+_DOLLAR = re.compile(r"(?<!\\)\\\$")  # an amount of money; math-verify would take its $ for the start of a formula
+_QUOTIENT = re.compile(r"(?:/|frac)(?!.*[/{]1\}?$)")  # a division by anything but 1
 
-# it warns on every call that its own timeout is off; RewardScorer sets the deadline
+# math-verify warns on every call that its own timeout is off; RewardScorer sets the deadline
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def judge_math(answer: Any, response: str) -> float:
-    """Return 1.0 if the response's final answer equals the reference, as expression or number; else 0.0.
+    """Return 1.0 if the response's final answer equals the reference, as an expression or a number, and 0.0 if not.
 
-    `answer` is a string (LaTeX or plain) or a number. The final answer is the content of \\boxed{}, else the last
-    expression found. Where the reference is a number, one that is still to be calculated is wrong: 1 + 7 may be the
-    question. RewardScorer sets the deadline. Example: judge_math(8, "1 + 7") == 0.0
+    `answer` is a string (LaTeX or plain) or a number. The final answer is the content of \\boxed{}, or the last
+    expression without one. If the reference is a number, an unevaluated calculation is wrong, because 1 + 7 may be
+    the question. RewardScorer sets the deadline. Example: judge_math(8, "1 + 7") == 0.0
 
     Raises:
-        UserError: the reference cannot be read, so that no response could be right.
+        UserError: the reference cannot be parsed, so no response could be right.
     """
     gold = _reference(answer)
     found = _parse(_DOLLAR.sub("", response[-MAX_RESPONSE_CHARS:]))
@@ -39,11 +39,11 @@ def judge_math(answer: Any, response: str) -> float:
 
 
 def _only_repeats(gold: list[Any], found: list[Any]) -> bool:
-    """Return whether the reference is a number and the answer found a calculation, such as 1 + 7."""
+    """Return whether the reference is a number but the answer is a calculation, such as 1 + 7."""
     reference, first = gold[0], found[0]
     if not isinstance(reference, sympy.Basic) or not reference.is_number or _is_calculation(reference):
         return False
-    if str(found[-1]) in map(str, gold):  # as the reference is spelled, such as 1e-05
+    if str(found[-1]) in map(str, gold):  # spelled like the reference, such as 1e-05
         return False
     if isinstance(first, sympy.Equality):
         return all(map(_is_calculation, first.args))
@@ -52,7 +52,7 @@ def _only_repeats(gold: list[Any], found: list[Any]) -> bool:
 
 
 def _is_calculation(expression: Any) -> bool:
-    """Return whether numbers are still to be added, multiplied or raised. 3/4 and 1.2 \\times 10^3 are numbers."""
+    """Return whether numbers remain to be added, multiplied or raised. 3/4 and 1.2 \\times 10^3 are numbers."""
     return any(_is_operation(node) for node in sympy.preorder_traversal(expression))
 
 
@@ -87,13 +87,13 @@ def _plain(answer: Any) -> str:
 
 
 def _parse_reference(answer: str) -> list[Any]:
-    """Parse an answer as $...$ if need be: only there does math-verify read LaTeX such as x^2+1 as a whole."""
+    """Parse an answer, within $...$ if need be: only there does math-verify read x^2+1 as one expression."""
     marked = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     return _parse(marked) or _parse(answer)
 
 
 def _parse(text: str) -> list[Any]:
-    """Return the expressions found; none if they break the parser."""
+    """Return the expressions found, or nothing if the text breaks the parser."""
     try:
         return math_verify.parse(text, parsing_timeout=None, raise_on_error=True)
     except MemoryError:  # says nothing about the text: the judge process may be at its limit
@@ -103,6 +103,6 @@ def _parse(text: str) -> list[Any]:
 
 
 def _decimals(gold: list[Any]) -> int:
-    """Return math-verify's number of decimals, or more for tiny numbers: 1e-7 and 2e-7 must differ."""
+    """Return math-verify's default precision, or more decimals for tiny numbers: 1e-7 and 2e-7 must differ."""
     size = abs(float(gold[0])) if isinstance(gold[0], sympy.Float) else 0.0
     return _DECIMALS - 1 - math.floor(math.log10(size)) if 0 < size < 10**-_DECIMALS else _DECIMALS

@@ -16,12 +16,12 @@ _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 def gym_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> Callable[[Any, str], float]:
     """Build a judge for the answers of a ReasoningGymSource with the same arguments. Raises DataError.
 
-    The score is the data set's own, from 0 to 1. If the reference is a plain number, the scorer gets the last number of
-    the response, and only its full score counts: some scorers give part of it to "12" for "2".
+    The score is the data set's own, from 0 to 1. If the reference is a plain number, the scorer gets the response's
+    last number, and only a full score counts: some scorers give partial credit to "12" for "2".
     """
     data = create_dataset(dataset, size, seed, options)
 
-    @lru_cache(maxsize=1024)  # responses to one prompt come one after the other
+    @lru_cache(maxsize=1024)  # responses to one prompt follow each other
     def entry_at(index: int) -> dict[str, Any]:
         return data[index]
 
@@ -38,10 +38,10 @@ def gym_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]
 
 
 def build_judge_of_all(datasets: Mapping[str, Mapping[str, Any]], seed: int) -> Callable[..., float]:
-    """Build a judge for the prompts of one data set, or of several by the name of the prompt source. Raises DataError.
+    """Build a judge for the prompts of one or more data sets. Raises DataError.
 
     Args:
-        datasets: dataset, size and options of each.
+        datasets: dataset, size and options of each data set, by name of the prompt source.
     """
     judges = {source: gym_judge(seed=seed, **arguments) for source, arguments in datasets.items()}
     if len(judges) == 1:
@@ -54,15 +54,15 @@ def build_judge_of_all(datasets: Mapping[str, Mapping[str, Any]], seed: int) -> 
 
 
 def is_plain_number(reference: str | None) -> bool:
-    """Return whether a reference is a number in digits, so that a response's last number counts."""
+    """Return whether a reference is a number in digits, in which case a response's last number counts."""
     return reference is not None and _PLAIN_NUMBER.fullmatch(reference) is not None
 
 
 def gym_answer(response: str, *, is_number: bool) -> str | None:
-    """Return a response's last <answer>...</answer>, else all of it without surrounding blanks; None if empty.
+    """Return a response's last <answer>...</answer>, or without one all of it, stripped. None means an empty text.
 
     With `is_number`, return the last number of that text. Takes time linear in the length, so that evaluation may group
-    by it outside a judge process. Example: final_answer("7 + 5 = 12.", is_number=True) == "12"
+    by answers outside a judge process. Example: gym_answer("7 + 5 = 12.", is_number=True) == "12"
     """
     begin = response.rfind(_OPEN, 0, max(0, response.rfind(_CLOSE)))
     text = response[begin + len(_OPEN) : response.find(_CLOSE, begin)] if begin >= 0 else response

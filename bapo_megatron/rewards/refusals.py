@@ -1,9 +1,9 @@
-"""System calls that the sandbox refuses: the judge answers them, and so learns their names.
+"""System calls that the sandbox refuses. The judge answers them, and so learns their names.
 
     program: chmod() -> seccomp holds the thread -> descriptor readable in the judge -> EPERM, and the name is kept
 
-The judge never lets a refused call continue: its arguments may change meanwhile. If the judge ends, the descriptor
-closes, and the kernel answers ENOSYS.
+The judge never lets a refused call continue, because its arguments may change in the meantime. If the judge ends, the
+descriptor closes, and the kernel answers ENOSYS.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import struct
 from bapo_megatron.config.system_calls import Answer
 from bapo_megatron.rewards.sandbox import ARCHITECTURES
 
-MAX_NAMES = 16  # kept per program, which may try every number
+MAX_NAMES = 16  # kept per program; a program may try every number
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101  # ioctl: SECCOMP_IOCTL_NOTIF_RECV, SECCOMP_IOCTL_NOTIF_SEND
 _NOTIFICATION = struct.Struct("=QIIiI56x")  # id, process, flags, number of the call, architecture, ...
 _RESPONSE = struct.Struct("=QqiI")  # id, value, error, flags
@@ -26,10 +26,10 @@ _MAX_REPORT_BYTES = 4096
 
 
 class Refusals:
-    """The judge's end of a sandbox's report: what the system lacks, then the refused calls, by name."""
+    """The judge's end of a sandbox's report: first what the system lacks, then the refused calls by name."""
 
     def __init__(self, report: socket.socket, machine: str, calls: dict[Answer, dict[str, int]]) -> None:
-        """Read from `report`, which this object closes; `calls` are numbers on `machine` by answer and name."""
+        """Read from `report`, which this object closes; `calls` holds numbers on `machine` by answer and name."""
         self.lacking: tuple[str, ...] = ()
         self.names: dict[str, None] = {}  # in order of the first refusal
         self._report: socket.socket | None = report
@@ -46,7 +46,7 @@ class Refusals:
             poller.register(self._listener, select.POLLIN)
 
     def on_event(self, fd: int, event: int, poller: select.poll) -> None:
-        """Deal with one event only: a program that makes calls in a loop must not keep its judge from its deadline."""
+        """Handle one event only: a program that makes calls in a loop must not delay its judge past the deadline."""
         if self._report is not None and fd == self._report.fileno():
             poller.unregister(fd)
             self.read_report()
@@ -57,7 +57,7 @@ class Refusals:
             poller.unregister(fd)
 
     def read_report(self) -> None:
-        """Read the sandbox's report if it has come, and end the reading."""
+        """Read the sandbox's report if it has arrived, and stop reading."""
         if self._report is None:
             return
         with contextlib.suppress(BlockingIOError, ConnectionError), self._report as report:
@@ -67,7 +67,7 @@ class Refusals:
         self._report = None
 
     def close(self) -> None:
-        """Close the descriptors; calls that are still held answer ENOSYS."""
+        """Close the descriptors; calls still held return ENOSYS."""
         if self._report is not None:
             self._report.close()
         if self._listener is not None:
@@ -77,7 +77,7 @@ class Refusals:
     def _answer(self) -> None:
         assert self._listener is not None
         notification = bytearray(_NOTIFICATION.size)
-        with contextlib.suppress(OSError):  # ENOENT: the thread was interrupted or has ended meanwhile
+        with contextlib.suppress(OSError):  # ENOENT: the thread was interrupted or has ended
             fcntl.ioctl(self._listener, _RECEIVE, notification)
             key, _, _, number, architecture = _NOTIFICATION.unpack(notification)
             is_native = architecture == self._architecture

@@ -1,12 +1,12 @@
 """Run one untrusted program: `python -I sandbox.py RESULT_FD TOKEN_FD REPORT_FD < job`, started by `rewards/code.py`.
 
-The process gives up, for good and in this order: resources (rlimits), capabilities, changes to files outside its
+The process permanently gives up, in this order: resources (rlimits), capabilities, changes to files outside its
 working directory and signals to other processes (Landlock), and every system call that honest programs do not need
-(seccomp). Landlock needs Linux 5.13, seccomp x86_64 or aarch64. The socket REPORT_FD gets {"lacking": [...]}, with what
-the system refuses to take away, and the descriptor from which the judge learns of refused calls; it closes before the
-program starts. docs/security.md lists the attacks tried. The limits are no wall against an attack on the kernel.
+(seccomp). Landlock needs Linux 5.13, seccomp x86_64 or aarch64. The socket REPORT_FD gets {"lacking": [...]}, naming
+what the system cannot take away, and the descriptor from which the judge learns of refused calls; it closes before the
+program starts. docs/security.md lists the attacks tried. The limits do not protect against attacks on the kernel.
 
-Standard library only: this program imports nothing of the package.
+This program uses the standard library only and imports nothing from the package.
 """
 
 import _socket
@@ -30,17 +30,17 @@ _SECCOMP_MODE_FILTER = 2
 _SECCOMP = {"x86_64": 317, "aarch64": 277}  # number of the system call
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as seccomp calls them
 
-MAX_LANDLOCK_ABI = 6  # the newest one that this program uses
+MAX_LANDLOCK_ABI = 6  # the newest version that this program uses
 MAX_OPEN_FILES = 64
 SENDMSG_FD = MAX_OPEN_FILES  # sendmsg is allowed on this descriptor alone, which the program can never open
 _MAX_SIGNALS_PENDING = 64  # the system counts them per user
-MAX_SHARED_BYTES = 16 << 20  # of a shared mapping
+MAX_SHARED_BYTES = 16 << 20  # per shared mapping
 
 _ALL = 0xFFFFFFFF
 _STREAM = (1, 1 | 0x800, 1 | 0x80000, 1 | 0x80800)  # SOCK_STREAM, with SOCK_NONBLOCK and SOCK_CLOEXEC
-_ACCESS, _ACCESSES = 0x203, (0, 1, 2, 0x201, 0x202)  # O_TRUNC is for writing: Landlock misses it before Linux 6.2
-# Arguments that are allowed: (argument, its bits that count, their values). Those of mmap and of calls on
-# process ids: `filter_code`.
+_ACCESS, _ACCESSES = 0x203, (0, 1, 2, 0x201, 0x202)  # O_TRUNC needs write access: Landlock ignores it before Linux 6.2
+# Arguments that are allowed: (argument, bits to compare, their values). `filter_code` adds the arguments of mmap and
+# of calls that take process ids.
 CHECKS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
     "open": [(1, _ACCESS, _ACCESSES)],
     "openat": [(2, _ACCESS, _ACCESSES)],
@@ -52,13 +52,13 @@ CHECKS: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
     "ioctl": [(1, _ALL, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A))],
     # PR_GET_ PDEATHSIG, DUMPABLE, NAME, SECCOMP, NO_NEW_PRIVS; PR_SET_NAME, PR_CAPBSET_READ, PR_SET_VMA
     "prctl": [(0, _ALL, (2, 3, 16, 21, 39, 15, 23, 0x53564D41))],
-    # none or CLOSE_RANGE_CLOEXEC: descriptors of a thread's own would hide what they hold
+    # none or CLOSE_RANGE_CLOEXEC: a thread with its own descriptors could hide what they hold
     "close_range": [(2, _ALL, (0, 4))],
     # not FALLOC_FL_KEEP_SIZE, which RLIMIT_FSIZE does not bound
     "fallocate": [(1, _ALL, (0,))],
     # AF_UNIX streams: a datagram socket can be aimed at another process
     "socketpair": [(0, _ALL, (1,)), (1, _ALL, _STREAM)],
-    # no address
+    # without an address
     "sendto": [(5, _ALL, (0,))],
     # it could hide open files in a socket
     "sendmsg": [(0, _ALL, (SENDMSG_FD,))],
@@ -78,14 +78,14 @@ def main() -> None:
 
 
 def confine(job: dict[str, Any], report_fd: int) -> None:
-    """Give up what a program must not have, and report to the judge what the system refuses to take away."""
+    """Give up what a program must not have, and report to the judge what the system cannot take away."""
     report = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, _moved_up(report_fd))
     lacking = []
     _limit_resources(job["memory_bytes"], job["cpu_s"], job["file_bytes"])
     _drop_capabilities()
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # after the capabilities: a change of credentials may clear it
     if os.getppid() != job["judge"]:
-        os._exit(1)  # the judge ended before that
+        os._exit(1)  # the judge had already ended
     if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         lacking.append("no_new_privs")
     if not _confine_files(os.getcwd()):
@@ -105,14 +105,14 @@ def confine(job: dict[str, Any], report_fd: int) -> None:
 
 
 def _moved_down(fd: int) -> int:
-    """Move a descriptor to the lowest free number: a judge with many open files may pass on SENDMSG_FD itself."""
+    """Move a descriptor to the lowest free number: a judge with many open files may have passed SENDMSG_FD itself."""
     lowest = os.dup(fd)
     os.close(fd)
     return lowest
 
 
 def _moved_up(report_fd: int) -> int:
-    """Move a descriptor to SENDMSG_FD if the limit of open files allows it."""
+    """Move a descriptor to SENDMSG_FD if the limit on open files allows it."""
     try:
         fd = os.dup2(report_fd, SENDMSG_FD, inheritable=False)
     except OSError:
@@ -135,11 +135,11 @@ def _limit_resources(memory_bytes: int, cpu_s: int, file_bytes: int) -> None:
         hard = resource.getrlimit(limit)[1]
         value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(limit, (value, value))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an OSError tells more
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an OSError says more
 
 
 def _replace_stdin(text: str) -> None:
-    """Put the program's input in place of the job, so that the program cannot seek back to it."""
+    """Replace the job on stdin by the program's input, so that the program cannot seek back to the job."""
     fd = os.memfd_create("stdin")
     data = memoryview(text.encode())
     while data:
@@ -153,9 +153,9 @@ def _replace_stdin(text: str) -> None:
 def run_tests(program: str, tests: str, token_fd: int, result_fd: int) -> None:
     """Run the program, then its tests in the same namespace, and report the token once they have passed.
 
-    The tests are compiled first, and see the builtins as they were before the program, which may have replaced them;
-    so may it have replaced any function that is looked up by name. No memory holds the token before the tests have
-    passed. A program that knows this file can still forge a verdict: docs/security.md.
+    The tests are compiled first and see the builtins as they were before the program, which may have replaced them.
+    It may also have replaced any function that is looked up by name. No memory holds the token before the tests have
+    passed. A program that knows this file can still forge a verdict; see docs/security.md.
     """
     run, read, write, leave, trace, profile = exec, os.read, os.write, os._exit, sys.settrace, sys.setprofile
     builtins_now, builtins_before = vars(builtins), dict(vars(builtins))
@@ -179,13 +179,16 @@ def _execute(program: str, name: str) -> dict[str, Any]:
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities: root without them is an ordinary user that owns root's files."""
+    """Drop all capabilities. Without them, root is an ordinary user that owns root's files."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
     _LIBC.capset(header, ctypes.create_string_buffer(24))
 
 
 def _confine_files(folder: str) -> bool:
-    """Let the process change files below `folder` and /dev/null only, and signal no other. False without Landlock."""
+    """Let the process change only files below `folder` and /dev/null, and signal no other process.
+
+    Returns False without Landlock.
+    """
     create, add, restrict = 444, 445, 446  # the same on every machine
     abi = min(_LIBC.syscall(create, None, 0, 1), MAX_LANDLOCK_ABI)
     if abi < 1:
@@ -219,11 +222,11 @@ def _confine_calls(machine: str, calls: dict[str, dict[str, int]]) -> tuple[bool
         calls: numbers by answer ("allow", "check", "missing", "refuse") and name; empty for an unknown machine.
 
     Returns:
-        (whether calls are refused, the descriptor that tells the judge which, or None where the system has none).
+        (whether calls are refused, the descriptor that tells the judge which, or None if the system has none).
     """
     if not calls or sys.byteorder != "little":
         return False, None
-    told = 0x7FC00000  # the judge answers, with the same numbers as below
+    told = 0x7FC00000  # the judge answers, with the same error numbers as below
     code = filter_code(machine, calls, refused=told, unknown=told)
     new_listener = 1 << 3
     program, _instructions = _loadable(code)
@@ -238,9 +241,9 @@ def _confine_calls(machine: str, calls: dict[str, dict[str, int]]) -> tuple[bool
 def filter_code(
     machine: str, calls: dict[str, dict[str, int]], refused: int, unknown: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return BPF that allows calls by number and arguments, and answers `refused` or `unknown` to the others.
+    """Return BPF that allows calls by number and arguments, and answers the others with `refused` or `unknown`.
 
-    Nothing is killed: a call of another architecture, or under an x32 number, is an unknown one.
+    It never kills. Calls of another architecture or with an x32 number are unknown.
     """
     load, mask, equal, above, any_bit, answer = 0x20, 0x54, 0x15, 0x25, 0x45, 0x06  # ld [k], and, jeq, jgt, jset, ret
     at_least = 0x35
@@ -291,7 +294,7 @@ def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _loadable(code: list[tuple[int, int, int, int]]) -> tuple[Any, Any]:
-    """Return struct sock_fprog and the instructions that it points to, which must live as long."""
+    """Return struct sock_fprog and the instructions that it points to; keep them alive as long as the struct."""
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(instructions)))
     return program, instructions

@@ -1,4 +1,4 @@
-"""Scores responses under a deadline with the judge that the configuration names."""
+"""Scoring of responses under a deadline, with the judge that the configuration names."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_CALLS_NAMED = 64  # in the log: a hostile program can try every number
-_NUM_FIRST = 32  # verdicts of an attempt that show whether the judge works at all, or a step's if they are fewer
+_NUM_FIRST = 32  # the first verdicts of an attempt (at most one step's) show whether the judge works at all
 
 
 class RewardScorer:
     """Thread-safe scorer of responses; a response without a verdict within reward.timeout_s scores 0 and is counted.
 
-    Judges that may hang or crash run in processes of their own, at the cost of the response to blame only.
+    Judges that may hang or crash run in processes of their own; a failure costs only the response that caused it.
 
     Raises:
         UserError: the judge cannot be found or called, or its data set is missing.
@@ -53,15 +53,15 @@ class RewardScorer:
         self._pool = None if is_exact else WorkerPool(spec, config.reward.concurrency)
 
     def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """Return rewards of (prompt, response text without special tokens), in order. Raises like `verdicts`."""
+        """Return the rewards of (prompt, response text without special tokens), in order. Raises like `verdicts`."""
         return [verdict.reward for verdict in self.verdicts(items)]
 
     def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
-        """Return verdicts, which also say what went wrong in judging.
+        """Return verdicts, which also say what went wrong while judging.
 
         Raises:
-            UserError: the judge says that the data or the settings are wrong, not the response; or it has failed on
-                every response so far.
+            UserError: the judge blames the data or the settings rather than the response, or it has failed on every
+                response so far.
             RuntimeError: no judge process stays alive, or the scorer was closed.
         """
         fields = [fields_of(prompt, response) for prompt, response in items]
@@ -82,7 +82,7 @@ class RewardScorer:
         return verdicts
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of judging (docs/metrics.md); wait_s and failed_share are means since the last call."""
+        """Return metrics about judging (docs/metrics.md); wait_s and failed_share are means since the last call."""
         with self._lock:
             wait_s = self._waited_s / self._num_waited if self._num_waited else 0.0
             failed_share = self._num_recent_failures / self._num_waited if self._num_waited else 0.0

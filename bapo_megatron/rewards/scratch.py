@@ -1,6 +1,6 @@
-"""Folders that hostile code may fill: measured while it runs, deleted however deep they are and whoever was killed.
+"""Folders that hostile code may fill: measured while it runs, and always deleted, however deep, even after a kill.
 
-Standard library only, and no recursion: the code that fills a folder chooses its depth.
+Uses the standard library only, and no recursion, because the code that fills a folder chooses its depth.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[str]:
-    """Make a temporary folder, and delete it with all contents at the end.
+    """Make a temporary folder, and delete it with its contents at the end.
 
-    It is the folder `files` of one that also holds a locked file: if this process is killed, the lock ends with it, and
-    `delete_abandoned` finds the folder.
+    The folder is called `files`, and its parent also holds a locked file. If this process is killed, its lock is
+    released, which tells `delete_abandoned` to delete the parent.
     """
     holder = tempfile.mkdtemp(prefix=prefix)
     try:
         with _locked(os.path.join(holder, "unlocked"), os.O_CREAT | os.O_EXCL):
-            os.rename(os.path.join(holder, "unlocked"), os.path.join(holder, _LOCK))  # never there without its lock
+            os.rename(os.path.join(holder, "unlocked"), os.path.join(holder, _LOCK))  # never exists unlocked
             files = os.path.join(holder, "files")
             os.mkdir(files, 0o700)
             yield files
@@ -35,9 +35,9 @@ def scratch_folder(prefix: str) -> Iterator[str]:
 
 
 def delete_abandoned(folder: str, *prefixes: str) -> None:
-    """Delete what `scratch_folder` made in a folder and its process, which was killed, left there. Never raises.
+    """Delete what `scratch_folder` made in `folder` and a killed process left there. Never raises.
 
-    Leaves folders of other users, links, and folders without a lock file, whatever their names.
+    Leaves alone folders of other users, links, and folders without a lock file, whatever their names.
     """
     for name in _listed(folder):
         holder = os.path.join(folder, name)
@@ -71,7 +71,8 @@ def _locked(path: str, flags: int) -> Iterator[None]:
 def delete_folder(folder: str) -> None:
     """Delete a folder and its contents. Never raises; what the system refuses to delete stays.
 
-    Folders that are not empty move to the top before their contents go, so no path gets long and two descriptors do.
+    Folders that are not empty move to the top before their contents are deleted, so paths stay short and two
+    descriptors suffice.
     """
     with contextlib.suppress(OSError):
         top = os.open(folder, _FOLDER)
@@ -103,7 +104,7 @@ def _empty(top: int) -> None:
 
 
 def _is_deleted(entry: str, fd: int) -> bool:
-    """Delete a file or an empty folder; False for a folder that holds something."""
+    """Delete a file or an empty folder; return False for a folder that is not empty."""
     is_folder = stat.S_ISDIR(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
     if not is_folder:
         os.unlink(entry, dir_fd=fd)
@@ -118,9 +119,9 @@ def _is_deleted(entry: str, fd: int) -> bool:
 def exceeds(folder: str, pid: int, *, max_entries: int, max_bytes: int, max_file_bytes: int, max_threads: int) -> bool:
     """Return whether a process and its folder hold more entries, disk blocks or threads than allowed.
 
-    Counts deleted files that the process still holds open or mapped; of the latter nobody but root can ask the size, so
-    each counts as `max_file_bytes`. A path too long to list counts as too many entries, and so does a folder that can
-    be filled but not listed.
+    Deleted files that the process still holds open or mapped count too. Only root can ask for the size of a mapped
+    one, so each counts as `max_file_bytes`. A path too long to list counts as too many entries, and so does a folder
+    that can be filled but not listed.
     """
     num_entries, num_bytes, pending = 0, _held_bytes(pid, max_file_bytes), [folder]
     while pending:
@@ -135,7 +136,7 @@ def exceeds(folder: str, pid: int, *, max_entries: int, max_bytes: int, max_file
                         num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
                         if entry.is_dir(follow_symlinks=False):
                             pending.append(entry.path)
-        except FileNotFoundError:  # gone meanwhile
+        except FileNotFoundError:  # deleted in the meantime
             continue
         except PermissionError:
             if _can_be_filled(path):
@@ -146,17 +147,17 @@ def exceeds(folder: str, pid: int, *, max_entries: int, max_bytes: int, max_file
 
 
 def _can_be_filled(folder: str) -> bool:
-    """Return whether a folder has its owner's rights to make entries; a program cannot change rights later."""
+    """Return whether a folder's owner may make entries in it; a program cannot change permissions later."""
     try:
         return os.lstat(folder).st_mode & 0o300 == 0o300
-    except OSError:  # gone meanwhile
+    except OSError:  # deleted in the meantime
         return False
 
 
 def _held_bytes(pid: int, max_file_bytes: int) -> int:
-    """Return the disk blocks of deleted files that a process holds open or mapped, and of its output.
+    """Return the bytes on disk of a process's output and of deleted files that it holds open or mapped.
 
-    All threads share one table of descriptors: the sandbox refuses them any other.
+    All threads share one table of descriptors; the sandbox refuses any other.
     """
     blocks: dict[tuple[int, int], int] = {}  # by device and inode
     open_files = set()
@@ -171,7 +172,7 @@ def _held_bytes(pid: int, max_file_bytes: int) -> int:
 
 
 def _deleted_mappings(pid: int) -> set[tuple[int, str]]:
-    """Return inode and path of files that a process has mapped and nobody can open: deleted, or shared memory."""
+    """Return inode and path of mapped files that nobody can open: deleted files and shared memory."""
     found = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
         for line in maps:

@@ -2,9 +2,10 @@
 
     scaled = clip(reward.scale x shaped / std, -reward.clip, reward.clip)
 
-std is 1, or with `reward.running_std` the standard deviation of all shaped rewards so far: the reward scaling of PPO
-implementations, arXiv 2005.12729, section 3, which divide by that of discounted returns; a response is one step, its
-return the reward. The mean stays, so a reward keeps its sign; advantages subtract the group's mean.
+std is 1, or with `reward.running_std` the standard deviation of all shaped rewards so far. This is the reward scaling
+of PPO implementations (arXiv 2005.12729, section 3), which divide by the standard deviation of discounted returns: a
+response is one step, and its return is its reward. The mean is not subtracted, so a reward keeps its sign; advantages
+subtract the group's mean.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, RewardConfig
     from bapo_megatron.types import Group, Sample
 
-_EPSILON = 1e-8  # added to the variance, as PPO implementations do: equal rewards must not divide by 0
+_EPSILON = 1e-8  # added to the variance, as in PPO implementations: equal rewards must not cause a division by 0
 
 
 def shaped_reward(sample: Sample, config: Config) -> float:
@@ -50,7 +51,7 @@ def is_trained(sample: Sample, config: Config) -> bool:
 
 
 def is_informative(group: Group, config: Config) -> bool:
-    """Return whether a scored group can change the policy: it has trained tokens, and its shaped rewards differ.
+    """Return whether a scored group can change the policy: it has tokens to train on, and its shaped rewards differ.
 
     rollout.keep_group = "informative" drops the others (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
     Rewards that reward.clip makes equal do not differ, but with reward.running_std only the batch can tell.
@@ -71,7 +72,7 @@ KEEP_GROUP: dict[str, Callable[[Group, Config], bool]] = {
 
 
 def group_filter(config: Config) -> Callable[[Group], bool]:
-    """Return the test that decides whether a scored group is kept. Raises UserError for a bad dotted path."""
+    """Return the predicate that decides whether to keep a scored group. Raises UserError for a bad dotted path."""
     name = config.rollout.keep_group
     keep = KEEP_GROUP.get(name) or dotted.KEEP_GROUP.load(name)
     return lambda group: bool(keep(group, config))
@@ -100,7 +101,7 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Standard deviation with divisor `count`; nan without numbers."""
+        """Standard deviation with divisor `count`, or nan if there are no values."""
         return math.sqrt(self.squares / self.count) if self.count else math.nan
 
 
@@ -113,7 +114,7 @@ class MomentsState(TypedDict):
 
 
 class RewardScaler:
-    """Scales the rewards of successive batches; its statistics are saved with the run."""
+    """Scaling of the rewards of successive batches, with statistics that are saved with the run."""
 
     def __init__(self, settings: RewardConfig) -> None:
         self._settings = settings
@@ -123,7 +124,7 @@ class RewardScaler:
         """Scale a batch's rewards by statistics that include them; return them by group, with metrics.
 
         Args:
-            groups: finite shaped rewards.
+            groups: the shaped rewards of each group, all finite.
         """
         settings, std, metrics = self._settings, 1.0, {}
         if settings.running_std:
@@ -138,7 +139,7 @@ class RewardScaler:
         return [[bounded(reward, settings.clip) for reward in group] for group in unbounded], metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value; floats survive JSON bit for bit."""
+        """Return a JSON value; JSON preserves floats bit for bit."""
         return asdict(self._moments)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,13 +1,13 @@
 """Run a judge or an environment: `python -m bapo_megatron.rewards.worker FD`, started by `rewards/worker_pool.py`.
 
-The socket FD carries one JSON object a line.
+The socket FD carries one JSON object per line.
     in:   {"judge": JudgeSpec} or {"environment": EnvironmentSpec}, then {"id": n, "fields": {...}} for each request
     out:  {"is_async": b, "place": p}, then for each id {"reward": x, "parts": {...}, "message": m} or {"answer": a} or
-          {"problem": "timeout" or "error", "message": m, "traceback": t, "is_misfit": b}, of which any may also have
-          "refused_calls": [names], of a program that failed; {"user_error": m} instead of any of these
+          {"problem": "timeout" or "error", "message": m, "traceback": t, "is_misfit": b}; each of these may also have
+          "refused_calls": [names] if a program failed. {"user_error": m} may come instead of any line
 
-A judge of this package touches the system only to run programs. If that raises an OSError, something has spoilt the
-process (a limit was lowered, descriptors ran out), so it ends, and the pool judges the response again in a fresh one.
+A built-in judge touches the system only to run programs. If that raises an OSError, something has damaged the process
+(a limit was lowered, or descriptors ran out), so it ends, and the pool judges the response again in a fresh process.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from bapo_megatron.rewards import environments, judges
 from bapo_megatron.rewards.environments import EnvironmentSpec, StepFunction, build_environment
 from bapo_megatron.rewards.judges import Judge, JudgeSpec, Refused, build_judge
 
-MAX_LINE_BYTES = 256 << 20  # of a request: room for a long response and a large answer
+MAX_LINE_BYTES = 256 << 20  # per request: room for a long response and a large answer
 _MAX_MESSAGE_CHARS = 500
 _MAX_TRACEBACK_CHARS = 4000
 _OURS = (__file__, judges.__file__, environments.__file__, asyncio.tasks.__file__, asyncio.timeouts.__file__)
@@ -37,7 +37,7 @@ Work = Judge | StepFunction
 
 
 def main() -> None:
-    """Serve replies until the other side closes the socket."""
+    """Answer requests until the other side closes the socket."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a judge that hangs ends too
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
@@ -80,7 +80,7 @@ def _reply(work: Work, fields: dict[str, Any], *, is_built_in: bool) -> dict[str
 
 
 def _refused_calls(outcome: object) -> dict[str, Any]:
-    """Return what the judge of programs tells about refused system calls, as part of a reply."""
+    """Return what the judge of programs reports about refused system calls, as part of a reply."""
     names = outcome.refused_calls if isinstance(outcome, Refused) else ()
     return {"refused_calls": names} if names else {}
 
@@ -94,7 +94,7 @@ async def _reply_async(work: Work, fields: dict[str, Any], timeout_s: float) -> 
 
 
 def _fitting(value: Any, work: Work) -> dict[str, Any]:
-    """Return the reply to what the function returned, or to its being nothing that such a function returns."""
+    """Return the reply that carries the function's result, or says that the result does not fit."""
     try:
         return work.reply(value)
     except (TypeError, ValueError) as error:
@@ -112,7 +112,7 @@ def _failure(error: BaseException, work: Work) -> dict[str, Any]:
 def _explained(error: BaseException, work: Work) -> tuple[str, str]:
     """Return the traceback without this package's frames around the function, and its last place: " (my.py, line 3)".
 
-    A result that does not fit has no frame of the function: its first line stands for it.
+    If a result does not fit, no frame belongs to the function, so its first line is named instead.
     """
     summary = traceback.TracebackException.from_exception(error)
     for part in (summary, summary.__cause__):
@@ -128,7 +128,7 @@ def _explained(error: BaseException, work: Work) -> tuple[str, str]:
 
 
 async def _serve_async(work: Work, timeout_s: float, connection: socket.socket) -> None:
-    """Serve all requests at once; the other side bounds their number."""
+    """Answer all requests concurrently; the other side limits their number."""
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
     running: set[asyncio.Task[None]] = set()
@@ -143,7 +143,7 @@ async def _serve_async(work: Work, timeout_s: float, connection: socket.socket) 
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit the heap: 10**10**10 in an answer must cost an error, not the machine's memory."""
+    """Limit the heap: 10**10**10 in an answer must cause an error instead of using up the machine's memory."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -2,12 +2,12 @@
 
     judge() in any thread, ask() in any loop -> event loop in a thread -> one socket per process, one JSON object a line
 
-A plain function has `concurrency` processes with one request in each; an asynchronous one has a single process with up
-to `concurrency` requests. When a process dies or hangs, each of its requests is made again, alone in a process, so that
-only the one to blame is lost: a response that is judged, or a turn that is answered.
+A plain function gets `concurrency` processes with one request in each; an asynchronous one gets a single process with
+up to `concurrency` requests. When a process dies or hangs, each of its requests (a response to judge, a turn to answer)
+is repeated alone in a process, so that only the one to blame is lost.
 
-No library does this: process pools (concurrent.futures, pebble) unpickle what their workers send, and these workers run
-text that a model wrote; none gives each of many concurrent requests its own deadline.
+No library does this: process pools (concurrent.futures, pebble) unpickle what their workers send, but these workers run
+text that a model wrote, and no pool gives each of many concurrent requests its own deadline.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from bapo_megatron.runtime import num_cores
 MAX_STARTS = 3
 MAX_PROCESSES = 8
 ASYNC_CONCURRENCY = 64
-START_TIMEOUT_S = 600.0  # a judge may load a model
-GRACE_S = 5.0  # beyond the deadline, for judges that keep it themselves
-END_TIMEOUT_S = 60.0  # for a process that was killed
-_PREFIXES = ("bapo-rewards-", "bapo-program-")  # of temporary folders: a pool's, and those of programs
+START_TIMEOUT_S = 600.0  # long, because a judge may load a model
+GRACE_S = 5.0  # added to the deadline if the judge enforces it itself
+END_TIMEOUT_S = 60.0  # how long to wait for a killed process
+_PREFIXES = ("bapo-rewards-", "bapo-program-")  # names of temporary folders: a pool's, a program's
 _WATCH_S = 0.1
 _MAX_REPLY_BYTES = 1 << 20
 
@@ -57,7 +57,7 @@ class Worker:
 
     def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.is_async = False
-        self.place = ""  # of the function: " in judge (/home/me/rewards.py, line 3)"
+        self.place = ""  # where the function is: " in judge (/home/me/rewards.py, line 3)"
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -68,7 +68,7 @@ class Worker:
 
     @classmethod
     async def start(cls, spec: Spec, scratch: str) -> Worker:
-        """Start a process and build its function; its temporary files go below `scratch`.
+        """Start a process and build its function; its temporary files are kept below `scratch`.
 
         Raises:
             UserError: the function cannot be built from `spec`.
@@ -83,7 +83,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # judges print to the log
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # keeps Ctrl-C away, and lets `kill` end the judge's own processes
+                start_new_session=True,  # keeps Ctrl-C away, and lets `kill` end the judge's child processes
                 env=os.environ | {"TMPDIR": scratch},
             )
         worker = cls(process, *streams)
@@ -106,7 +106,7 @@ class Worker:
 
     @property
     def has_exited(self) -> bool:
-        """Whether the process is gone; one that was killed may take a moment."""
+        """Whether the process is gone; a killed process may take a moment."""
         return self._process.poll() is not None
 
     async def ask(self, fields: dict[str, Any], limit_s: float) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Worker:
                 future.set_exception(WorkerLost("it hung" if code is None else f"it ended with code {code}"))
 
     async def ended(self) -> None:
-        """Kill the process and wait for its end; nothing more can be done about one that stays in the kernel."""
+        """Kill the process and wait for its end; give up on one that is stuck in the kernel."""
         self.kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._exit(), END_TIMEOUT_S)
@@ -167,8 +167,8 @@ class Worker:
                 if future is not None and not future.done():
                     future.set_result(reply)
         except (OSError, ValueError):
-            pass  # cut off by the end of the process, or written by a judge that meddles with the socket
-        await asyncio.sleep(_WATCH_S)  # until the exit code is known
+            pass  # the process ended within a line, or a judge meddled with the socket
+        await asyncio.sleep(_WATCH_S)  # by then the exit code is known
         self.kill()
 
     async def _watch(self) -> None:
@@ -182,10 +182,10 @@ class Worker:
 
 
 class WorkerPool:
-    """Replies of worker processes; `judge` and `ask` may be called from several threads at once."""
+    """Pool of worker processes; `judge` and `ask` are thread-safe."""
 
     def __init__(self, spec: Spec, concurrency: int | None) -> None:
-        """Start a first process, so that a judge that cannot work fails now. Raises UserError, RuntimeError."""
+        """Start a first process, so that a broken judge fails now. Raises UserError, RuntimeError."""
         self._spec = spec
         delete_abandoned(tempfile.gettempdir(), *_PREFIXES)
         self._resources = contextlib.ExitStack()
@@ -194,8 +194,8 @@ class WorkerPool:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
         self._is_closed = False
-        self.gate = threading.Lock()  # between a call that arrives and a loop that ends
-        self._workers: set[Worker] = set()  # until their processes are gone: close() waits for them
+        self.gate = threading.Lock()  # no call may arrive while the loop ends
+        self._workers: set[Worker] = set()  # kept until their processes are gone: close() waits for them
         self._idle: list[Worker] = []
         self._shared: Worker | None = None
         try:
@@ -205,16 +205,16 @@ class WorkerPool:
             raise
 
     def judge(self, fields: Sequence[dict[str, Any]]) -> list[Verdict]:
-        """Judge responses, given as their fields, in order.
+        """Judge responses, given as their fields, and return verdicts in the same order.
 
         Raises:
-            UserError: the judge says that the data or the settings are wrong, not the response.
+            UserError: the judge blames the data or the settings rather than the response.
             RuntimeError: no judge process stays alive, or the pool was closed.
         """
         return self._run(self._judge_all(fields))
 
     async def ask(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to one request, from any event loop. Raises like `judge`."""
+        """Return the reply to one request; may be awaited in any event loop. Raises like `judge`."""
         reply, _ = await asyncio.wrap_future(self._submitted(self._reply(fields)))
         return reply
 
@@ -278,9 +278,9 @@ class WorkerPool:
         )
 
     async def _reply(self, fields: dict[str, Any]) -> tuple[dict[str, Any], float]:
-        """Ask, and once more, alone, if the process was lost: another request may have killed it.
+        """Ask, and if the process is lost, ask again alone in a process: another request may have killed the first.
 
-        Returns the reply and the seconds that it took, the queue included.
+        Returns the reply and the seconds that it took, including the queue.
         """
         began_s = time.monotonic()
         async with self._slots:
@@ -296,7 +296,7 @@ class WorkerPool:
         return reply, time.monotonic() - began_s
 
     async def _ask_shared(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Ask the process that many requests share. Raises WorkerLost for all of them, though one is to blame."""
+        """Ask the process that many requests share. One bad request makes all of them raise WorkerLost."""
         async with self._shared_start:
             if self._shared is None or not self._shared.is_alive:
                 self._shared = await self._start()
@@ -307,10 +307,10 @@ class WorkerPool:
             raise WorkerLost("it hung") from None
 
     async def _ask_again(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Ask a process that is alone with this request, so that a second loss is the request's own fault.
+        """Ask a process that serves only this request, so that a second loss is the request's own fault.
 
-        A plain function gets a process that has done nothing before: an idle one may have died for another reason. An
-        asynchronous one shares the few that other requests of the lost process have started.
+        A plain function gets a fresh process: an idle one may have died for another reason. An asynchronous one may
+        reuse the few processes that other requests of the lost process have started.
         """
         async with self._alone:
             try:
@@ -319,13 +319,13 @@ class WorkerPool:
                 return {"problem": "error", "message": f"its process died, twice: {loss}"}
 
     async def _ask_alone(self, fields: dict[str, Any], worker: Worker) -> dict[str, Any]:
-        """Ask a process that does nothing else meanwhile, and keep it if it lives. Raises WorkerLost."""
+        """Ask a process that does nothing else, and keep it if it survives. Raises WorkerLost."""
         try:
             return await worker.ask(fields, self._limit_s)
         except TimeoutError:
             return {"problem": "timeout", "message": f"no {self._spec.gives} in {self._limit_s:g} s{worker.place}"}
         except asyncio.CancelledError:
-            worker.kill()  # it is still at this request
+            worker.kill()  # it is still working on this request
             raise
         finally:
             if worker.is_alive:
@@ -340,7 +340,7 @@ class WorkerPool:
 
     async def _start(self) -> Worker:
         reasons = []
-        delete_abandoned(self._scratch, *_PREFIXES)  # of a judge that was killed before
+        delete_abandoned(self._scratch, *_PREFIXES)  # left by judges that were killed
         for _ in range(MAX_STARTS):
             if self._is_closed:
                 raise RuntimeError("the judge processes were closed")
@@ -367,11 +367,11 @@ class EnvironmentProcesses:
 
     def __init__(self, spec: EnvironmentSpec, concurrency: int | None = None) -> None:
         """Start a first process. Raises UserError, RuntimeError."""
-        self.deadline_s = 2 * (spec.timeout_s + GRACE_S)  # asked again if its process is lost
+        self.deadline_s = 2 * (spec.timeout_s + GRACE_S)  # a lost process is asked again once
         self._pool = WorkerPool(spec, concurrency)
 
     async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
-        """Answer a turn; a step that raises, hangs or returns nonsense has failed."""
+        """Answer a turn. A step that raises, hangs or returns nonsense counts as `Failed`."""
         reply = await self._pool.ask({"turn": turn, "state": state})
         if "answer" in reply:
             return as_answer(reply["answer"])

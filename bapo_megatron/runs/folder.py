@@ -1,14 +1,14 @@
 """The folder of a run: its settings, environment and results.
 
     runs/<name>/
-        config.toml  command.txt  environment.json  git.diff     of the latest attempt
-        metrics.jsonl  samples.jsonl  rollouts/  report.html  checkpoints/  of the whole run
+        config.toml  command.txt  environment.json  git.diff     facts about the latest attempt
+        metrics.jsonl  samples.jsonl  rollouts/  report.html  checkpoints/  results of the whole run
         status.json                                              where the run stands, for programs that poll it
-        run-id.txt                                               random: whose checkpoints these are
-        logs/attempt-N/                                          logs of one attempt, with its own copy of the above
+        run-id.txt                                               random id that its checkpoints name
+        logs/attempt-N/                                          logs of one attempt, and its copy of the facts
             state.txt                                            its `AttemptState`
-            first-step.txt                                       finished steps before it, once it trains
-            restart.json                                         why the run began it by itself (restarts.py)
+            first-step.txt                                       number of steps finished before it, once it trains
+            restart.json                                         why the run started it by itself (restarts.py)
             judge.txt                                            first failure of a judge that fails often
 
 Running the same name again starts the next attempt of the same run.
@@ -53,7 +53,7 @@ _RUN_ID = "run-id.txt"
 _STATUS = "status.json"
 
 AttemptState = Literal["starting", "training", "finished", "interrupted", "failed"]
-"""What an attempt has come to. One that was killed stays in its last state, without holding the lock."""
+"""State of an attempt. A killed attempt keeps its last state but does not hold the lock."""
 
 
 class RunDir:
@@ -72,12 +72,12 @@ class RunDir:
         A finished run is left unchanged.
 
         Args:
-            patience_s: longest wait for another process to give up the run, as on a node that has just failed.
+            patience_s: how long to wait for another process to give up the run, for example on a node that just failed.
 
         Raises:
             UserError: another process holds the run.
-            ConfigError: the run was started with other settings, or has done more steps than are wanted. The folder is
-                then unchanged.
+            ConfigError: the run was started with other settings, or has done more steps than the configuration asks
+                for. The folder is then unchanged.
         """
         from bapo_megatron.config.load import dump_config
 
@@ -85,7 +85,7 @@ class RunDir:
 
     @classmethod
     def open_path(cls, path: Path, config_text: str, patience_s: float = 0.0) -> RunDir:
-        """Open a folder as `open` does, for a configuration as TOML text."""
+        """Open a folder like `open`, with the configuration given as TOML text."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class RunDir:
         """Begin the next attempt with the same settings, under the same lock.
 
         Raises:
-            UserError: the disk is full. This attempt is then still the latest one.
+            UserError: the disk is full. This attempt then stays the latest one.
         """
         config_text = self.config_path.read_text(encoding="utf-8")
         self.attempt += 1
@@ -129,7 +129,7 @@ class RunDir:
 
     @classmethod
     def preview(cls, config: Config) -> RunDir:
-        """Return what `open` would, and raise the same errors, without the lock and without a change."""
+        """Return what `open` would, and raise the same errors, but take no lock and change nothing."""
         from bapo_megatron.config.load import dump_config
 
         path = (Path(config.run.dir) / config.run.name).absolute()
@@ -182,7 +182,7 @@ class RunDir:
 
     @property
     def run_id(self) -> str | None:
-        """Random id of the run, which its checkpoints name; None before its first attempt."""
+        """Random id of the run, which its checkpoints name, or None before the first attempt."""
         try:
             return (self.path / _RUN_ID).read_text(encoding="utf-8", errors="replace").strip() or None
         except FileNotFoundError:
@@ -199,7 +199,7 @@ class RunDir:
 
     @property
     def state(self) -> AttemptState | None:
-        """Return the state of this attempt; None where none could be recorded."""
+        """State of this attempt, or None if none could be recorded."""
         try:
             text = (self.log_dir / "state.txt").read_text(encoding="utf-8").strip()
         except OSError:
@@ -209,11 +209,11 @@ class RunDir:
     def mark(self, state: AttemptState, rank: int = 0, **facts: Any) -> None:
         """Record the state of this attempt, and further facts for status.json, as far as the disk allows.
 
-        Nothing that is trained depends on it.
+        Training does not depend on it.
 
         Args:
-            rank: the trainer rank that calls. status.json is left to the first one, and to the launcher once no rank
-                runs: it has one writer at a time.
+            rank: the trainer rank that calls. Only rank 0 writes status.json, and the launcher once no rank runs, so
+                that it has one writer at a time.
         """
         self._note("state.txt", state)
         if rank == 0:
@@ -222,7 +222,8 @@ class RunDir:
     def write_status(self, **facts: Any) -> None:
         """Replace facts in status.json as far as the disk allows: state, step, planned_steps, alarms.
 
-        Nothing else writes it: trainer rank 0 calls this as it records a step, it and the launcher through `mark`.
+        Nothing else writes it. Trainer rank 0 calls this when it records a step; rank 0 and the launcher call it
+        through `mark`.
         """
         empty: dict[str, Any] = {
             "state": None,
@@ -238,13 +239,13 @@ class RunDir:
             write_atomically(self.path / _STATUS, json.dumps(status, indent=2, default=asdict) + "\n")
 
     def mark_training(self, first_step: int) -> None:
-        """Record the number of finished steps with which this attempt begins to train; metrics.jsonl ends there."""
+        """Record how many steps were finished when this attempt began to train; metrics.jsonl ends there."""
         self._note("first-step.txt", first_step)
         self.mark("training")
 
     @property
     def first_step(self) -> int | None:
-        """Finished steps that this attempt continues after; None before it trains."""
+        """Number of finished steps after which this attempt continues, or None before it trains."""
         try:
             return int((self.log_dir / "first-step.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -255,7 +256,7 @@ class RunDir:
             write_atomically(self.log_dir / name, f"{value}\n")
 
     def num_steps_saved(self) -> int:
-        """Return the steps behind the checkpoint that a resume begins with, or 0."""
+        """Return the step of the checkpoint from which a resume would start, or 0."""
         return num_steps_saved(self.path) or 0
 
     def close(self) -> None:
@@ -284,7 +285,7 @@ class RunDir:
 
 
 def _read_status(run_path: Path) -> dict[str, Any]:
-    """Read the status.json of a run; empty without a readable one."""
+    """Read the status.json of a run; return {} if it cannot be read."""
     try:
         status = json.loads((run_path / _STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -308,7 +309,7 @@ def _take_lock(path: Path, patience_s: float) -> TextIO:
                 continue
             lock.close()
             raise _in_use(path) from None
-        except OSError as error:  # some network file systems have no locks; a run there is still better than none
+        except OSError as error:  # some network file systems have no locks; running without one is still useful
             text = "%s: this file system cannot lock (%s); make sure that one process runs this name"
             log.warning(text, path, error)
         break
@@ -320,13 +321,13 @@ def _take_lock(path: Path, patience_s: float) -> TextIO:
 
 
 def _in_use(path: Path) -> UserError:
-    """Return the error of a run that another process holds."""
+    """Return the error for a run that another process holds."""
     holder = (path / ".lock").read_text(encoding="utf-8").strip() or "another process"
     return UserError(f"the run {path} is in use by {holder}; wait for it, stop it, or choose another run.name")
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether a process holds the run, on this machine or on another one that shares the file system's locks."""
+    """Return whether a process holds the run, here or on another machine that shares the file system's locks."""
     try:
         with (path / ".lock").open(encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

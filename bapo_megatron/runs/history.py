@@ -1,4 +1,4 @@
-"""A run read from its folder, for reports: metrics, settings, environment. Works during the run."""
+"""A run read from its folder for reports: metrics, settings, environment. Works while the run is in progress."""
 
 import hashlib
 import json
@@ -25,12 +25,12 @@ class History:
 
     path: Path
     name: str
-    rows: Sequence[StepRow]  # one for each finished step, ascending
+    rows: Sequence[StepRow]  # one per finished step, ascending
     config_text: str
     settings: Mapping[str, Any]  # flat, such as "bapo.rho0"
     environment: Mapping[str, Any]
-    diff_digest: str  # of uncommitted changes to the code; "" for none
-    own_metrics: tuple[Metric, ...] = ()  # of a loss of the user's own
+    diff_digest: str  # digest of uncommitted changes to the code; "" if there are none
+    own_metrics: tuple[Metric, ...] = ()  # metrics of the user's own loss
 
     @property
     def steps(self) -> NDArray[np.float64]:
@@ -41,21 +41,24 @@ class History:
         return self.settings.get("train.num_steps")
 
     def entries(self, setting: str) -> Mapping[str, Mapping[str, Any]]:
-        """Return the tables of a list such as "eval.sets" by their names; empty if the run has none."""
+        """Return the tables of a list such as "eval.sets" by their names, or {} if the run has none."""
         return {one["name"]: one for one in self.settings.get(setting) or ()}
 
     def samples_per_prompt(self, prefix: str) -> int | None:
-        """Return the responses to each prompt of an evaluation set with metrics `prefix`...; None if not known."""
+        """Return the number of responses per prompt of the evaluation set with metrics `prefix`..., or None if unknown.
+
+        Example: "eval/aime/" is the prefix of the set "aime".
+        """
         own = self.entries("eval.sets").get(prefix.removeprefix("eval/").removesuffix("/"))
         return self.settings.get("eval.samples_per_prompt") if own is None else own["samples_per_prompt"]
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Return a metric of every step, [num_steps]; nan where it was not recorded."""
+        """Return a metric of every step, [num_steps], with nan for steps that did not record it."""
         return np.array([row.get(name, math.nan) for row in self.rows], dtype=np.float64)
 
 
 def entry_names(runs: Sequence[History], setting: str) -> list[str]:
-    """Return the names in a list of tables, such as "eval.sets", of any of the runs."""
+    """Return the names that any run uses in a list of tables, such as "eval.sets"."""
     return list(dict.fromkeys(name for run in runs for name in run.entries(setting)))
 
 
@@ -87,7 +90,7 @@ def read_history(path: Path) -> History:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a file; "" if it is missing."""
+    """Return the text of a file, or "" if it is missing."""
     with reading(path):
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
@@ -107,4 +110,4 @@ def _read_own_metrics(path: Path) -> tuple[Metric, ...]:
     try:
         return tuple(Metric(**declared) for declared in json.loads(_text_of(path)))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove it to do without its figures") from error
+        raise UserError(f"{path} is damaged ({error}); remove it to continue without its figures") from error

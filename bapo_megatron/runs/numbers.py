@@ -1,4 +1,4 @@
-"""How numbers are shown to a user."""
+"""Formatting of numbers for people."""
 
 import math
 

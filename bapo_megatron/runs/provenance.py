@@ -1,4 +1,4 @@
-"""What an attempt runs in: Python, machine, packages, and the state of this package's checkout."""
+"""The environment of an attempt: Python, machine, packages, and the state of this package's checkout."""
 
 import platform
 import shutil
@@ -27,7 +27,7 @@ GIT_TIMEOUT_S = 10.0
 
 
 def describe_environment() -> dict[str, Any]:
-    """Describe this process: Python, platform, cores, packages; no environment variables, which may be secret."""
+    """Describe this process: Python, platform, cores, packages. Omits environment variables, which may be secret."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
@@ -41,7 +41,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> tuple[str | None, str]:
-    """Return commit and uncommitted changes of the checkout that holds this package; (None, "") outside of one."""
+    """Return commit and uncommitted changes of the checkout that holds this package, or (None, "") without one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None, ""

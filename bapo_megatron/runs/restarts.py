@@ -1,12 +1,12 @@
-"""Restarts of the trainer ranks within a run: whether one is allowed, and what it leaves in the attempt's folder.
+"""Restarts of the trainer ranks within a run: whether one is allowed, and what it records in the attempt's folder.
 
     attempt N fails --> next_restart() --a Restart--> attempt N + 1 with logs/attempt-<N+1>/restart.json, then its ranks
                                        \\--a reason--> the run ends
 
-The number of an attempt is handed on by its folder only: the newest logs/attempt-N/ is the one that ranks attach to.
-Whoever starts ranks asks `next_restart` after an exit code other than 0, 2 (a user has to mend something) and
-worker.STOPPED. local.py holds the run's lock for all attempts and calls `start_again`. Where each attempt takes the
-lock anew, as trainer rank 0 of a SLURM step does by RunDir.open, it calls `write_restart` after that.
+Only the folder tells ranks the number of their attempt: they attach to the newest logs/attempt-N/. Whoever starts ranks
+asks `next_restart` after an exit code other than 0, 2 (a user has to fix something) and worker.STOPPED. local.py holds
+the run's lock for all attempts and calls `start_again`. If each attempt takes the lock again, as trainer rank 0 of a
+SLURM step does in RunDir.open, it calls `write_restart` after that.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MAX_DELAY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The reason why a run has begun an attempt by itself."""
+    """The reason why a run started an attempt by itself."""
 
-    problem: str  # how the attempt before ended
+    problem: str  # how the previous attempt ended
     failed_at_s: float  # Unix time at which the first failure since the last completed step was noticed
-    number: int  # from 1, of those that run.max_restarts allows
-    num_in_vain: int  # attempts in a row, up to the one that failed, that completed no step
+    number: int  # counted from 1, up to run.max_restarts
+    num_in_vain: int  # number of attempts in a row, up to the one that failed, that completed no step
 
     @property
     def delay_s(self) -> float:
@@ -43,9 +43,9 @@ class Restart:
 
 
 def next_restart(run_dir: RunDir, problem: str, failed_at_s: float, max_restarts: int) -> Restart | str:
-    """Return the restart after the failure of this attempt, or why there is none.
+    """Return the restart that follows the failure of this attempt, or the reason why there is none.
 
-    The count begins anew after an attempt that saved three steps or more, so that no run restarts for ever.
+    Only an attempt that saved three steps or more resets the count, so that no run restarts forever.
 
     Args:
         problem: how the attempt ended.
@@ -71,12 +71,12 @@ def start_again(run_dir: RunDir, restart: Restart) -> None:
 
 
 def write_restart(run_dir: RunDir, restart: Restart) -> None:
-    """Leave the reason of this attempt in its folder. Raises UserError if the disk is full."""
+    """Write the reason for this attempt to its folder. Raises UserError if the disk is full."""
     write_atomically(run_dir.log_dir / _FILE, json.dumps(asdict(restart)) + "\n")
 
 
 def restart_of(run_dir: RunDir) -> Restart | None:
-    """Return the reason of this attempt; None for one that a command began, or whose file is damaged."""
+    """Return the reason for this attempt, or None if a command started it or its file is damaged."""
     try:
         return Restart(**json.loads((run_dir.log_dir / _FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -89,12 +89,12 @@ def num_restarts(run_path: Path) -> int:
 
 
 def first_attempt(run_dir: RunDir) -> RunDir:
-    """Return the attempt that the command began with, in whose folder the logs of its engines are."""
+    """Return the first attempt of this command; its folder holds the logs of the engines."""
     return first_attempt(RunDir(run_dir.path, run_dir.attempt - 1)) if restart_of(run_dir) else run_dir
 
 
 def how_often(run_dir: RunDir) -> list[str]:
-    """Return lines that say how often this command has restarted the ranks, and why; none before a restart."""
+    """Return lines that say how often and why this command has restarted the ranks; no lines if it has not."""
     attempts = range(first_attempt(run_dir).attempt + 1, run_dir.attempt + 1)
     restarts = [restart for n in attempts if (restart := restart_of(RunDir(run_dir.path, n)))]
     failures = [f"attempt {n - 1}: {restart.problem}" for n, restart in zip(attempts, restarts, strict=True)]
@@ -102,7 +102,7 @@ def how_often(run_dir: RunDir) -> list[str]:
 
 
 def _progress(run_dir: RunDir) -> tuple[int, int]:
-    """Return the steps that this attempt has completed, and those that it has saved."""
+    """Return how many steps this attempt has completed, and how many it has saved."""
     if (first_step := run_dir.first_step) is None:
         return 0, 0
     rows = read_metrics(run_dir.metrics_path)

@@ -1,4 +1,4 @@
-"""Resuming a run: the steps it has done, the settings that may change, and the models that stay as they were."""
+"""Resuming a run: the steps it has done, the settings that may change, and the models that must not."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.assets import hub
 from bapo_megatron.config.earlier import RETIRED
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.runs.steps import read_metrics
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
 
-# Settings that may change on resuming a run: they affect its length, speed or output, not its results.
+# Settings that may change when a run is resumed: they affect its length, speed or output, not its results.
 RESUMABLE_SETTINGS = (
     "run.dir",
     "run.max_restarts",
@@ -60,7 +60,7 @@ RESUMABLE_SETTINGS = (
 
 
 def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None for an unset one."""
+    """Return the settings that differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None means unset."""
     old, new = (_flatten(tomllib.loads(text)) for text in (old_text, new_text))
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
@@ -73,7 +73,8 @@ def check_resumable(path: Path, config_text: str) -> None:
     num_done, num_steps = num_steps_done(path), num_steps_planned(config_text)
     if num_steps is not None and num_done > num_steps:
         raise ConfigError(
-            f"cannot resume the run {path}: it has done {num_done} steps, and train.num_steps is {num_steps}. Set "
+            f"cannot resume the run {path}: it has done {plural(num_done, 'step')}, and train.num_steps is "
+            f"{num_steps}. Set "
             f"train.num_steps to {num_done} or more, or choose another run.name."
         )
     different = {
@@ -95,23 +96,23 @@ def check_resumable(path: Path, config_text: str) -> None:
 
 
 def _is_newer(key: str, old: Any, new: Any) -> bool:
-    """Return whether a setting is newer than the run, which lacks it, and at its default: the run behaved like that."""
+    """Return whether a setting is newer than the run and at its default, with which the run behaves as before."""
     from bapo_megatron.config import paths
 
     path = tuple(key.split("."))
-    if old is not None or path not in paths.schema() or paths.accepts(path, type(None)):  # then old may mean "none"
+    if old is not None or path not in paths.schema() or paths.accepts(path, type(None)):  # then `old` may mean "none"
         return False
     default = paths.schema()[path].get_default(call_default_factory=True)
     return bool(new == (list(default) if isinstance(default, tuple) else default))
 
 
 def num_steps_planned(config_text: str) -> int | None:
-    """Return train.num_steps of a configuration as TOML text; None if it has none."""
+    """Return train.num_steps from a configuration as TOML text, or None if it is not set."""
     return tomllib.loads(config_text).get("train", {}).get("num_steps")
 
 
 def num_steps_saved(path: Path) -> int | None:
-    """Return the step of the checkpoint that `latest` names; None if it names no complete one."""
+    """Return the step of the checkpoint that `latest` names, or None if that checkpoint is missing or incomplete."""
     with contextlib.suppress(OSError):
         named = re.fullmatch(r"step-(\d{6,18})", (path / "checkpoints" / "latest").read_text(errors="replace").strip())
         if named and (path / "checkpoints" / named[0] / "state.json").is_file():
@@ -120,7 +121,7 @@ def num_steps_saved(path: Path) -> int | None:
 
 
 def num_steps_done(path: Path) -> int:
-    """Return the steps that a resumed run need not repeat; those of metrics.jsonl if none was ever saved."""
+    """Return the number of steps that a resumed run need not repeat. Without any checkpoint, metrics.jsonl counts."""
     saved = num_steps_saved(path)
     if saved is not None or any((path / "checkpoints").glob("*")):
         return saved or 0
@@ -136,16 +137,16 @@ def has_results(path: Path) -> bool:
 
 
 def with_pinned_models(config: Config) -> Config:
-    """Download the models that have names on the Hugging Face hub, and pin their commits.
+    """Download the models that are named on the Hugging Face hub, and pin their commits.
 
-    A run that is resumed keeps the commits of its config.toml.
+    A resumed run keeps the commits in its config.toml.
 
     Raises:
         CheckpointError: see `hub.snapshot`.
     """
     try:
         earlier = tomllib.loads((Path(config.run.dir) / config.run.name / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a new run; RunDir.open says what is wrong with the folder of another
+    except (OSError, ValueError):  # a new run, or a bad folder, which RunDir.open will report
         earlier = {}
     changed = {}
     for section, key in (("model", "path"), ("loss", "reference_path"), ("critic", "path")):

@@ -1,4 +1,4 @@
-"""The state of a run and the events it counted, from its folder: what a reader wants to know first."""
+"""The state of a run and its counts of events, read from its folder: what a reader wants to know first."""
 
 import re
 from dataclasses import dataclass
@@ -33,15 +33,15 @@ class RunStanding:
     """The state of a run, and the logs of its latest attempt and of the engines that it uses."""
 
     state: Standing
-    error: str  # of the latest attempt; "" without one
-    judge_failure: str  # the first one in the latest attempt, if the judge failed often; else ""
+    error: str  # error of the latest attempt, or ""
+    judge_failure: str  # first failure in the latest attempt if the judge failed often, or ""
     attempt: int
     logs: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EventCount:
-    """An event that should not happen in a run: how often it did, and its latest step."""
+    """An event that should not happen in a run: how often it did, and at which step last."""
 
     name: str
     count: int
@@ -51,7 +51,7 @@ class EventCount:
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """A metric that counts such events: those of a step, or those up to it."""
+    """A metric that counts such events, either in one step or up to that step."""
 
     key: str
     name: str
@@ -87,7 +87,7 @@ def read_standing(run: History) -> RunStanding:
 
 
 def _logs(latest: RunDir) -> list[Path]:
-    """Return the logs of an attempt, and of engines that an attempt before has started for it."""
+    """Return the logs of an attempt, and of engines that an earlier attempt has started for it."""
     logs = sorted(latest.log_dir.glob("*.log"))
     if (first := first_attempt(latest)).attempt < latest.attempt:
         logs += sorted(path for path in first.log_dir.glob("*.log") if not path.name.startswith("trainer-"))
@@ -95,7 +95,7 @@ def _logs(latest: RunDir) -> list[Path]:
 
 
 def _error(log_dir: Path) -> str:
-    """Return the error that ended an attempt: one for the user, or the first line of an uncaught exception."""
+    """Return the error that ended an attempt: a message for the user, or the first line of an uncaught exception."""
     for path in sorted(log_dir.glob("error-*.txt")):
         if text := path.read_text(encoding="utf-8", errors="replace").strip():
             return text

@@ -13,13 +13,13 @@ log = logging.getLogger(__name__)
 _MAX_FLOAT32 = 3.4028235e38
 
 StepRow = dict[str, float]
-"""The metrics of a step by name, its number among them ("step")."""
+"""The metrics of a step by name, including its number ("step")."""
 
 
 def read_metrics(path: Path) -> list[StepRow]:
-    """Read the steps in a metrics.jsonl in ascending order, null as NaN. The later line of a repeated step counts.
+    """Read the steps in a metrics.jsonl in ascending order, with null as NaN.
 
-    A line without a step is skipped, and logged.
+    If a step is repeated, its last line counts. A line without a step is skipped and logged.
     """
     rows: dict[int, StepRow] = {}
     for record in read_jsonl(path):
@@ -32,7 +32,7 @@ def read_metrics(path: Path) -> list[StepRow]:
 
 
 def _as_floats(record: Mapping[str, Any]) -> StepRow:
-    """Return the numbers in a line. One that no metric can have, beyond float32, is NaN like one that is not finite."""
+    """Return the numbers in a line. Numbers that no metric can have, beyond the range of float32, become NaN."""
     row = {name: math.nan if value is None else value for name, value in record.items()}
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
     return {name: float(value) if abs(value) <= _MAX_FLOAT32 else math.nan for name, value in numbers.items()}

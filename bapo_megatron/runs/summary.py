@@ -1,4 +1,4 @@
-"""The summary of a run: what its steps have come to."""
+"""The summary of a run: what its steps have achieved."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
+from bapo_megatron.errors import plural
 from bapo_megatron.runs.numbers import duration, number, percent
 from bapo_megatron.runs.steps import StepRow
 
@@ -22,13 +23,13 @@ class RunSummary:
     reward_first: float
     reward_last: float
     is_pass_rate: bool  # whether every reward was 0 or 1
-    resumed_token_share: float  # of all trained tokens
+    resumed_token_share: float  # share of all trained tokens
     staleness_mean: float
     staleness_max: float
-    wall_time_s: float  # of the steps, over all attempts
-    searches: tuple[int, int, int]  # for clip bounds: ended at the start, inside, at the limits
-    num_mismatch_alarms: int  # updates
-    num_gradient_alarms: int  # updates
+    wall_time_s: float  # duration of the steps, over all attempts
+    searches: tuple[int, int, int]  # searches for clip bounds that ended at the start, inside, at the limits
+    num_mismatch_alarms: int  # number of updates
+    num_gradient_alarms: int  # number of updates
 
     def text(self) -> str:
         """Return a few lines for the end of a run, and one more for each kind of alarm."""
@@ -38,19 +39,19 @@ class RunSummary:
             f"{number(self.reward_last)} (mean reward, {window})",
             f"tokens     {percent(self.resumed_token_share)} resumed from partial rollouts, "
             f"age {number(self.staleness_mean, 1)} updates (max {number(self.staleness_max, 0)})",
-            f"time       {duration(self.wall_time_s)} in {self.num_steps} steps",
+            f"time       {duration(self.wall_time_s)} in {plural(self.num_steps, 'step')}",
         ]
         if any(self.searches):
             at_start, inside, at_limits = self.searches
             lines.insert(
                 2,
-                f"clip       {sum(self.searches)} searches ended: {at_start} at the start, {inside} inside, "
+                f"clip       {plural(sum(self.searches), 'search')} ended: {at_start} at the start, {inside} inside, "
                 f"{at_limits} at the limits",
             )
         if self.num_mismatch_alarms:
-            lines.append(f"alarms     {self.num_mismatch_alarms} updates over monitor.mismatch_alarm")
+            lines.append(f"alarms     {plural(self.num_mismatch_alarms, 'update')} over monitor.mismatch_alarm")
         if self.num_gradient_alarms:
-            lines.append(f"alarms     {self.num_gradient_alarms} updates with a spike of the gradient norm")
+            lines.append(f"alarms     {plural(self.num_gradient_alarms, 'update')} with a spike of the gradient norm")
         return "\n".join(lines)
 
 
@@ -84,30 +85,30 @@ def _window(rows: Sequence[StepRow]) -> int:
 
 
 def reward_metric(row: Mapping[str, float]) -> str:
-    """Return the name of the mean reward that shows the policy's skill: dropping groups moves that of the others."""
+    """Return the name of the mean reward that reflects the policy's skill; dropped groups shift the plain mean."""
     return "reward/judged_mean" if "reward/judged_mean" in row else "reward/mean"
 
 
 def is_pass_rate(row: Mapping[str, float]) -> bool:
-    """Return whether the rewards of a step were all 0 or 1: then their mean square is their mean. True if unknown."""
+    """Return whether the rewards of a step were all 0 or 1 (their mean square is then their mean). True if unknown."""
     mean, std = row.get("reward/mean", math.nan), row.get("reward/std", math.nan)
     return not (math.isfinite(mean) and math.isfinite(std)) or abs(std**2 + mean**2 - mean) < _ROUNDING
 
 
 def first_and_last(rows: Sequence[StepRow], name: str) -> tuple[float, float]:
-    """Average a metric over the first and the last `RunSummary.window_steps` steps; nan if it was not recorded."""
+    """Average a metric over the first and the last `RunSummary.window_steps` steps, or nan if it was not recorded."""
     values = [row.get(name, math.nan) for row in rows]
     window = _window(rows)
     return mean(values[:window]), mean(values[-window:])
 
 
 def increases(totals: Sequence[float]) -> list[float]:
-    """Return how much a running total grew at each value after the first; a smaller value begins a new attempt at 0."""
+    """Return how much a running total grew at each value after the first. A drop means that an attempt began at 0."""
     return [after - before if after >= before else after for before, after in pairwise(totals)]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Average the finite values; nan without any."""
+    """Average the finite values, or return nan if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else math.nan
 
@@ -121,7 +122,7 @@ def _finite(rows: Sequence[StepRow], name: str) -> list[float]:
 
 
 def _token_mean(rows: Sequence[StepRow], name: str) -> float:
-    """Average over trained tokens, or over steps if their number was not recorded."""
+    """Average over trained tokens, or over steps if the number of tokens was not recorded."""
     known = [row for row in rows if math.isfinite(row.get(name, math.nan))]
     weights = [row.get("train/tokens", math.nan) for row in known]
     if not weights or not all(math.isfinite(w) for w in weights) or sum(weights) == 0:

@@ -104,7 +104,7 @@ def test_a_run_that_fails_ends_the_others_and_names_its_log(tmp_path: Path) -> N
 def test_a_run_has_a_deadline(tmp_path: Path) -> None:
     (tmp_path / "long.toml").write_text(STUDY.replace("num_steps = 2", "num_steps = 1_000_000"))
     runs = plan_runs(load_study(str(tmp_path / "long.toml")), quick=False, runs_dir=tmp_path / "runs")
-    with pytest.raises(UserError, match=r"was not done in time; its log: .*trainer-0.log"):
+    with pytest.raises(UserError, match=r"did not finish in time; see its log: .*trainer-0.log"):
         train_all([r.config for r in runs], num_jobs=1, timeout_s=0.5, tell=lambda *_: None)
     assert own_children() == set()
     assert not any(is_finished(r.config) for r in runs)

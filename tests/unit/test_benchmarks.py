@@ -124,7 +124,7 @@ def test_a_history_that_differs_is_named_by_its_first_step() -> None:
     assert complaint.startswith("history: step 2: loss/policy is 0.201 instead of 0.2; if that is intended: ")
     (complaint,) = gates.check_history([{**baseline[0], "loss/policy": float("nan")}, baseline[1]], baseline)
     assert "step 1: loss/policy is nan" in complaint
-    assert gates.check_history(baseline[:1], baseline) == ["history: 1 steps instead of 2"]
+    assert gates.check_history(baseline[:1], baseline) == ["history: 1 step instead of 2"]
 
 
 def test_the_baseline_covers_every_gate() -> None:

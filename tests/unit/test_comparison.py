@@ -85,7 +85,7 @@ def test_a_run_with_the_same_seed_again_is_no_further_seed(tmp_path: Path) -> No
     comparison = compare([make(tmp_path / "a"), make(tmp_path / "b")])
     assert [len(group.runs) for group in comparison.groups] == [1, 1]
     assert comparison.differences == []
-    assert comparison.notes[-1] == "a and b have equal settings, the seed included."
+    assert comparison.notes[-1] == "a and b have equal settings, including the seed."
 
 
 def test_settings_code_packages_and_machines_that_differ_are_listed(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_all_folders_that_cannot_be_compared_are_named_at_once(
 
 
 def test_runs_without_any_step_or_with_too_many_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="none of the 2 runs has finished a step yet: a, b"):
+    with pytest.raises(UserError, match="none of these runs has finished a step yet: a, b"):
         compare([make(tmp_path / "a", 0), make(tmp_path / "b", 0)])
     many = [make(tmp_path / f"many-{i}", 1, bapo_rho0=i / 100) for i in range(MAX_GROUPS + 1)]
     with pytest.raises(UserError, match=f"at most {MAX_GROUPS} settings"):
@@ -260,7 +260,7 @@ def test_named_sets_and_mixed_sources_have_figures_and_outcomes(tmp_path: Path) 
     assert line.low[1] == pytest.approx(0.676, abs=1e-3), "8 of 8 prompts are right: Wilson's interval"
 
     comparison = compare([run, plain])
-    assert any("not evaluated alike: eval.sets differ" in warning for warning in comparison.warnings)
+    assert any("evaluated differently: eval.sets differ" in warning for warning in comparison.warnings)
     cells = dict(zip(outcome_names(["aime", "gsm"]), outcomes([history], ["aime", "gsm"]), strict=True))
     assert cells["aime, last"] == ("0.25", "± 0.10")
     assert cells["gsm, last"] == ("1.00", "± 0.00")

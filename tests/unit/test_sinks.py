@@ -167,8 +167,8 @@ def test_a_failure_is_told_once_counted_and_the_next_step_is_written() -> None:
     assert picky.steps == [1, 3]
     assert sink.num_errors == 2, "one step, and the end"
     assert told == [
-        "monitor.sinks: picky: step 2 is lost: ConnectionError: no route to host; the run goes on, its metrics are in "
-        "metrics.jsonl"
+        "monitor.sinks: picky: step 2 is lost: ConnectionError: no route to host; the run continues, its metrics are "
+        "in metrics.jsonl"
     ]
 
 
