@@ -1,4 +1,4 @@
-"""An embedded engine that soon gives up on the other ranks of a group: none come to those of odd requests."""
+"""An embedded engine that soon gives up on the other ranks of a group; for odd requests, none ever come."""
 
 from bapo_megatron.engines.embedded import server, weights
 
