@@ -87,7 +87,7 @@ def test_delayed_scaling_runs(folder: Path) -> None:
 
 
 def test_bf16_layers_stay_out_of_fp8(folder: Path, bfloat16: Result) -> None:
-    """With all layers left out, the numbers are those of bfloat16."""
+    """With all layers left out, the numbers are the same as in bfloat16."""
     layers = "{first_last_layers_bf16=true, num_layers_at_start_in_bf16=4, num_layers_at_end_in_bf16=0}"
     settings = (BF16, "precision.fp8=hybrid", f"megatron.extra={layers}")
     needs(folder, *settings)

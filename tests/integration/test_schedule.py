@@ -158,7 +158,7 @@ def check_nan(root: Path) -> None:
 
 
 def check_auto(root: Path) -> None:
-    """"auto" runs forwards first if this needs no more memory, or with recompute if it needs little."""
+    """Schedule "auto" runs forwards first if this needs no more memory, or with recompute if it needs little."""
     for max_tokens, train, expected in (
         (LARGE, {}, True),
         (SMALL, {}, False),
