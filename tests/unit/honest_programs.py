@@ -1,4 +1,4 @@
-"""Honest programs that the sandbox must run, by what they use, and what it refuses them without harm.
+"""Honest programs that the sandbox must run, by what they use, and which calls it refuses them without harm.
 
 `python -m tests.unit.honest_programs` runs them as this user and prints {name: [passes, refused calls]}.
 """
@@ -308,7 +308,7 @@ TOLERATED = {
 
 
 def judged(program: str) -> tuple[bool, list[str]]:
-    """Return whether a program passes, and the calls that it was refused."""
+    """Return whether a program passes, and which calls it was refused."""
     refused: dict[str, None] = {}
     passes = CodeJudge(HANG_S).passes(textwrap.dedent(program), TESTS, [], refused)
     return passes, sorted(refused)
