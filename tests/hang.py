@@ -10,4 +10,4 @@ PATIENT = (
     "parallel.timeout_s=14400",
     "reward.timeout_s=3600",
 )
-"""Deadlines that no busy machine misses, for runs that are not about them."""
+"""Deadlines that no busy machine misses, for runs that do not test deadlines."""

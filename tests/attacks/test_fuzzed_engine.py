@@ -307,7 +307,7 @@ def test_fuzzed_requests(engine: EngineProcess, outcomes: Outcomes) -> None:
 
 
 def test_the_model_is_still_the_one_on_disk(engine: EngineProcess) -> None:
-    """Check that loading the engine's state again after the requests changes nothing."""
+    """After the requests, loading the model again changes nothing."""
     before = sampled(engine)
     post(engine, "/update_weights_from_disk", {"model_path": str(demo_model_path())})
     assert sampled(engine) == before

@@ -479,7 +479,7 @@ class Campaign:
         self._run(release())
 
     def _before_a_bucket(self) -> None:
-        """Start a broadcast in which an engine takes no part; a push with such a fault proceeds bucket by bucket."""
+        """Prepare a broadcast in which an engine takes no part; a push with such a fault goes bucket by bucket."""
         site = self._absent
         if site is None or site.proxy.url not in self.vain.members:
             return

@@ -40,10 +40,10 @@ Answer = Callable[[], Awaitable[web.StreamResponse]]
 """Forwards the call and returns what came back."""
 
 Trap = Callable[[Answer], Awaitable[web.StreamResponse]]
-"""Handles one call in the place of the proxy."""
+"""Handles one call in place of the proxy."""
 
 Spoil = Callable[[Sequence[str]], dict[str, str]]
-"""Chooses the faults of one call: the rids in it -> the fault of each result that is spoilt."""
+"""Chooses the faults of one call: its rids -> the fault of each result to spoil."""
 
 
 @dataclass

@@ -64,7 +64,7 @@ class Reference:
 
 
 def reference_step(folder: Path, batch: Batch) -> Reference:
-    """Return plain transformers, one sequence at a time; GAE by recursion; literal clipped value loss; torch's Adam."""
+    """Use plain transformers, one sequence at a time; GAE by recursion; literal clipped value loss; torch's Adam."""
     model = load_float64(folder.with_name(folder.name.removeprefix("critic-")))
     head = torch.nn.Parameter(load_file(folder / "model.safetensors")["score.weight"].double())
     body = {f"model.{name}": p for name, p in model.model.named_parameters()}

@@ -44,7 +44,7 @@ def states(folder: Path, stage: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 def test_the_dry_run_needs_neither_gpu_nor_network_and_goes_on_where_it_ended(tmp_path: Path) -> None:
     done = session(tmp_path, "--dry-run", "all")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -86,7 +86,7 @@ def test_blocks_hold_every_token_once_and_are_at_least_half_full(lengths: list[i
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_context_ranks_together_equal_one_sequence_at_a_time(lengths: list[int], size: int) -> None:
-    """Compare each rank's queries with the keys and values as the gather leaves them, rank after rank."""
+    """Each rank's queries meet keys and values in the order that the gather leaves: rank after rank."""
     torch.manual_seed(0)
     lengths = [2 * size * length for length in lengths]
     cu_seqlens_S1 = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -22,7 +22,7 @@ from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.learner.parallel import start_processes, stop_processes
 from tests.distributed import HANG_S, in_new_process
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is there")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched if CUDA is available")
 
 
 def test_installed_version_is_the_supported_one() -> None:

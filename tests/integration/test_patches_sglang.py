@@ -18,7 +18,7 @@ needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None,
     reason="SGLang is not installed; scripts/install_sglang_cpu.sh does that",
 )
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is there")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched if CUDA is available")
 
 
 def sglang_source(module: str) -> str:

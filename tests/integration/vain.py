@@ -2,7 +2,7 @@
 
 These deadlines pass immediately, and all others never do, however busy the machine is.
 
-    python -m tests.integration.vain ...     an embedded engine that gives up broadcasts in vain, as the nursery's do
+    python -m tests.integration.vain ...     an embedded engine that knows of broadcasts in vain, as the nursery's do
 """
 
 import os
@@ -29,7 +29,7 @@ _broadcast = UpdateGroup.broadcast
 
 
 class Vain:
-    """The broadcasts in vain of this process's pushes. Create it before the engines start.
+    """A switch for broadcasts in vain in this process's pushes. Create it before the engines start.
 
     It is also the clock of pushes, and skips the time in which only silent engines are awaited.
     """
@@ -109,7 +109,7 @@ def _send_or_fail(group: UpdateGroup, tensor: Tensor, timeout_s: float) -> dist.
 
 
 def build_in_engine() -> None:
-    """Make this process, an engine, give up broadcasts in vain, if the test has any."""
+    """Let this process, an engine, know which broadcasts are in vain, if the test has any."""
     if _SWITCH in os.environ:
         UpdateGroup.broadcast = _broadcast_or_fail  # type: ignore[method-assign]
 

@@ -304,7 +304,7 @@ TOLERATED = {
     "sqlite3": {"fchown"},
     "unpacking": {"socket", "chmod", "fchmodat", "chown", "fchownat", "utimensat"},
 }
-"""Refused without harm: glibc asks nscd for users, `platform` starts uname, others keep rights, owners and times."""
+"""Refused without harm: glibc asks nscd about users, `platform` starts uname, others copy rights, owners and times."""
 
 
 def judged(program: str) -> tuple[bool, list[str]]:

@@ -330,7 +330,7 @@ FOLLOWING = {
     'eval.interval_steps=5 eval.sets=[{name="a",top_p=7},{name="b",source="jsonl",path="/nope"}]':
         ["eval.sets.0.top_p", "eval.sets.b.path"],
 }
-"""Overrides of the demo with the first settings of all that is told."""
+"""Overrides of the demo, with the first setting of each message."""
 # fmt: on
 
 

@@ -281,7 +281,7 @@ class TestRefusedCalls:
         assert judge.judge(NEXT, respond(program)).refused_calls == names
         assert judge.judge(NEXT, respond(program)).refused_calls == names, "a cached verdict has them too"
 
-    @pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86-64")
+    @pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is for x86-64")
     def test_a_32_bit_call_is_not_taken_for_the_one_of_its_number(self, judge: CodeJudge) -> None:
         if not has_32_bit_calls():
             pytest.skip("this kernel makes no 32-bit calls")
@@ -618,7 +618,7 @@ class TestAbandonedFolders:
         assert before - {path.name for path in tmp_path.iterdir()} == {"bapo-rewards-abandoned"}
         assert (elsewhere / "lock").exists()
 
-    @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
+    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
     def test_those_of_other_users_stay(self, tmp_path: Path) -> None:
         folder = tmp_path / "bapo-rewards-theirs"
         folder.mkdir()

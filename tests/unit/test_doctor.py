@@ -110,7 +110,7 @@ def waited_for(num_gpus: int, timeout_s: float) -> Probes:
     return probes
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 def test_a_machine_without_gpus_is_fit_for_cpu_use() -> None:
     done = doctor()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -177,7 +177,7 @@ def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch did not answer" in software.check_transformer_engine(probes.facts, needed=False).what
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a torch that sees no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch that sees no GPU")
 def test_a_torch_without_cuda_on_a_machine_with_gpus() -> None:
     probes = with_replaced({}, waited_for, 1, HANG_S)
     found = [*software.check_torch(probes.facts, DRIVER), *probes.findings(is_across_nodes=False)]

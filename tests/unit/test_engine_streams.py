@@ -101,7 +101,7 @@ def grow(engine: BatchingEngine, asked: list[tuple[list[int], int]], num_tokens:
 
 
 def versions_of(sequence: Sequence) -> list[int]:
-    """Return the version that read each input: it sampled the next token, or did the prefill before the first."""
+    """Return the version that read each input: it sampled the next token, or ran the prefill before the first."""
     sampled = [int(s["version"]) for s in sequence.spans for _ in range(s["start"], s["end"])]
     return [sampled[0]] * (len(sequence.prompt_ids) - 1) + sampled
 

@@ -1,4 +1,4 @@
-"""Exact parameter counts: against Megatron's own model on the meta device, and against published sizes."""
+"""Exact parameter counts: against Megatron's own model on the meta device, and against the tensors of checkpoints."""
 
 import itertools
 from collections.abc import Iterator

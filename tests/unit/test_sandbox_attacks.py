@@ -800,7 +800,7 @@ def has_32_bit_calls() -> bool:
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is for x86-64")
 def test_outside_the_sandbox_the_machine_code_kills() -> None:
     if not has_32_bit_calls():
         pytest.skip("this kernel makes no 32-bit calls")

@@ -74,7 +74,7 @@ class TestNumbers:
     def test_they_are_those_of_the_headers_here(self, machine: str) -> None:
         found = [path for name in HEADERS[machine] if (path := Path("/usr/include", name)).exists()]
         if not found:
-            pytest.skip("no headers of the kernel: apt-get install linux-libc-dev")
+            pytest.skip("no kernel headers: apt-get install linux-libc-dev")
         lines = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", found[0].read_text(), re.MULTILINE)
         numbers, table = {name: int(number) for name, number in lines}, self.table(machine)
         common = numbers.keys() & table.keys()

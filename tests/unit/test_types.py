@@ -159,7 +159,7 @@ def test_each_sampled_token_is_trained_in_one_trajectory(
     assert sample.versions.tolist() == [4] * 4 + [5] + [6] * 3
     group = GROUP.grown(sample)
     assert Group.from_json(way(group), [ROUTES, SCORES]) == group
-    own = Segment.given("prompt", [40, 41])  # given to a helper policy of its own
+    own = Segment.given("prompt", [40, 41])  # the prompt of the policy's own helper
     group = GROUP.grown(sample.with_trajectory(3, replace(whole, segments=(own, *branch.segments[1:]))))
     assert Group.from_json(way(group), [ROUTES, SCORES]) == group
     with pytest.raises(AssertionError):
