@@ -51,7 +51,7 @@ class Gates:
         deadline = time.monotonic() + HANG_S
         while not self.is_reached(place):
             assert is_alive(), f"the run ended before gate {place}\n{complaint()}"
-            assert time.monotonic() < deadline, f"nobody came to gate {place}\n{complaint()}"
+            assert time.monotonic() < deadline, f"no rank came to gate {place}\n{complaint()}"
             time.sleep(0.05)
 
     def is_reached(self, place: int | str) -> bool:

@@ -130,7 +130,7 @@ class Attempt:
         return self._journal.exists() and self._journal.stat().st_size > 0
 
     def num_done(self) -> int:
-        """Return the steps whose checkpoints this attempt saved."""
+        """Return how many steps this attempt has saved."""
         return _latest_step(self.run_dir) - self.first_step
 
     def progress(self) -> str:

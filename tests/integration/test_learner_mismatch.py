@@ -127,7 +127,7 @@ def check_layout(folder: Path, layout: dict[str, Any], max_tokens: int) -> None:
 
 
 def check_mismatch(got: Mismatch, want: tuple[int, float, float, float, float]) -> None:
-    """Compare bounds on every rank, including stages without a loss."""
+    """Compare the mismatch on every rank, including stages without a loss."""
     num_tokens, mean, largest, kl, p99 = want
     assert got.num_tokens == num_tokens
     assert got.mean == pytest.approx(mean, rel=TOLERANCE)

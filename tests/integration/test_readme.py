@@ -25,7 +25,7 @@ ELSEWHERE = ("scripts/test.sh", "source ")  # this test runs in the first; the s
 
 
 def commands() -> list[str]:
-    """The indented lines of the README that a user types, without comments."""
+    """Return the indented lines of the README that a user types, without comments."""
     lines = re.findall(r"(?m)^    ((?:bapo|scripts/|source )[^#\n]*)", (ROOT / "README.md").read_text())
     return [line.strip() for line in lines]
 

@@ -166,7 +166,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
                 check(root, name, layout, max_tokens)
             except AssertionError as error:
                 raise AssertionError(
-                    f"{check.__name__}: {name}, {layout}, {max_tokens} tokens a micro-batch"
+                    f"{check.__name__}: {name}, {layout}, {max_tokens} tokens per micro-batch"
                 ) from error
 
 

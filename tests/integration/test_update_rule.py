@@ -99,7 +99,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
         try:
             check_layout(root, layout, train, max_tokens)
         except AssertionError as error:
-            raise AssertionError(f"{layout}, {train}, {max_tokens} tokens a micro-batch") from error
+            raise AssertionError(f"{layout}, {train}, {max_tokens} tokens per micro-batch") from error
     if world_size == 1:
         check_all_rejected(root)
 

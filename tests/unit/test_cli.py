@@ -90,7 +90,7 @@ def test_report_of_a_missing_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_metrics_that_cannot_be_read_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()  # like another user's file, even for root
+    (tmp_path / "metrics.jsonl").mkdir()  # as unreadable as another user's file, even for root
     assert cli.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         f"bapo: cannot read {tmp_path}/metrics.jsonl: Is a directory; make it readable, or read a copy\n"

@@ -23,7 +23,7 @@ from tests.unit.test_scheduler import STOP, ClockLoop, ScriptedEngine, make, run
 
 
 class TimedEngine(ScriptedEngine):
-    """Samples one token per request and tick of its clock; lengths are long-tailed; weights may change in between."""
+    """An engine that samples a token per request and tick; lengths are long-tailed; weights may change in between."""
 
     def __init__(self, url: str = "http://timed", token_s: float = 0.0005) -> None:
         super().__init__(url=url)

@@ -41,7 +41,7 @@ def model() -> Model:
 
 
 def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Return more requests than can run together, of many lengths: they wait, move rows, are prefilled in groups."""
+    """Return more requests than can run together, of many lengths: they wait, move rows and are prefilled in groups."""
     rng = random.Random(seed)
     return [
         (

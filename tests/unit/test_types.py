@@ -75,7 +75,7 @@ def test_a_group_comes_back_bit_for_bit(way: Callable[[Group], Any]) -> None:
 def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
     way: Callable[[Group], Any], pieces: list[tuple[int, bool, int]], num_prompt_tokens: int
 ) -> None:
-    """Return rows of any stream, in which row i is made from i, so that each row shows where it belongs."""
+    """Row i of any stream is made from i, so that each row shows where it belongs."""
     prompt = replace(PROMPT, token_ids=tuple(range(num_prompt_tokens)))
     begun = Group.begun(prompt, 2)
     sample = begun.samples[1]
