@@ -210,7 +210,7 @@ def check_supervised(root: Path) -> None:
 
 
 def check_first_minibatch_is_scored_once(root: Path, schedule: str, **layout: Any) -> None:
-    """With proximal = "learner", its scoring pass also gives the first mini-batch's bounds, as a separate pass would."""
+    """With proximal = "learner", its scoring pass also gives the first mini-batch's bounds, as its own pass would."""
     config = make_config(layout, SMALL, proximal="learner", schedule=schedule)
     learner = CountedLearner(config, root / "qwen3")
     finder = BoundsFinder(config, learner)

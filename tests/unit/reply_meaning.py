@@ -129,7 +129,7 @@ RULES: dict[str, Callable[[Reply], bool]] = {
     "do not cover": _join,
     "is not a whole number": _versions_are_numbers,
 }
-"""What is true of a right reply, by words from the message for a reply of which it is not."""
+"""What holds for a right reply, by words from the message about a reply that breaks it."""
 
 
 def meaning(raw: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:

@@ -1,4 +1,4 @@
-"""Layers one by one: parameters, FLOPs and memory are sums over them, even with experts, of which a token uses a few."""
+"""Layers one by one: parameters, FLOPs and memory are sums over them, even with experts, of which tokens use few."""
 
 import json
 from dataclasses import replace
