@@ -1,4 +1,4 @@
-"""For all tests."""
+"""Set-up for all tests."""
 
 import importlib.util
 import os
@@ -11,29 +11,29 @@ import hypothesis
 import pytest
 import torch
 
-# Read when Triton is imported, which Megatron does where it is installed: without a GPU its kernels are interpreted.
+# Triton reads this when it is imported, which Megatron does if it is installed: without a GPU, interpret its kernels.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# As in an active environment: commands that are printed begin with the name of the program, not with its path.
+# As in an active environment, so that printed commands begin with the name of the program, not with its path.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
-# pytest-xdist gives its workers the width of its own terminal; tests have terminals of theirs.
+# pytest-xdist gives its workers the width of its own terminal; tests have terminals of their own.
 os.environ.pop("COLUMNS", None)
 
-# What a shell starts in the background ignores Ctrl-C, and after nohup a hangup. Processes of tests would inherit that,
-# but a signal that has a handler here has its default meaning in them.
+# What a shell starts in the background ignores Ctrl-C, and after nohup a hangup. Processes of tests would inherit this,
+# but a signal that has a handler here gets its default meaning in them.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
-# A busy machine is no failure: hypothesis allows an example 0.2 s otherwise.
+# A busy machine must not fail a test: by default, hypothesis allows 0.2 s per example.
 hypothesis.settings.register_profile("bapo", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("bapo")
 
-# Files that take longest: where workers take whole files, one of these must not be the last.
+# The slowest files: if workers take whole files, none of these may come last.
 _FIRST = (
     *("test_engine_contract.py", "test_reward_hooks.py", "test_clip_bounds.py"),
     *("test_check_fuzz.py", "test_sandbox_attacks.py", "test_slurm.py", "test_rollout_benchmark.py"),
@@ -42,7 +42,7 @@ _FIRST = (
 
 @pytest.fixture(autouse=True)
 def threads_of_torch() -> Iterator[None]:
-    """A verb that runs in this process may set them for itself."""
+    """Restore the number of torch's threads, which a command that runs in this process may change."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -51,7 +51,7 @@ def threads_of_torch() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in _FIRST)
-    if importlib.util.find_spec("reasoning_gym") is None and "CI" not in os.environ:  # where they would fail
+    if importlib.util.find_spec("reasoning_gym") is None and "CI" not in os.environ:  # in CI they would fail
         skip = pytest.mark.skip(reason="reasoning-gym is not installed: pip install -e '.[gym]', with a C compiler")
         for item in items:
             if item.get_closest_marker("gym"):

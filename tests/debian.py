@@ -1,4 +1,4 @@
-"""Programs from Debian's packages that some tests need: with CI=true and as root they are installed."""
+"""Programs from Debian's packages that some tests need; with CI=true and as root, missing ones are installed."""
 
 import os
 import shutil
@@ -13,22 +13,22 @@ _OPTIONS = ("DPkg::Lock::Timeout=300", "Acquire::Retries=3", "Acquire::http::Tim
 
 
 def which(program: str) -> str | None:
-    """Find a program, daemons included."""
+    """Find a program, including daemons."""
     return shutil.which(program, path=_PATH)
 
 
 def require(programs: Sequence[str], packages: Sequence[str]) -> None:
-    """Make sure that the programs are there; skip the test where they are missing and may not be installed.
+    """Make sure that the programs are there; skip the test if they are missing and may not be installed.
 
     Raises:
-        RuntimeError: with CI=true they could not be installed; holds the output of apt-get.
+        RuntimeError: with CI=true, they could not be installed; holds the output of apt-get.
     """
     if not _missing(programs):
         return
     if os.environ.get("CI") != "true" or os.geteuid() != 0:
         pytest.skip(f"{', '.join(_missing(programs))}: not installed (apt-get install {' '.join(packages)})")
     options = [word for option in _OPTIONS for word in ("-o", option)]
-    output = _apt_get("update", *options)  # may fail for a repository that holds none of these packages
+    output = _apt_get("update", *options)  # may fail for a repository that has none of these packages
     output += _apt_get("install", "--yes", "--no-install-recommends", *options, *packages)
     if _missing(programs):
         raise RuntimeError(f"still not installed: {', '.join(_missing(programs))}\n{output}")

@@ -1,4 +1,4 @@
-"""Runs a test body in new processes: in several that share a gloo group, with a deadline and the child's traceback."""
+"""Run a test body in new processes that share a gloo group, with a deadline and the child's traceback."""
 
 import sys
 import tempfile
@@ -16,16 +16,16 @@ import torch.multiprocessing as mp
 
 from tests.hang import HANG_S
 
-# Seconds to import. The server that forks the children imports those that the tests of this session have imported.
+# These take seconds to import. The server that forks the children imports those that this test session has imported.
 _SLOW_IMPORTS = ("torch.distributed", "transformers", "bapo_megatron.learner.megatron")
-# What the forked ranks and engines of killable.py run; there is one server for all.
+# What the forked ranks and engines of killable.py run; they all share one server.
 _RUNS = ("bapo_megatron.trainer", "bapo_megatron.train", "bapo_megatron.engines.embedded.server")
 
 
 def run_distributed(
     fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = HANG_S, backend: str = "gloo"
 ) -> None:
-    """Calls `fn(rank, world_size, *args)` in `world_size` new processes that share a process group.
+    """Call `fn(rank, world_size, *args)` in `world_size` new processes that share a process group.
 
     The processes are forked from a server that holds imported modules and nothing else: no thread, no group, no state.
     `fn` must be importable (a module-level function) and report failure by raising; its module may register `backend`.
@@ -42,7 +42,7 @@ def run_distributed(
             for process in processes:
                 process.start()
             _join(processes, time.monotonic() + timeout_s)
-            codes = [process.exitcode for process in processes]  # None: still running
+            codes = [process.exitcode for process in processes]  # None means still running
         finally:
             for process in processes:
                 if process.is_alive():
@@ -57,13 +57,13 @@ def run_distributed(
 
 
 def in_new_process(fn: Callable[..., Any], *args: Any) -> Any:
-    """What a module-level function returns in a process that ran nothing else, and so may fork in its turn."""
+    """Return the result of a module-level function, run in a process that ran nothing else and so may itself fork."""
     with ProcessPoolExecutor(1, mp_context=forkserver()) as pool:
         return pool.submit(fn, *args).result(HANG_S)
 
 
 def forkserver() -> Any:
-    """A multiprocessing context whose processes need not import what takes long."""
+    """Return a multiprocessing context whose processes need not import the slow modules."""
     context = mp.get_context("forkserver")
     runs = _RUNS if "tests.integration.killable" in sys.modules else ()
     context.set_forkserver_preload([*(name for name in _SLOW_IMPORTS if name in sys.modules), *runs])
@@ -71,7 +71,7 @@ def forkserver() -> Any:
 
 
 def _join(processes: list[Any], deadline: float) -> None:
-    """Until all have ended, one has failed (the others would wait for it in a collective), or the deadline."""
+    """Wait until all have ended, one has failed (the others would wait for it in a collective), or the time is up."""
     while time.monotonic() < deadline and any(process.is_alive() for process in processes):
         if any(process.exitcode not in (None, 0) for process in processes):
             return
@@ -91,7 +91,7 @@ def _child(fn: Callable[..., None], rank: int, world_size: int, folder: str, bac
         fn(rank, world_size, *args)
         dist.barrier()
     except BaseException:
-        # Renamed into place whole, so that the parent never reads half a traceback.
+        # Rename it into place, so that the parent never reads half a traceback.
         partial = Path(folder, f"{rank}.partial")
         partial.write_text(traceback.format_exc())
         partial.rename(Path(folder, f"{rank}.traceback"))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def tensors_in_cycles(function: Callable[[], object]) -> list[Tensor]:
-    """Return the tensors that only the garbage collector can free after `function`, called once before to warm up."""
+    """Return the tensors that only the garbage collector can free after `function`, after one call to warm up."""
     function()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Deadlines of tests, in a module that imports nothing: some processes are to import torch themselves."""
+"""Deadlines of tests. This module imports nothing, because some processes must import torch themselves."""
 
 HANG_S = 3600.0  # only a hang misses it: over ten times the longest wait on two cores at load 20
 
@@ -10,4 +10,4 @@ PATIENT = (
     "parallel.timeout_s=14400",
     "reward.timeout_s=3600",
 )
-"""Deadlines that no busy machine misses, for runs that are not about them."""
+"""Deadlines that no busy machine misses, for runs that do not test deadlines."""

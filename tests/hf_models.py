@@ -17,7 +17,7 @@ from transformers import (
 
 VOCAB_SIZE = 37
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,  # divides by no tensor-parallel size
+    "vocab_size": VOCAB_SIZE,  # no tensor-parallel size divides it
     "hidden_size": 24,
     "intermediate_size": 20,
     "num_hidden_layers": 6,
@@ -67,7 +67,7 @@ def save_model(name: str, folder: Path, **change: Any) -> PreTrainedModel:
 
 
 def save_randomised(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    """Save and return a model in which no weight has a value that a mistake in a name map could hit by chance."""
+    """Save and return a model with no weight value that a mistake in a name map could hit by chance."""
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Every kind of SLURM job that `bapo slurm` writes: over the demo, on two nodes with 16 CPUs and 8 GPUs each."""
+"""Every kind of SLURM job that `bapo slurm` writes, for the demo on two nodes with 16 CPUs and 8 GPUs each."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ KINDS = [
 
 
 def settings_of(kind: tuple[str, str, str], folder: Path) -> list[str]:
-    """Settings over the demo; `folder` gets an empty file in place of an image."""
+    """Return settings on top of the demo's; `folder` gets an empty file in place of an image."""
     runtime, placement, form = kind
     image = folder / "image.sqsh"
     image.touch()

@@ -1,4 +1,4 @@
-"""For the attack suite: every outcome is counted, and the counts are printed as a table."""
+"""Shared by the attack suite: count every outcome, and print the counts as a table."""
 
 import contextlib
 import signal
@@ -17,7 +17,7 @@ class Outcomes:
         self.failures: list[str] = []
 
     def add(self, kind: str, outcome: str, failure: str | None = None) -> None:
-        """Count one outcome; `failure` describes one that must not be."""
+        """Count one outcome; `failure` describes an outcome that must not happen."""
         self.counts[kind][outcome] += 1
         if failure is not None:
             self.failures.append(f"{kind}: {failure}")
@@ -36,7 +36,7 @@ class Outcomes:
 
 @pytest.fixture
 def outcomes(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[Outcomes]:
-    """Collect a test's outcomes; print them when it ends, and fail it if one must not be."""
+    """Collect a test's outcomes; print them when it ends, and fail it if any of them must not happen."""
     found = Outcomes()
     yield found
     with capsys.disabled():
@@ -45,12 +45,12 @@ def outcomes(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str])
 
 
 class HangError(BaseException):
-    """Something that did not return in time. No Exception: nothing may swallow it."""
+    """Something that did not return in time. Not an Exception, so that nothing swallows it."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float, timer: int = signal.ITIMER_REAL) -> Iterator[None]:
-    """Raise HangError in the main thread after some seconds, or seconds of a core with ITIMER_PROF."""
+    """Raise HangError in the main thread after `seconds` of wall-clock time, or of CPU time with ITIMER_PROF."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise HangError(f"not done in {seconds:g} s")

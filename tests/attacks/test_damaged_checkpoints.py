@@ -105,7 +105,7 @@ class Model:
 
 
 class Run:
-    """All that a run saves apart from its models."""
+    """Everything that a run saves apart from its models."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.config = config
@@ -117,7 +117,7 @@ class Run:
         self.guard = GradientGuard(config)
 
     def advance(self, step: int) -> None:
-        """Finish one group, train none; leave partial responses."""
+        """Finish one group, train none, and leave partial responses."""
         tokens = (5, 6, 7)
         self.book.admit(step, step)
         for number, sample in enumerate(self.book.growing()[:3]):
@@ -139,7 +139,7 @@ class Run:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """As `train` does."""
+        """Restore a run as `train` does."""
         self.finder.load_state_dict(state["bounds"])
         self.kl.load_state_dict(state["updates"]["kl"])
         self.guard.load_state_dict(state["updates"]["gradients"])
@@ -194,7 +194,7 @@ class Checkpoints:
         return {name: Model(shape) for name, shape in self.shapes.items()}
 
     def outcome(self, folder: Path) -> tuple[str, str | None]:
-        """Resume from a folder as `train` does; return the outcome, and why it must not be."""
+        """Resume from a folder as `train` does; return the outcome, and what is wrong with it."""
         models, said = self.models(), []
         store = CheckpointStore(folder, CheckpointConfig(), said.append, state_type=RunState)
         try:
@@ -249,7 +249,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 def some_file(rng: random.Random, folder: Path, pattern: str = "*") -> Path:
-    """Return a file, mostly of the newest step."""
+    """Return a file, usually from the newest step."""
     step = rng.choice((*STEPS, STEPS[-1], STEPS[-1]))
     return rng.choice(sorted(f for f in (folder / f"step-{step:06d}").rglob(pattern) if f.is_file()))
 
@@ -299,7 +299,7 @@ def header_length(rng: random.Random, folder: Path) -> None:
 
 
 def link(rng: random.Random, folder: Path) -> None:
-    """Put a link in the place of a file: to another one, itself, a device or nothing."""
+    """Replace a file by a link: to another file, itself, a device or nothing."""
     file, other = some_file(rng, folder), some_file(rng, folder)
     target = rng.choice((other, file, "/dev/zero", "/dev/null", "/proc/self/mem", "/nowhere", "/", "/dev/urandom"))
     file.unlink()
@@ -307,7 +307,7 @@ def link(rng: random.Random, folder: Path) -> None:
 
 
 def no_file(rng: random.Random, folder: Path) -> None:
-    """Put a pipe or a folder in the place of a file."""
+    """Replace a file by a pipe or a folder."""
     file = some_file(rng, folder)
     file.unlink()
     rng.choice((os.mkfifo, os.mkdir))(file)
@@ -337,7 +337,7 @@ def swap_folders(rng: random.Random, folder: Path) -> None:
 
 
 def older_part(rng: random.Random, folder: Path) -> None:
-    """Put a part of another checkpoint into this one, as a partial restore of a backup does."""
+    """Copy part of another checkpoint into this one, as a partial restore of a backup does."""
     one, other = two_steps(rng, folder)
     file = some_file(rng, folder).relative_to(folder)
     part = rng.choice(("learner", "critic", STATE, "learner/" + INDEX, str(Path(*file.parts[1:]))))
@@ -349,7 +349,7 @@ def older_part(rng: random.Random, folder: Path) -> None:
 
 
 def pointer(rng: random.Random, folder: Path) -> None:
-    """Damage `latest`, in three of four cases together with the newest checkpoint."""
+    """Damage `latest`, in three cases out of four together with the newest checkpoint."""
     file = folder / "latest"
     file.unlink()
     match rng.randrange(8):
@@ -399,10 +399,10 @@ def test_damaged_checkpoints(checkpoints: Checkpoints, tmp_path: Path, outcomes:
     assert outcomes.total == NUM_DAMAGES
 
 
-# edits of the JSON, resealed with a right digest
+# edits of the JSON, resealed with a correct digest
 
 
-Place = tuple[Any, Any]  # a dict or list, and a key of it
+Place = tuple[Any, Any]  # a dict or list, and a key in it
 _ANY_VALUE = ("answer", "model", "state")  # any JSON value is right, or checked by name only
 
 
@@ -440,7 +440,7 @@ def of_another_type(rng: random.Random, body: Any) -> None:
     number = (int, float)
     kind = type(holder[key])
     if key == "reward":
-        others.remove({"a": 1})  # a reward of named parts
+        others.remove({"a": 1})  # a reward with named parts
     holder[key] = rng.choice(
         [v for v in others if type(v) is not kind and not (isinstance(v, number) and kind is float)]
     )
@@ -475,7 +475,7 @@ def contradicting(rng: random.Random, body: Any) -> None:
 
 
 def reordered(rng: random.Random, body: Any) -> None:
-    """Repeat, or lose, an entry of a list of boxes or groups."""
+    """Repeat or lose an entry of a list of boxes or groups."""
     if "tensors" in body:
         part = rng.choice(sorted(body["tensors"]))
         entries = body["tensors"][part][rng.choice(sorted(body["tensors"][part]))]["boxes"]
@@ -505,7 +505,7 @@ EDITS: dict[Callable[[random.Random, Any], None], int] = {
 
 
 def reseal(step: Path, file: Path, body: Any) -> None:
-    """Write an edited body with its right digest, and tie it to its state.json."""
+    """Write an edited body with its correct digest, and tie it to its state.json."""
     file.write_text(seal(body))
     if file.name == INDEX:
         state = json.loads((step / STATE).read_text())
@@ -527,7 +527,7 @@ def test_resealed_edits(checkpoints: Checkpoints, tmp_path: Path, outcomes: Outc
             del body[DIGEST_FIELD]
             edit(rng, body)
             reseal(step, file, body)
-            if rng.randrange(3) == 0:  # no older one to fall back to
+            if rng.randrange(3) == 0:  # no older checkpoint to fall back to
                 for older in STEPS[:-1]:
                     shutil.rmtree(folder / f"step-{older:06d}")
             outcome, failure = checkpoints.outcome(folder)

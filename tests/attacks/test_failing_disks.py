@@ -1,6 +1,6 @@
-"""A disk that is full or read-only from any operation of a run on: one clear error, and nothing whole is lost.
+"""A disk that is full or read-only from some operation of a run on: one clear error, and nothing complete is lost.
 
-The run is the real one but for its model: run folder, metrics, samples, recorded rollouts, checkpoints and report.
+The run is real except for its model: run folder, metrics, samples, recorded rollouts, checkpoints and report.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _REMOVALS = ("os.remove", "os.rmdir")
 
 @dataclass
 class Disk:
-    """A folder on a disk that fails: an audit hook sees each operation of Python's on it; hooks stay for ever."""
+    """A folder on a disk that fails. An audit hook sees each of Python's file operations; hooks cannot be removed."""
 
     folder: str = "/nowhere"
     error: int = 0
@@ -82,7 +82,7 @@ def hooked() -> None:
 
 @pytest.fixture(autouse=True)
 def safetensors_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Safetensors writes without Python."""
+    """Write without Python, as safetensors does."""
     original = bapo_megatron.hf.writer.save_file
 
     def save_file(tensors: Any, file: Path, **options: Any) -> None:
@@ -91,13 +91,13 @@ def safetensors_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         original(tensors, file, **options)
 
     monkeypatch.setattr(bapo_megatron.hf.writer, "save_file", save_file)
-    monkeypatch.setattr(folder, "git_state", lambda folder: (None, ""))  # takes longest
+    monkeypatch.setattr(folder, "git_state", lambda folder: (None, ""))  # the slowest part
     yield
     DISK.folder = "/nowhere"
 
 
 class Decoder:
-    """All that a recorder needs of rollouts."""
+    """Everything that a recorder asks of rollouts."""
 
     def decode(self, token_ids: Any) -> str:
         return str(token_ids)
@@ -112,7 +112,7 @@ def settings(folder: Path) -> Config:
 
 
 def run(config: Config, saved: list[int]) -> None:
-    """Train from the latest checkpoint to the end, with `saved` the steps whose checkpoint was complete."""
+    """Train from the latest checkpoint to the end; add the steps whose checkpoint was complete to `saved`."""
     with RunDir.open(config) as run_dir:
         recorder = Recorder(config, run_dir, Console("lines", NUM_STEPS, stream=io.StringIO()))
         store = CheckpointStore(run_dir.checkpoints_dir, config.checkpoint, warn=recorder.note)
@@ -132,7 +132,7 @@ def run(config: Config, saved: list[int]) -> None:
 
 
 def check(config: Config, saved: list[int]) -> str | None:
-    """Return what is wrong with a run after its disk has failed, and once it works again; None if all is well."""
+    """Return what is wrong with a run after its disk failed and works again; None means nothing."""
     folder = Path(config.run.dir) / "run"
     newest = max(saved, default=0)
     if (folder / "checkpoints").exists():
@@ -155,7 +155,7 @@ def attempt(config: Config, fault: contextlib.AbstractContextManager[object]) ->
     try:
         with deadline(HANG_S), fault:
             run(config, saved)
-        outcome, why = "goes on", None
+        outcome, why = "continues", None
     except UserError as error:
         unclear = "\n" in str(error) or str(Path(config.run.dir) / "run") not in str(error)
         outcome, why = "clear error", f"unclear: {str(error)[:300]}" if unclear else None
@@ -194,7 +194,7 @@ def test_every_operation_of_a_run_may_be_the_first_that_fails(tmp_path: Path, ou
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["new", "resumed"])
 def test_files_that_cannot_grow(tmp_path: Path, outcomes: Outcomes, resumed: bool) -> None:
-    """A full disk in the middle of a write, also of safetensors' own and of files that are open already."""
+    """Fill the disk in the middle of a write, including writes of safetensors and to files that are already open."""
     for limit in (0, 1, 50, 200, 500, 900, 1500, 2500, 3500, 5000, 7000, 9000, 12_000, 20_000, 50_000, 10**7):
         folder = tmp_path / f"limit-{limit}"
         if resumed:
@@ -206,7 +206,7 @@ def test_files_that_cannot_grow(tmp_path: Path, outcomes: Outcomes, resumed: boo
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path, outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "PANELS", ())  # figures take longest
+    monkeypatch.setattr(page, "PANELS", ())  # figures are the slowest part
     config = settings(tmp_path)
     run(config, [])
     folder = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""2,000 requests that nobody should send, to every endpoint of an embedded engine: it refuses them, and stays well."""
+"""Send 2,000 bad requests to every endpoint of an embedded engine: it refuses them and stays healthy."""
 
 import contextlib
 import json
@@ -71,7 +71,7 @@ VALUES: tuple[Any, ...] = (
 def request(path: str, body: bytes, method: str = "POST", headers: str = "", length: int | None = None) -> bytes:
     size = len(body) if length is None else length
     if "Content-Type" not in headers:
-        headers += "Content-Type: application/json\r\n"  # else it comes no further than the check of web pages
+        headers += "Content-Type: application/json\r\n"  # otherwise it gets no further than the check for web pages
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {size}\r\n{headers}\r\n"
     )
@@ -79,7 +79,7 @@ def request(path: str, body: bytes, method: str = "POST", headers: str = "", len
 
 
 def wrong_values(rng: random.Random) -> bytes:
-    """Replace one or two fields of a right body."""
+    """Replace one or two fields of a valid body."""
     path = rng.choice(list(BODIES))
     body = json.loads(json.dumps(BODIES[path]))
     for _ in range(rng.choice((1, 1, 2))):
@@ -228,7 +228,7 @@ KINDS: dict[Callable[[random.Random], bytes], int] = {
     chunked: 40,
     no_http: 30,
 }
-MAY_BE_SILENT = (wrong_length, cut_short, chunked, no_http)  # the client breaks off, or speaks no HTTP
+MAY_BE_SILENT = (wrong_length, cut_short, chunked, no_http)  # the client hangs up, or does not speak HTTP
 
 
 @pytest.fixture(scope="module")
@@ -240,11 +240,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 
 
 def send(engine: EngineProcess, raw: bytes, breaks_off: bool) -> str:
-    """Send bytes, and nothing more if the client breaks off; return the status of the first answer, or "closed"."""
+    """Send bytes, then nothing more if the client hangs up; return the status of the first answer, or "closed"."""
     host, port = engine.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=HANG_S) as connection:
         received = b""
-        with contextlib.suppress(ConnectionError):  # it need not read all
+        with contextlib.suppress(ConnectionError):  # the server need not read everything
             connection.sendall(raw)
             if breaks_off:
                 connection.shutdown(socket.SHUT_WR)
@@ -290,7 +290,7 @@ def test_fuzzed_requests(engine: EngineProcess, outcomes: Outcomes) -> None:
         outcomes.add(kind.__name__, status, f"seed {seed}: {status} for {raw[:300]!r}" if wrong else None)
         if b"/pause_generation" in raw[:40]:
             settle(engine)
-        if number == NUM_REQUESTS // 4:  # its allocator and code are warm
+        if number == NUM_REQUESTS // 4:  # its allocator and code are warm by now
             num_bytes, num_files = process.memory_info().rss, process.num_fds()
         assert process.is_running(), f"the engine ended after {kind.__name__}, seed {seed}"
     assert outcomes.total == NUM_REQUESTS
@@ -307,7 +307,7 @@ def test_fuzzed_requests(engine: EngineProcess, outcomes: Outcomes) -> None:
 
 
 def test_the_model_is_still_the_one_on_disk(engine: EngineProcess) -> None:
-    """After the requests: loading it again changes nothing."""
+    """After the requests, loading the model again changes nothing."""
     before = sampled(engine)
     post(engine, "/update_weights_from_disk", {"model_path": str(demo_model_path())})
     assert sampled(engine) == before

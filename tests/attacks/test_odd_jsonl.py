@@ -1,4 +1,4 @@
-"""Odd files of prompts and of recorded rollouts: each loads rightly, or is one clear error that names file and line."""
+"""Odd files of prompts and recorded rollouts: each loads correctly, or gives one clear error naming file and line."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 ROW = b'{"prompt": "1+1=", "answer": "2"}'
 ONE = [("1+1=", "2")]
-Expected = list[tuple[str, Any]] | str  # prompts and answers, or a pattern of the error
+Expected = list[tuple[str, Any]] | str  # prompts and answers, or a pattern for the error
 
 
 def nested(levels: int) -> bytes:
@@ -87,7 +87,7 @@ FILES: dict[str, tuple[bytes, Expected]] = {
     "an answer that is null": (b'{"prompt": "a", "answer": null}', ":1: field 'answer' must not be null"),
     "an answer that is false": (b'{"prompt": "a", "answer": false}', [("a", False)]),
     "further fields": (b'{"prompt": "a", "answer": 1, "x": [NaN]}', [("a", 1)]),
-    "a key twice": (b'{"prompt": "a", "prompt": "b", "answer": 1}', [("b", 1)]),  # the last, as in RFC 8259's parsers
+    "a key twice": (b'{"prompt": "a", "prompt": "b", "answer": 1}', [("b", 1)]),  # the last, as RFC 8259 suggests
     "NaN": (b'{"prompt": "a", "answer": NaN}', ":1: field 'answer' holds NaN"),
     "-Infinity": (b'{"prompt": "a", "answer": [-Infinity]}', ":1: field 'answer' holds NaN or a number"),
     "1e400": (b'{"prompt": "a", "answer": 1e400}', ":1: field 'answer' holds NaN or a number"),
@@ -130,7 +130,7 @@ NO_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 def clear(error: DataError, pattern: str, file: Path) -> str | None:
-    """Return why an error is not clear, or None."""
+    """Return why an error is not clear; None means that it is."""
     text = str(error)
     lines = text.split("\n")  # one for each problem
     if any(str(file) not in line for line in lines) or len(text) > 1000 or not re.search(pattern, lines[0]):

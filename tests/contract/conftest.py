@@ -1,4 +1,4 @@
-"""Engines for the contract suite: every kind in `LAUNCHERS` meets the same tests.
+"""Engines for the contract suite: every kind in `LAUNCHERS` must pass the same tests.
 
 Servers are real processes on loopback; the checkpoints are tiny random ones, saved by transformers.
 """
@@ -49,7 +49,7 @@ Launcher = Callable[[Path, Path], AbstractContextManager[list[str]]]
 
 
 class EventLoop:
-    """An asyncio loop in a thread, for the coroutines of the client."""
+    """An asyncio loop in a thread, which runs the client's coroutines."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -69,7 +69,7 @@ class EventLoop:
 
 @dataclass
 class Servers:
-    """The running servers of one kind (two, or one of two ranks), their clients, and a connected weight channel."""
+    """The running servers of one kind (two, or one with two ranks), their clients, and a connected weight channel."""
 
     kind: str
     loop: EventLoop
@@ -79,7 +79,7 @@ class Servers:
     pool: EnginePool = field(default_factory=lambda: EnginePool([]))
     channel: BroadcastChannel | None = None
     version: int = 0
-    num_long: int = 450  # tokens of a response that a test can meet halfway
+    num_long: int = 450  # response length at which a test can catch a response halfway
 
     @property
     def url(self) -> str:
@@ -103,7 +103,7 @@ class Servers:
         return [TensorSpec.of(name, tensor) for name, tensor in self.models[model].state_dict().items()]
 
     def push(self, model: str) -> int:
-        """Give all servers the weights "a" or "b"; returns the new version."""
+        """Give all servers the weights "a" or "b"; return the new version."""
         assert self.channel is not None
         self.version += 1
         stats = self.channel.push(iter(self.models[model].state_dict().items()), self.version)
@@ -111,7 +111,7 @@ class Servers:
         return self.version
 
     def push_in_place(self, model: str) -> int:
-        """New weights for the first server by the raw API, one broadcast a tensor, its running requests kept."""
+        """Give the first server new weights by the raw API, one broadcast per tensor; it keeps its running requests."""
         names = list(self.models[model].state_dict())
         tensors = [t.contiguous() for t in self.models[model].state_dict().values()]
         self.version += 1
@@ -142,13 +142,13 @@ class Servers:
         return self.version
 
     def get(self, path: str, timeout_s: float = HANG_S) -> Any:
-        """JSON of the first server's answer."""
+        """Return the first server's answer as JSON."""
         request = urllib.request.Request(self.url + path, headers=AUTHORIZATION)
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return json.loads(response.read())
 
     def post(self, path: str, body: Any = None, timeout_s: float = HANG_S) -> tuple[int, Any]:
-        """Status and JSON (or text) of a raw request to the first server."""
+        """Return status and JSON (or text) of a raw request to the first server."""
         data = json.dumps(body if body is not None else {}).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"} | AUTHORIZATION)
         try:
@@ -168,11 +168,11 @@ class Servers:
         return self.loop.submit(call())
 
     def num_running(self) -> int:
-        """Requests that are being decoded: each has a token at least."""
+        """Return the number of requests that are being decoded: each has at least one token."""
         return int(self.get("/v1/loads")["loads"][0]["num_running_reqs"])
 
     def held(self, begin: Callable[[], list[Future[Any]]]) -> list[Future[Any]]:
-        """Responses that are begun and unfinished, held by a pause in place; if one ends too soon, all begin again."""
+        """Return unfinished responses, held by a pause in place; if one ends too soon, start all of them again."""
         deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             pending = begin()
@@ -186,7 +186,7 @@ class Servers:
         raise AssertionError("no response could be held")
 
     def wait_until_running(self, pending: list[Future[Any]]) -> None:
-        """Until all these requests are being decoded, or one has ended."""
+        """Wait until all these requests are being decoded, or one has ended."""
         deadline = time.monotonic() + HANG_S
         while self.num_running() < len(pending) and not any(future.done() for future in pending):
             assert time.monotonic() < deadline, f"{len(pending)} requests were not running after {HANG_S:g} s"
@@ -194,7 +194,7 @@ class Servers:
 
 
 def tiny_model(folder: Path, seed: int, max_context: int) -> Qwen3ForCausalLM:
-    """A random Qwen3 whose distributions are neither flat nor certain, saved and returned."""
+    """Save and return a random Qwen3 whose distributions are neither flat nor certain."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -218,7 +218,7 @@ def tiny_model(folder: Path, seed: int, max_context: int) -> Qwen3ForCausalLM:
 
 @contextlib.contextmanager
 def embedded(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
-    """Two embedded engines."""
+    """Start two embedded engines."""
     command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(checkpoint)]
     command += ["--max-context", str(MAX_CONTEXT["embedded"]), "--max-running", str(MAX_RUNNING)]
     command += ["--update-timeout-s", f"{HANG_S:g}", "--exit-with-parent"]
@@ -234,7 +234,7 @@ def embedded(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
 
 
 def sglang_servers(num_servers: int, tensor_parallel: int) -> Launcher:
-    """Real SGLang servers, as the local launcher starts them."""
+    """Start real SGLang servers, as the local launcher does."""
 
     @contextlib.contextmanager
     def launch(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
@@ -263,7 +263,7 @@ LAUNCHERS: dict[str, Launcher] = {
 }
 
 
-# Enough to see a real SGLang server sample, take weights and tell log-probs before the slow part of the suite.
+# Enough to see a real SGLang server sample, take weights and return log-probs before the slow part of the suite.
 QUICK = (
     "test_greedy_continuation_equals_transformers[sglang]",
     "test_logprobs_are_those_of_the_tempered_distribution[sglang-1.0]",
@@ -278,7 +278,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(
-    scope="module",  # ended before other tests begin: an idle SGLang server spins on its cores
+    scope="module",  # end it before other tests begin: an idle SGLang server spins on its cores
     params=[pytest.param(kind, marks=pytest.mark.slow if "sglang" in kind else ()) for kind in LAUNCHERS],
 )
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
@@ -298,7 +298,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def servers(running: Servers) -> Iterator[Servers]:
-    """Running servers with weights "a", not paused, idle; a group broken by the test before is formed anew."""
+    """Return idle servers with weights "a", not paused; a group that the last test broke is formed again."""
     if running.channel is None:
         running.connect()
     running.push("a")

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def reference_logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> Tensor:
-    """Log-probs float32 [len(output)] of the tempered distribution, by transformers."""
+    """Return transformers' log-probs of the tempered distribution, float32 [len(output)]."""
     with torch.no_grad():
         logits_TV = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits_TV / temperature, -1).gather(1, torch.tensor(output)[:, None])[:, 0]
@@ -45,7 +45,7 @@ def reference_logprobs(model: Any, prompt: list[int], output: list[int], tempera
 def reference_cut_logprobs(
     model: Any, output: Sequence[int], top_p: float, top_k: int | None, temperature: float
 ) -> Tensor:
-    """Log-probs float32 [len(output)] after PROMPT of the tempered distribution cut to the likeliest tokens."""
+    """Return log-probs after PROMPT of the tempered distribution cut to the likeliest tokens, float32 [len(output)]."""
     with torch.no_grad():
         logits_TV = model(torch.tensor([[*PROMPT, *output]])).logits[0, len(PROMPT) - 1 : -1].double()
     sorted_TV, order_TV = torch.softmax(logits_TV / temperature, -1).sort(descending=True)
@@ -57,7 +57,7 @@ def reference_cut_logprobs(
 
 
 def assert_cut(servers: Servers, output: Sequence[int], logprobs: Sequence[float], **cut: Any) -> None:
-    """Compare log-probs under the cut distribution with transformers (weights "a"); the tokens left out must matter."""
+    """Compare log-probs under the cut distribution with transformers (weights "a"); the tokens cut off must matter."""
     expected = reference_cut_logprobs(servers.models["a"], output, **cut)
     torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
     whole = reference_logprobs(servers.models["a"], PROMPT, list(output), cut["temperature"])
@@ -79,7 +79,7 @@ def ask_later(servers: Servers, rid: str, n: int | None = None, **sampling: Any)
 
 
 def until_caught(servers: Servers, act: Callable[[], T], count: int = 1) -> tuple[T, list[dict[str, Any]]]:
-    """Act on the server while it decodes responses, and end these. If one ended by itself, all begin again."""
+    """Act on the server while it decodes responses, and end these. If one ended by itself, start all of them again."""
     deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         pending = [ask_later(servers, f"caught-{i}") for i in range(count)]
@@ -94,7 +94,7 @@ def until_caught(servers: Servers, act: Callable[[], T], count: int = 1) -> tupl
 
 
 def first_tokens(servers: Servers, seeds: range, **sampling: Any) -> list[int]:
-    """One sampled token per seed."""
+    """Return one sampled token per seed."""
     params = [{"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": seed} | sampling for seed in seeds]
     status, replies = servers.post("/generate", {"input_ids": [PROMPT] * len(seeds), "sampling_params": params})
     assert status == 200, replies
@@ -247,7 +247,7 @@ def test_new_requests_wait_while_paused(servers: Servers, mode: str) -> None:
     body = json.dumps({"input_ids": PROMPT, "sampling_params": sampling})
     with contextlib.closing(connection):
         connection.request("POST", "/generate", body, {"Content-Type": "application/json"} | AUTHORIZATION)
-        if servers.kind == "embedded":  # SGLang counts those only that have come to its scheduler
+        if servers.kind == "embedded":  # SGLang counts only those that have reached its scheduler
             while servers.get("/v1/loads")["loads"][0]["num_waiting_reqs"] == 0:
                 assert not select.select([connection.sock], [], [], 0.01)[0], "it has been answered"
         assert servers.num_running() == 0
@@ -298,7 +298,7 @@ def test_flush_is_refused_while_busy_and_works_when_idle(servers: Servers) -> No
     (status, message), _ = until_caught(servers, lambda: servers.post("/flush_cache"))
     assert status == 400, message
     deadline = time.monotonic() + HANG_S
-    while servers.post("/flush_cache")[0] != 200:  # SGLang is idle a little after its last answer
+    while servers.post("/flush_cache")[0] != 200:  # SGLang becomes idle shortly after its last answer
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -416,7 +416,7 @@ def test_a_client_that_leaves_frees_its_row(servers: Servers) -> None:
     asked = request("leaves", n=servers.num_long)
     (leaving,) = servers.held(lambda: [servers.loop.submit(servers.engine.generate(asked))])
     leaving.cancel()
-    if servers.kind != "embedded":  # SGLang ends no request in a pause
+    if servers.kind != "embedded":  # SGLang does not end requests in a pause
         servers.loop.run(servers.engine.resume())
     deadline = time.monotonic() + HANG_S
     while servers.num_running():
@@ -470,7 +470,7 @@ def test_update_without_begin_is_refused(servers: Servers) -> None:
 def test_foreign_weights_are_refused_before_anything_is_sent(
     servers: Servers, name: str, shape: tuple[int, ...]
 ) -> None:
-    """By the handshake; the servers go on with what they have."""
+    """The handshake refuses them; the servers keep the weights that they have."""
     manifest = {spec.name: spec for spec in servers.manifest("a")} | {name: TensorSpec(name, "float32", shape)}
     channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit)
     with pytest.raises(EngineError, match=re.escape(name)) as raised:
@@ -497,7 +497,7 @@ def test_another_dtype_is_named(servers: Servers) -> None:
 
 
 def test_weights_that_all_servers_refuse_end_a_push_at_once(servers: Servers) -> None:
-    """What the handshake cannot know of: a manifest that the learner does not keep to, or a server that changed."""
+    """The handshake cannot know of these: the learner breaks its manifest, or a server has changed."""
     channel, servers.channel = servers.channel, None
     assert channel is not None
     wrong = TensorSpec("model.norm.weight", "float32", (63,))
@@ -506,7 +506,7 @@ def test_weights_that_all_servers_refuse_end_a_push_at_once(servers: Servers) ->
     try:
         with pytest.raises(EngineError, match=r"model\.norm\.weight") as raised:
             channel.push(iter([(wrong.name, torch.zeros(wrong.shape))]), servers.version + 1)
-        assert "waited" not in str(raised.value), "the deadline of the push"
+        assert "waited" not in str(raised.value), "it did not wait for the push's deadline"
         assert servers.pool.live() == servers.engines, "nobody is fenced for what is the trainer's fault"
     finally:
         for engine in servers.engines:
@@ -554,7 +554,7 @@ def test_connecting_to_nobody_names_who_is_missing(servers: Servers) -> None:
 
 
 def test_a_paused_server_is_healthy(servers: Servers) -> None:
-    """Else one that a failed push has left paused would never take part again."""
+    """Otherwise a server that a failed push left paused would never take part again."""
     servers.loop.run(servers.engine.pause("retract"))
     assert servers.loop.run(servers.engine.health())
     servers.loop.run(servers.engine.resume())
@@ -594,7 +594,7 @@ def test_a_server_names_its_capabilities(servers: Servers) -> None:
 
 @pytest.mark.parametrize(("first", "top_k"), [(1, 0), (3, 5), (39, 1)])
 def test_scores_are_log_probs_of_a_prefill(servers: Servers, first: int, top_k: int) -> None:
-    """Of tokens that nobody sampled, without a temperature."""
+    """The tokens were not sampled, and there is no temperature."""
     generator = torch.Generator().manual_seed(first)
     token_ids = torch.randint(2, VOCAB_SIZE - 1, (40,), generator=generator)
     scores = servers.loop.run(servers.engine.score(token_ids.tolist(), first, top_k))
@@ -607,12 +607,12 @@ def test_scores_are_log_probs_of_a_prefill(servers: Servers, first: int, top_k: 
     assert scores.top_ids_NK.shape == (40 - first, top_k)
     torch.testing.assert_close(torch.tensor(scores.top_logprobs_NK), top_NK.values.float(), atol=TOLERANCE, rtol=0)
     of_ids_NK = expected_NV.gather(1, torch.tensor(scores.top_ids_NK).long()).float()
-    torch.testing.assert_close(of_ids_NK, top_NK.values.float(), atol=TOLERANCE, rtol=0)  # those, or as likely ones
+    torch.testing.assert_close(of_ids_NK, top_NK.values.float(), atol=TOLERANCE, rtol=0)  # or as likely ones
 
 
 def test_scores_are_of_the_weights_in_use_and_leave_requests_alone(servers: Servers) -> None:
     token_ids = [*PROMPT, 3, 4]
-    (pending,) = servers.held(lambda: [ask_later(servers, "beside-scores")])
+    (pending,) = servers.held(lambda: [ask_later(servers, "next-to-scores")])
     servers.loop.run(servers.engine.resume())
     before = servers.loop.run(servers.engine.score(token_ids, 1, 0)).logprobs_N
     assert_matches(servers, "a", pending.result(HANG_S)[1])
@@ -623,7 +623,7 @@ def test_scores_are_of_the_weights_in_use_and_leave_requests_alone(servers: Serv
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
 def test_requests_outlive_a_push_as_the_channels_pause_mode_says(servers: Servers, mode: PauseMode) -> None:
-    """In place they continue with their cache; aborted, they return what they have."""
+    """In place, they continue with their cache; aborted, they return what they have."""
     before = servers.version
     channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit, pause_mode=mode)
     channel.connect(servers.manifest("b"))
@@ -645,7 +645,7 @@ def test_requests_outlive_a_push_as_the_channels_pause_mode_says(servers: Server
         assert len(reply["output_ids"]) == servers.num_long
         assert reply["meta_info"]["num_retractions"] == 0
     channel.close()
-    fresh = [81, 7, 3, servers.version % VOCAB_SIZE]  # SGLang continues a prefix that it has, of whatever weights
+    fresh = [81, 7, 3, servers.version % VOCAB_SIZE]  # SGLang continues a cached prefix, whatever weights computed it
     expected = reference_logprobs(servers.models["b"], fresh, (reply := ask(servers, fresh))["output_ids"])
     torch.testing.assert_close(logprobs_of(reply), expected, atol=TOLERANCE, rtol=0)
 
@@ -667,7 +667,7 @@ def test_released_memory_comes_back_with_a_push(servers: Servers) -> None:
         run(engine.transport.digests())
     for one in servers.engines:
         run(one.restore())
-        run(one.resume())  # by mistake: nothing is sampled from weights that are lost
+        run(one.resume())  # by mistake: nothing may be sampled from lost weights
     with pytest.raises(EngineError, match="weights are not whole"):
         run(engine.score(PROMPT, 1, 0))
     run(engine.transport.begin())

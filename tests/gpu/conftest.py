@@ -1,4 +1,4 @@
-"""Every test of this folder is marked `gpu`, and skipped where there is no CUDA device."""
+"""Mark every test in this folder `gpu`, and skip it if there is no CUDA device."""
 
 from pathlib import Path
 

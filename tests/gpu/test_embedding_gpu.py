@@ -1,4 +1,4 @@
-"""The gradient of the token embedding on a GPU: equal to torch's own, and the same bits every time."""
+"""The gradient of the token embedding on a GPU equals torch's, and has the same bits every time."""
 
 from typing import Any
 

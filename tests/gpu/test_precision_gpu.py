@@ -1,6 +1,6 @@
 """bfloat16 against float32, Transformer Engine against our layers, FP8 against bfloat16. Runs: docs/status.md.
 
-Bounds are what rounding should stay under, not measurements: e4m3 has 3 bits of mantissa, bfloat16 has 7.
+Bounds are what rounding should stay below, not measurements: e4m3 has 3 bits of mantissa, bfloat16 has 7.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def float32(folder: Path) -> Result:
 
 @pytest.fixture(scope="module")
 def bfloat16(folder: Path) -> Result:
-    """Transformer Engine's where it is installed."""
+    """Return the update in bfloat16, by Transformer Engine if it is installed."""
     return one_update(folder, BF16)
 
 
@@ -79,7 +79,7 @@ def test_fp8_is_near_bfloat16(folder: Path, bfloat16: Result, recipe: str, fp8_f
 
 
 def test_delayed_scaling_runs(folder: Path) -> None:
-    """Its first log-probs are coarse (scales start at 1), so only the gradient's being finite is asked for."""
+    """The first log-probs are coarse (scales start at 1), so only the gradient is tested, and only for being finite."""
     settings = (BF16, "precision.fp8=hybrid", "precision.recipe=delayed")
     needs(folder, *settings)
     delayed = one_update(folder, *settings)
@@ -87,7 +87,7 @@ def test_delayed_scaling_runs(folder: Path) -> None:
 
 
 def test_bf16_layers_stay_out_of_fp8(folder: Path, bfloat16: Result) -> None:
-    """All layers left out: the numbers of bfloat16."""
+    """With all layers left out, the numbers are the same as in bfloat16."""
     layers = "{first_last_layers_bf16=true, num_layers_at_start_in_bf16=4, num_layers_at_end_in_bf16=0}"
     settings = (BF16, "precision.fp8=hybrid", f"megatron.extra={layers}")
     needs(folder, *settings)
@@ -103,7 +103,7 @@ def test_fp8_parameters_export_what_bfloat16_ones_do(folder: Path, recipe: str) 
         assert torch.equal(kept.exported[name], weight), name
     assert log_prob_distance(kept, cast) < 0.02
     for name in kept.updated:
-        if name.endswith("_proj.weight"):  # a step of 1e-4 is lost in the rounding of norms, which are near 1
+        if name.endswith("_proj.weight"):  # a step of 1e-4 is lost when norms, which are near 1, are rounded
             assert not torch.equal(kept.updated[name], kept.exported[name]), f"no update reached {name}"
 
 

@@ -1,4 +1,4 @@
-"""Weights from a real trainer to a real SGLang server over NCCL. One GPU cannot form a group of two: it takes two."""
+"""Weights from a real trainer to a real SGLang server over NCCL. This takes two GPUs: NCCL refuses two ranks on one."""
 
 import importlib.util
 import os
@@ -17,14 +17,14 @@ from tests.integration.learner_reference import BOUNDS
 PROMPT = (5, 9, 33, 70, 12, 8)
 NUM_NEW = 24
 SGLANG = ("rollout.engine=sglang", "model.dtype=bfloat16")
-TOLERANCE_NATS = 0.02  # mean over tokens: both compute in bfloat16, with kernels of their own
+TOLERANCE_NATS = 0.02  # mean over tokens: both compute in bfloat16, each with its own kernels
 
 KEY = "a-key-of-these-tests"
 Exchange = tuple[str, list[float], list[float]]  # the group's backend, log-probs of the engine and of the trainer
 
 
 def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
-    """Push, sample and score the sample, before and after an update; in a process of its own."""
+    """Push, sample and score the sample, before and after an update, in a process of its own."""
     os.environ |= trainer_variables({})
     from bapo_megatron.buffer.packing import one_minibatch
     from bapo_megatron.config.load import load_config

@@ -1,4 +1,4 @@
-"""The parts of weight sync and of checkpoints that depend on CUDA's streams, NCCL and page-locked memory."""
+"""The parts of weight sync and checkpoints that depend on CUDA streams, NCCL and page-locked memory."""
 
 import gc
 import time

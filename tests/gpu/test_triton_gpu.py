@@ -1,4 +1,4 @@
-"""Triton's kernels against torch at a real vocabulary, compiled; tests/unit/test_logprobs_triton.py runs here too."""
+"""Compiled Triton kernels against torch at a real vocabulary; tests/unit/test_logprobs_triton.py runs here too."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ from bapo_megatron.learner.precision import check_precision, this_machine
 from tests.distributed import HANG_S
 from tests.integration.learner_reference import BOUNDS, TEMPERATURE, random_batch
 
-# Every size of a layer is a multiple of 128: fit for each FP8 recipe.
+# Every size of a layer is a multiple of 128, which suits every FP8 recipe.
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 512,
@@ -32,7 +32,7 @@ SETTINGS = [f"rollout.temperature={TEMPERATURE}", "optimizer.lr=1e-4", "optimize
 
 @dataclass
 class Result:
-    """On the CPU, float32; tokens in the order of the batch."""
+    """The tensors of one update, on the CPU in float32; tokens are in the order of the batch."""
 
     log_probs_T: Tensor  # before the update
     gradients: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Result:
 
 
 def save_model(folder: Path) -> Path:
-    """A Qwen3 of about 10M parameters, at the scale that training starts from, in bfloat16."""
+    """Save a Qwen3 of about 10M parameters in bfloat16, at the scale that training starts from."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=False)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -49,14 +49,14 @@ def save_model(folder: Path) -> Path:
 
 
 def refusals(folder: Path, *overrides: str) -> list[str]:
-    """Why this machine cannot run these settings."""
+    """Return why this machine cannot run these settings."""
     shape = model_shape(load_hf_config(folder))
     config = load_config([], [*SETTINGS, *overrides])
     return [v.message for v in check_precision(config, shape=shape, machine=this_machine())]
 
 
 def one_update(folder: Path, *overrides: str) -> Result:
-    """What a learner with these settings does; in a new process, since Megatron's groups belong to the process."""
+    """Return what a learner with these settings does, in a new process, since Megatron's groups belong to it."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_one_update, folder, overrides).result(timeout=HANG_S)
 
@@ -83,13 +83,13 @@ def _one_update(folder: Path, overrides: tuple[str, ...]) -> Result:
 
 
 def log_prob_distance(a: Result, b: Result) -> float:
-    """Mean |difference| over response tokens, nats."""
+    """Return the mean |difference| over response tokens, in nats."""
     mask_T = random_batch().mask_T
     return float((a.log_probs_T - b.log_probs_T)[mask_T].abs().mean())
 
 
 def gradient_cosine(a: Result, b: Result) -> float:
-    """Of the whole gradient."""
+    """Return the cosine of the angle between the whole gradients."""
     assert a.gradients.keys() == b.gradients.keys()
     one, two = (torch.cat([r.gradients[name].flatten() for name in sorted(r.gradients)]) for r in (a, b))
     return float(torch.cosine_similarity(one.double(), two.double(), dim=0))

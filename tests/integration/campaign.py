@@ -1,9 +1,9 @@
-"""A driver for runs under fire: engines that fail in every way, a trainer that pushes real weights, and an oracle.
+"""Drive runs in which engines fail in every way and a trainer pushes real weights, and check them with an oracle.
 
-The trainer is a stand-in: each step's weights are the demo's with noise that depends on the version, so that tokens of
-other weights than their segment claims have visibly other log-probs. Everything else is what a run uses.
+The trainer is a stand-in: each step's weights are the demo's plus noise that depends on the version, so that tokens
+from other weights than their segment claims have visibly different log-probs. Everything else is what a run uses.
 
-No deadline comes by itself: where nothing but a deadline ends a fault, the fault lets it pass once it stands.
+No deadline passes by itself: if only a deadline can end a fault, the fault lets it pass once the fault has struck.
 """
 
 import asyncio
@@ -54,9 +54,9 @@ log = logging.getLogger(__name__)
 NOISE = 0.2  # standard deviations
 UPDATES_PER_STEP = 2
 MAX_STALENESS = 7  # optimizer updates
-TRAIN_S = 0.1  # for sampling to go on meanwhile; how far it gets decides nothing that is asserted
+TRAIN_S = 0.1  # lets sampling continue meanwhile; no assertion depends on how far it gets
 VOCAB_SIZE = 16
-POLL_S = 0.01  # between two looks at what is bound to happen
+POLL_S = 0.01  # between two checks of a condition that is certain to come
 BUCKET = "/update_weights_from_distributed"
 BAD_RESPONSES = {"2.1": "hang", "5.0": "crash", "13.2": "hang", "14.3": "crash"}  # in each leg, by sample
 TOLERANCE = 1e-4
@@ -73,14 +73,14 @@ ROLLOUT: dict[str, Any] = {
 
 
 class Starter(Protocol):
-    """Starts engine servers of one kind."""
+    """A starter of engine servers of one kind."""
 
     def start(self, port: int, checkpoint: Path, version: str) -> int:
-        """The id of the server's process, the leader of a session of its own."""
+        """Start a server; return its process id, which leads a session of its own."""
         ...
 
     def halting(self, site: "Site") -> AbstractAsyncContextManager[None]:
-        """Within it, the engine stops before it completes a request that arrives, until it is told to continue."""
+        """Within this context, the engine stops before it completes an arriving request, until told to continue."""
         ...
 
 
@@ -109,22 +109,22 @@ class Policy:
         return [TensorSpec.of(name, tensor) for name, tensor in self.weights(self.version).items()]
 
     def save(self, version: int, folder: Path) -> Path:
-        """A checkpoint of these weights."""
+        """Save a checkpoint of these weights."""
         if not folder.exists():
             shutil.copytree(demo_model_path(), folder)
             save_file(self.weights(version), folder / "model.safetensors", metadata={"format": "pt"})
         return folder
 
 
-_caller: ContextVar[tuple["Client", str] | None] = ContextVar("caller", default=None)  # and the path called
+_caller: ContextVar[tuple["Client", str] | None] = ContextVar("caller", default=None)  # and the path that it called
 
 
 class Client(HttpEngine):
-    """A client whose deadlines come when a strike says so."""
+    """A client whose deadlines pass when a strike says so."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, request_timeout_s=HANG_S, vocab_size=VOCAB_SIZE)
-        self.timers: list[tuple[str, asyncio.TimerHandle, Callable[[], None]]] = []  # of calls, by path
+        self.timers: list[tuple[str, asyncio.TimerHandle, Callable[[], None]]] = []  # timers of calls, by path
 
     async def send_request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, **options: Any
@@ -136,7 +136,7 @@ class Client(HttpEngine):
             _caller.reset(token)
 
     def expire(self, *paths: str) -> None:
-        """Let the deadlines of calls in progress pass, of these paths or of any."""
+        """Let the deadlines of calls in progress pass: calls of these paths, or of any path."""
         timers, self.timers = self.timers, []
         for path, handle, strike in timers:
             if paths and path not in paths:
@@ -147,7 +147,7 @@ class Client(HttpEngine):
 
 
 class Pool(EnginePool):
-    """Counts how often each engine was fenced off."""
+    """A pool that counts how often each engine was fenced off."""
 
     def __init__(self, engines: Sequence[Client]) -> None:
         super().__init__(engines)
@@ -158,7 +158,7 @@ class Pool(EnginePool):
         self.fences[engine.url] += 1
 
     def is_at_risk(self, engine: Engine) -> bool:
-        """One more failure without a good reply, and it would be lost for good."""
+        """Return whether one more failure without a good reply would lose the engine for good."""
         return self.num_failures[engine.url] > 1
 
 
@@ -171,9 +171,9 @@ class Site:
     port: int
     proxy: FaultyProxy
     client: Client
-    pid: int | None = None  # of the engine, once there was one
+    pid: int | None = None  # the engine's process, once there was one
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # two engines cannot have the same port
-    strikes: set[asyncio.Task[Any]] = field(default_factory=set)  # that have not run their course
+    strikes: set[asyncio.Task[Any]] = field(default_factory=set)  # strikes that are still running
 
     @property
     def url(self) -> str:
@@ -187,23 +187,23 @@ class Site:
             kill_session(self.pid, number)
 
     async def start(self, checkpoint: Path, version: str = "default") -> None:
-        """Start an engine in the place of the one that was here."""
+        """Start an engine in place of the previous one."""
         async with self.lock:
             self.kill()
-            while self.pid is not None and is_running(self.pid):  # it has the port until then
+            while self.pid is not None and is_running(self.pid):  # it holds the port until it has ended
                 await asyncio.sleep(0.01)
             self.pid = await asyncio.to_thread(self.starter.start, self.port, checkpoint, version)
 
     async def post(self, path: str, body: Any) -> None:
-        """From a third party, past the proxy."""
+        """Post from a third party, past the proxy."""
         await self._call("POST", path, body)
 
     async def paused(self) -> str | None:
-        """How generation is paused."""
+        """Return how generation is paused."""
         return (await self._call("GET", "/server_info"))["paused"]
 
     async def num_requests(self) -> int:
-        """Requests for samples that are in the engine."""
+        """Return the number of requests for samples in the engine."""
         loads = (await self._call("GET", "/v1/loads"))["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
@@ -239,7 +239,7 @@ class Fault:
     path: str
     strike: Strike
     nth: int = 0
-    part: bytes = b""  # of the call's body
+    part: bytes = b""  # what the call's body must contain
     is_everywhere: bool = False  # it strikes the other sites as well
     is_absent: bool = False  # the engine takes no part in the broadcast that the call announces
 
@@ -249,13 +249,13 @@ class Fault:
 
 
 class Campaign:
-    """Engines under fire, over several legs of different settings. `hits` counts faults that really happened."""
+    """Engines under attack, over several legs with different settings. `hits` counts faults that really happened."""
 
     def __init__(self, starter: Starter, num_sites: int, folder: Path, vain: Vain) -> None:
         self.hits: Counter[tuple[str, str]] = Counter()  # by leg and kind
         self.policy = Policy(self._before_a_bucket)
         self.trained: list[Sample] = []
-        self.left: list[Sample] = []  # in the buffers at the end of each leg
+        self.left: list[Sample] = []  # samples in the buffers at the end of each leg
         self.num_fenced = 0
         self.leg = ""
         self.num_steps = 0
@@ -276,7 +276,7 @@ class Campaign:
         self.sites = [self._run(self._open_site(starter)) for _ in range(num_sites)]
 
     def run_leg(self, name: str, settings: dict[str, Any], plan: Sequence[Sequence[Fault]]) -> None:
-        """One training run, in which step i meets the faults of plan[i]; it goes on until all of them have happened."""
+        """Do one training run, in which step i meets the faults of plan[i], until all of them have happened."""
         self.leg = name
         began_s = time.monotonic()
         began_hits = sum((Counter(site.proxy.hits) for site in self.sites), Counter())
@@ -314,11 +314,11 @@ class Campaign:
 
     @property
     def kinds(self) -> set[str]:
-        """Of the faults that happened."""
+        """Return the kinds of faults that happened."""
         return {kind for _, kind in self.hits}
 
     def table(self) -> str:
-        """Faults that happened: a row for each kind, a column for each leg."""
+        """Return a table of the faults that happened: a row for each kind, a column for each leg."""
         legs = list(dict.fromkeys(leg for leg, _ in self.hits))
         kinds = sorted({kind for _, kind in self.hits})
         width = max(map(len, kinds))
@@ -329,7 +329,7 @@ class Campaign:
         return "\n".join(rows)
 
     def check_logprobs(self) -> tuple[int, float, float]:
-        """Every token against the weights of the version that its segment claims, by transformers in float32.
+        """Check each token against the weights of the version that its segment claims, by transformers in float32.
 
         Returns: tokens compared, largest difference, and the share of segments that other weights would have betrayed.
         """
@@ -364,16 +364,16 @@ class Campaign:
     # what faults are made of
 
     async def caught(self, site: Site, answer: Answer) -> asyncio.Task[web.StreamResponse]:
-        """The call, once its requests are in the engine, which does not go on with them."""
+        """Return the call once its requests are in the engine, which stops working on them."""
         async with site.starter.halting(site):
             reply = asyncio.get_running_loop().create_task(answer())  # type: ignore[arg-type]
             self._keep(site, reply)
-            while await site.num_requests() < site.proxy.num_sampling:  # it may have some that their caller has left
+            while await site.num_requests() < site.proxy.num_sampling:  # some may have been dropped by their caller
                 await asyncio.sleep(POLL_S)
         return reply
 
     def later(self, site: Site, *actions: Awaitable[Any]) -> None:
-        """Do this one after the other, whatever becomes of the call."""
+        """Do these actions one after the other, whatever happens to the call."""
 
         async def do() -> None:
             for action in actions:
@@ -382,7 +382,7 @@ class Campaign:
         self._keep(site, asyncio.get_running_loop().create_task(do()))
 
     async def until_fenced(self, site: Site) -> AsyncIterator[None]:
-        """Look again and again, until the engine that was live is fenced off, or the leg is over."""
+        """Yield repeatedly until the engine, which was live, is fenced off or the leg is over."""
         pool = self.pool
         num_fences = pool.fences[site.proxy.url] if pool else 0
         while pool and pool is self.pool and pool.is_live(site.client) and pool.fences[site.proxy.url] == num_fences:
@@ -390,12 +390,12 @@ class Campaign:
             await asyncio.sleep(POLL_S)
 
     async def fenced(self, site: Site) -> None:
-        """Return once that has come to pass."""
+        """Return once the engine is fenced off, or the leg is over."""
         async for _ in self.until_fenced(site):
             pass
 
     async def until_waited_for(self, site: Site) -> None:
-        """Until something but samples is asked of an engine that is held, or no other one has work."""
+        """Wait until a held engine is asked for something other than samples, or no other engine has work."""
         others, pool = [each for each in self.sites if each is not site], self.pool
         while not site.proxy.num_held and any(each.proxy.num_sampling and not each.strikes for each in others):
             if pool is not self.pool:
@@ -403,13 +403,13 @@ class Campaign:
             await asyncio.sleep(POLL_S)
 
     async def going_on(self, site: Site) -> None:
-        """A stopped or paused engine goes on."""
+        """Let a stopped or paused engine continue."""
         site.send(signal.SIGCONT)
         await site.post("/continue_generation", {})
         site.proxy.release()
 
     def checkpoint(self, version: int | None) -> Path:
-        """Of a version that was pushed once, or the one that the run started from."""
+        """Return a checkpoint of a version that was once pushed; None means the one that the run started from."""
         return demo_model_path() if version is None else self.policy.save(version, self._folder / f"v{version}")
 
     # the run
@@ -420,7 +420,7 @@ class Campaign:
             self._prepare(each)
 
         async def trap(answer: Answer) -> web.StreamResponse:
-            if fault.kind not in FAULTS:  # those are counted by the proxy
+            if fault.kind not in FAULTS:  # the proxy counts its own
                 self.hits[self.leg, fault.kind] += 1
             return await fault.strike(self, site, answer)
 
@@ -428,7 +428,7 @@ class Campaign:
         self._absent = site if fault.is_absent else self._absent
 
     def _prepare(self, site: Site) -> None:
-        """See to it that an engine is well, and takes part: only then can a fault happen to it."""
+        """Make sure that an engine is healthy and takes part: only then can a fault happen to it."""
         pool = self.pool
         assert pool is not None
 
@@ -447,14 +447,14 @@ class Campaign:
             self._step()
 
     def _let_all_happen(self) -> None:
-        """Step until every fault that was armed has happened."""
+        """Run steps until every armed fault has happened."""
         while armed := [site for site in self.sites if site.proxy.is_armed]:
             for site in armed:
                 self._prepare(site)
             self._step()
 
     def _step(self) -> None:
-        """Take what is to be trained, train, and push."""
+        """Take groups to train, train, and push."""
         groups = None
         while groups is None:
             groups, _ = self._run(self._scheduler.take(self.num_steps, self.policy.version))
@@ -479,7 +479,7 @@ class Campaign:
         self._run(release())
 
     def _before_a_bucket(self) -> None:
-        """Foresee a broadcast in which an engine takes no part; a push with such a fault goes bucket by bucket."""
+        """Prepare a broadcast in which an engine takes no part; a push with such a fault goes bucket by bucket."""
         site = self._absent
         if site is None or site.proxy.url not in self.vain.members:
             return
@@ -489,7 +489,7 @@ class Campaign:
             self._absent = None
 
     def _audit(self, mine: list[Sample]) -> None:
-        """After a step: the books balance, the bound holds, nothing was trained twice."""
+        """Check after a step that the books balance, the bound holds, and nothing was trained twice."""
         scheduler = self._scheduler
         first = len(self.trained) - self._num_trained_in_leg
         self.trained += mine
@@ -539,7 +539,7 @@ class Campaign:
         return Site(starter, reserved, port, proxy, Client(proxy.url))
 
     async def _heal(self) -> None:
-        """All engines up and undisturbed, once the last leg's faults have run their course."""
+        """Wait until all engines are up and undisturbed, once the last leg's faults are over."""
         for site in self.sites:
             site.proxy.disarm()
             while site.strikes:
@@ -560,7 +560,7 @@ class Campaign:
         task.add_done_callback(end)
 
     async def _keep_timers(self) -> None:
-        """Tell clients of the deadlines of their calls; runs on the loop that makes them."""
+        """Tell clients of the deadlines of their calls; this runs on the loop that makes the calls."""
         loop = asyncio.get_running_loop()
         call_at = loop.call_at
 
@@ -581,7 +581,7 @@ class Campaign:
 def response_logprobs(
     model: Any, weights: dict[str, Tensor], samples: Sequence[Sample], temperature: float
 ) -> list[Tensor]:
-    """Log-prob float32 [response tokens] of each sample under these weights."""
+    """Return log-probs, float32 [response tokens], of each sample under these weights."""
     model.load_state_dict(weights)
     results: list[Tensor] = []
     for begin in range(0, len(samples), 64):

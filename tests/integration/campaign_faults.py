@@ -14,7 +14,7 @@ from tests.integration.nursery import stop
 
 
 def spoilt(kind: str, num_times: int) -> Fault:
-    """Replies of one site are spoilt: once, or as often as makes the engine be fenced."""
+    """Return a fault that spoils replies of one site: once, or as often as it takes to fence the engine."""
 
     async def strike(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
         last = site.proxy.hits[kind] + num_times
@@ -115,7 +115,7 @@ async def _paused_for_good(c: Campaign, site: Site, answer: Answer) -> web.Strea
 
     async def let_deadlines_pass() -> None:
         async for _ in c.until_fenced(site):
-            if await site.paused() != "in_place":  # a push has let it go on
+            if await site.paused() != "in_place":  # a push has resumed it
                 return
             site.client.expire("/generate")
 
@@ -124,7 +124,7 @@ async def _paused_for_good(c: Campaign, site: Site, answer: Answer) -> web.Strea
 
 
 def _restarted(num_versions_ago: int | None, *, in_push: bool = False) -> Strike:
-    """Between two calls, so that nobody notices but by the version: that of an earlier push, or "default"."""
+    """Restart the engine between two calls, so that only its version shows it: an earlier push's, or "default"."""
 
     async def strike(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
         version = None if num_versions_ago is None else max(c.policy.version - num_versions_ago, 0)
@@ -150,7 +150,7 @@ async def _late(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
         await asyncio.Event().wait()  # until the trainer has given up
     finally:
         c.later(site, answer())
-    raise AssertionError("nobody sets it")
+    raise AssertionError("the event is never set")
 
 
 async def _killed_in_push(c: Campaign, site: Site, answer: Answer) -> web.StreamResponse:
@@ -181,7 +181,7 @@ async def _other_weights(c: Campaign, site: Site, answer: Answer) -> web.StreamR
 SAMPLING = [
     Fault("killed, restarted", "/generate", _killed),
     Fault("all killed, restarted", "/generate", _all_killed, is_everywhere=True),
-    Fault("hung, then goes on", "/generate", _hung),
+    Fault("hung, then continues", "/generate", _hung),
     Fault("hung until fenced", "/generate", _hung_until_fenced),
     Fault("hung, then killed", "/generate", _hung_then_killed),
     Fault("slow", "/generate", _slow),

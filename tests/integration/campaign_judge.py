@@ -5,7 +5,7 @@ import signal
 
 
 def judge(response: str) -> float:
-    """Anything but a hang or a crash is judged by the length."""
+    """Judge by length, unless the response asks for a hang or a crash."""
     match response:
         case "hang":
             signal.pause()

@@ -1,4 +1,4 @@
-"""For the integration tests."""
+"""Fixtures for the integration tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def forked_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """For the runs of a test file (forked.py), one after the other: each begins by pushing its weights."""
+    """Start an engine for a test file's runs (forked.py), one after the other: each first pushes its weights."""
     from tests.integration.killable import Engine
 
     engine = Engine(tmp_path_factory.mktemp("engine"))

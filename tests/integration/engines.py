@@ -33,11 +33,11 @@ def start_engines(
     ports: Sequence[int] = (),
     module: str = "bapo_megatron.engines.embedded",
 ) -> list[EngineProcess]:
-    """Embedded engines with the demo model as weight version 0; `arguments` come last and may replace others.
+    """Start embedded engines with the demo model as weight version 0; `arguments` come last and may override others.
 
     Args:
-        ports: one for each engine; without them, each takes a free one.
-        module: what Python runs as an engine.
+        ports: one per engine; without them, each engine takes a free port.
+        module: the module that Python runs as an engine.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ready = [folder / f"ready-{i}.json" for i in range(count)]

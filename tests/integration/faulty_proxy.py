@@ -1,4 +1,4 @@
-"""A proxy before an engine that spoils replies to /generate, in every way that a network or a server might."""
+"""A proxy in front of an engine that spoils replies to /generate, in every way that a network or a server might."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-RESULT_FAULTS = {  # of one result among many: what is done to it -> what the client must say
+RESULT_FAULTS = {  # faults of one result among many: what is done to it -> what the client must say
     "no tokens": "no output_ids",
     "no log-probs": "no output_token_logprobs",
     "wrong length": "output_ids has length",
@@ -25,7 +25,7 @@ RESULT_FAULTS = {  # of one result among many: what is done to it -> what the cl
     "other prompt": "prompt tokens?, but",
     "bad version": "weight version inf is not a whole number",
 }
-CALL_FAULTS = {  # of the whole reply
+CALL_FAULTS = {  # faults of the whole reply
     "status 500": "HTTP 500",
     "garbage": "no output_ids|not a list",
     "deep garbage": "no output_ids|not a list",
@@ -40,10 +40,10 @@ Answer = Callable[[], Awaitable[web.StreamResponse]]
 """Forwards the call and returns what came back."""
 
 Trap = Callable[[Answer], Awaitable[web.StreamResponse]]
-"""Handles one call in the place of the proxy."""
+"""Handles one call in place of the proxy."""
 
 Spoil = Callable[[Sequence[str]], dict[str, str]]
-"""Chooses the faults of one call: the rids in it -> the fault of each result that is spoilt."""
+"""Chooses the faults of one call: its rids -> the fault of each result to spoil."""
 
 
 @dataclass
@@ -55,9 +55,9 @@ class _Trap:
 
 
 class FaultyProxy:
-    """Forwards everything; `spoil` says what to do to replies to /generate. A fault of a call spoils all its results.
+    """A proxy that forwards all calls; `spoil` picks faults of replies to /generate. A call's fault spoils all results.
 
-    `set_trap` hands a call of a path to somebody else.
+    `set_trap` hands a call of a path to another function.
 
     Example: FaultyProxy(url, lambda rids: {rids[0]: "nan"})
     """
@@ -75,20 +75,20 @@ class FaultyProxy:
         self._released.set()
 
     def set_trap(self, path: str, handle: Trap, num_to_pass: int = 0, part: bytes = b"") -> None:
-        """For one call of this path with `part` in its body, after as many that pass."""
+        """Trap one call of this path with `part` in its body, after `num_to_pass` such calls have passed."""
         self._traps.append(_Trap(path, handle, num_to_pass, part))
 
     def is_next(self, path: str) -> bool:
-        """Whether the next call of a path is trapped."""
+        """Return whether the next call of a path is trapped."""
         return any(trap.path == path and trap.num_to_pass == 0 for trap in self._traps)
 
     @property
     def is_armed(self) -> bool:
-        """A trap is set, or the next reply is spoilt."""
+        """Return whether a trap is set, or the next reply is to be spoilt."""
         return bool(self._traps) or bool(self.spoil(["any"]))
 
     def hold(self) -> None:
-        """Keep back all calls but requests for samples."""
+        """Hold back all calls except requests for samples."""
         self._released.clear()
 
     def release(self) -> None:
@@ -165,7 +165,7 @@ class FaultyProxy:
             return web.Response(body=reply)
         body = json.loads(reply)
         for result, name in zip(body if isinstance(body, list) else [body], rids, strict=True):
-            if name in faults and result["output_ids"]:  # nothing to spoil in one that was aborted at once
+            if name in faults and result["output_ids"]:  # a request aborted immediately has nothing to spoil
                 self.hits[faults[name]] += 1
                 self.num_spoilt += 1
                 _spoil_result(result, faults[name])
@@ -192,7 +192,7 @@ class FaultyProxy:
 
     @staticmethod
     def _hang_up(request: web.Request, response: web.StreamResponse | None = None) -> web.StreamResponse:
-        with contextlib.suppress(AttributeError):  # the client may have done it first
+        with contextlib.suppress(AttributeError):  # the client may have closed it first
             request.transport.close()  # type: ignore[union-attr]
         return response or web.Response()
 

@@ -1,7 +1,7 @@
 """Runs whose ranks and engine are forked from a process that has done the imports, for tests of what a run computes.
 
-What starts them for a user (`bapo train`, the supervisor) takes most of a short run's time, and has tests of
-its own: test_train.py, test_supervisor.py.
+What starts them for a user (`bapo train`, the supervisor) takes most of a short run's time. It has its own tests:
+test_train.py, test_supervisor.py.
 """
 
 from pathlib import Path
@@ -24,14 +24,14 @@ SMALL = (
 
 
 def train(engine: Engine, folder: Path, name: str, *settings: str) -> list[dict[str, float]]:
-    """Metrics of a run of the demo, from its start or its last checkpoint to its end."""
+    """Return the metrics of a run of the demo, from its start or its last checkpoint to its end."""
     with Attempt(_config(folder, name, settings), engine) as attempt:
         attempt.finish()
         return read_metrics(attempt.run_dir / "metrics.jsonl")
 
 
 def refusal(engine: Engine, folder: Path, name: str, *settings: str) -> str:
-    """What the user is told by a run that cannot go on."""
+    """Return what a run that cannot continue tells the user."""
     with Attempt(_config(folder, name, settings), engine) as attempt:
         attempt.ranks[0].join(HANG_S)
         assert attempt.ranks[0].exitcode == 2, attempt.complaints()

@@ -1,6 +1,6 @@
-"""Gates in the processes of a run: a rank waits at a moment of the run until the test lets it go on, or ends it.
+"""Gates in the processes of a run: a rank waits at a moment of the run until the test lets it continue, or ends it.
 
-Python runs a module named `sitecustomize` as it starts; the one that `Gates` writes puts the gates in.
+Python imports a module named `sitecustomize` when it starts; the one that `Gates` writes installs the gates.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 class Gates:
     """Gates before some steps, counted from 1 as on the screen, or at one of these moments.
 
-    "import": before a rank imports torch; "end": after its last step; "save-7", "push-7": before the seventh thing that
-    a process does to write checkpoints, or to push weights; "sample-7", "update-7": before its seventh request for
-    samples, or optimizer update.
+    "import": before a rank imports torch; "end": after its last step; "save-7", "push-7": before a process's seventh
+    action to write checkpoints, or to push weights; "sample-7", "update-7": before its seventh request for samples, or
+    optimizer update.
 
-    The first rank that passes gate `hasty` waits no longer than a second in any later collective.
+    The first rank that passes gate `hasty` waits at most one second in any later collective.
 
     Example:
         gates = Gates(folder, 2)
@@ -47,19 +47,19 @@ class Gates:
         self.environment = {"PYTHONPATH": os.pathsep.join(path), "BAPO_TEST_GATES": str(folder)}
 
     def wait(self, place: int | str, is_alive: Callable[[], bool], complaint: Callable[[], str] = str) -> None:
-        """Return once a rank stands before it."""
+        """Return once a rank has reached the gate."""
         deadline = time.monotonic() + HANG_S
         while not self.is_reached(place):
             assert is_alive(), f"the run ended before gate {place}\n{complaint()}"
-            assert time.monotonic() < deadline, f"nobody came to gate {place}\n{complaint()}"
+            assert time.monotonic() < deadline, f"no rank came to gate {place}\n{complaint()}"
             time.sleep(0.05)
 
     def is_reached(self, place: int | str) -> bool:
-        """Whether a rank stands before it."""
+        """Return whether a rank has reached the gate."""
         return (self._folder / f"reached-{place}").exists()
 
     def is_standing_by(self, pid: int) -> bool:
-        """Whether this process on standby has imported everything."""
+        """Return whether this process on standby has imported everything."""
         return (self._folder / f"standing-by-{pid}").exists()
 
     def open(self, place: int | str) -> None:
@@ -67,14 +67,14 @@ class Gates:
 
 
 def build_in_ranks() -> None:
-    """In any process of the run, as it starts."""
+    """Install the gates in any rank or node of the run, as it starts."""
     command = " ".join(sys.orig_argv)
     if "bapo_megatron.trainer" in command or "bapo_megatron.slurm.node" in command:
         build()
 
 
 def build() -> None:
-    """Put the gates into this process, a rank."""
+    """Install the gates in this process, a rank."""
     from bapo_megatron import runtime
     from bapo_megatron.runtime.standby import Orders
     from bapo_megatron.runtime.stopwatch import Stopwatch
@@ -115,7 +115,7 @@ def _end_behind_gate() -> None:
     from bapo_megatron.checkpoint.store import CheckpointStore
 
     save, close = CheckpointStore.save, CheckpointStore.close
-    is_saving = False  # which also closes
+    is_saving = False  # a save also closes the store
 
     def save_without_gate(self: CheckpointStore, *arguments: Any) -> Path:
         nonlocal is_saving
@@ -135,7 +135,7 @@ def _end_behind_gate() -> None:
 
 
 def _hurry() -> None:
-    """Let this rank give up on others after a second."""
+    """Make this rank give up on the others after a second."""
     from torch.distributed import distributed_c10d
 
     for group in distributed_c10d._world.pg_map:
@@ -143,7 +143,7 @@ def _hurry() -> None:
 
 
 def _count_saving() -> None:
-    """Put a gate before everything that happens to the files of a checkpoint being written."""
+    """Put a gate before every file operation on a checkpoint being written."""
     numbers = itertools.count(1)
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -171,8 +171,7 @@ def _count_updates() -> None:
 
 
 def _count_calls() -> None:
-    """Put a gate before every request for samples, and before every call to an engine, and every broadcast, of a
-    push."""
+    """Put a gate before every request for samples, and every call to an engine and every broadcast in a push."""
     from bapo_megatron.engines.http import HttpEngine
     from bapo_megatron.engines.update_group import UpdateGroup
 
@@ -195,7 +194,7 @@ def _count_calls() -> None:
 
 
 def _pass(place: int | str) -> None:
-    """Wait; a rank ends with its launcher."""
+    """Wait until the gate opens; a rank ends with its launcher."""
     folder = Path(os.environ["BAPO_TEST_GATES"])
     while (folder / f"closed-{place}").exists():
         (folder / f"reached-{place}").touch()

@@ -1,10 +1,10 @@
-"""A real SGLang server that can be halted in the middle of the requests that it has.
+"""A real SGLang server that can be halted in the middle of requests.
 
     BAPO_TEST_HALT=<file> python -m tests.integration.halting_sglang [arguments of sglang.launch_server]
 
 While the file exists, its scheduler stops once a batch has decoded a token; `/continue_generation` lets it resume.
-`/pause_generation` cannot do that: SGLang's front end keeps back requests that arrive in a pause, and its schedulers
-publish what `/v1/loads` answers only after a batch.
+`/pause_generation` cannot do that: SGLang's front end holds back requests that arrive in a pause, and its schedulers
+update the answer of `/v1/loads` only after a batch.
 """
 
 import os
@@ -15,7 +15,7 @@ from bapo_megatron.engines import sglang_server  # first: it lets SGLang be impo
 
 
 def build_in() -> None:
-    """Let the schedulers of this process halt, and count requests meanwhile."""
+    """Let the schedulers of this process halt, and count requests while they do."""
     from sglang.srt.managers.scheduler import Scheduler
 
     process, record = Scheduler.process_batch_result, Scheduler._record_scheduler_state_for_paused_engine
@@ -34,7 +34,7 @@ def build_in() -> None:
     Scheduler._record_scheduler_state_for_paused_engine = record_and_publish
 
 
-build_in()  # also in SGLang's children, which import the main module of their parent again
+build_in()  # also in SGLang's children, which import their parent's main module again
 
 if __name__ == "__main__":
     sglang_server.main()

@@ -1,4 +1,4 @@
-"""Through the Megatron learner and back: what tests of Hugging Face checkpoints share."""
+"""Through the Megatron learner and back: shared by the tests of Hugging Face checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.distributed import HANG_S, run_distributed
 TEMPERATURE = 0.8
 SEQ_LENS = (41, 1, 12)
 TOLERANCE = 1e-5
-PADDING_VALUE = 9.0  # of rows of the vocabulary that no token has: a logit of this size would take all probability
+PADDING_VALUE = 9.0  # for vocabulary rows that have no token: a logit of this size would take all probability
 
 
 def make_config(layout: dict[str, Any], family: str = "auto") -> Config:
@@ -41,7 +41,7 @@ def token_ids(vocab_size: int) -> list[Tensor]:
 
 
 def packed(sequences: list[Tensor]) -> MiniBatch:
-    """All sequences in one pack; every token but the first of each is predicted."""
+    """Put all sequences into one pack; every token except the first of each is predicted."""
     lengths = torch.tensor([0] + [len(s) for s in sequences])
     ends_S1 = lengths.cumsum(0)
     starts = torch.zeros(int(ends_S1[-1]), dtype=torch.bool)
@@ -67,7 +67,7 @@ def packed(sequences: list[Tensor]) -> MiniBatch:
 
 
 def fill_padding(learner: MegatronLearner) -> None:
-    """Give the rows that pad the vocabulary a value that would be seen if any result depended on them."""
+    """Give the rows that pad the vocabulary a value that would show if any result depended on them."""
     shard = learner.model[-1].shard
     for name, parameter in learner.model.named_parameters():
         if "word_embeddings" in name or "output_layer" in name:
@@ -76,7 +76,7 @@ def fill_padding(learner: MegatronLearner) -> None:
 
 
 def scores(learner: MegatronLearner, minibatch: MiniBatch) -> tuple[Tensor, Tensor] | None:
-    """Logits [R, vocabulary], from what the model's own head is given, and log-probs [R]; None off the last stage."""
+    """Return logits [R, vocabulary], from the input of the model's head, and log-probs [R]; None off the last stage."""
     seen: list[Tensor] = []
     last = learner.model[-1]
     if last.post_process:
@@ -126,7 +126,7 @@ def check_models_of_rank(
 
 @torch.no_grad()
 def write_reference(model: transformers.PreTrainedModel, folder: Path) -> None:
-    """float32 logits of transformers, at all positions but the last of each sequence."""
+    """Return transformers' float32 logits, at all positions except the last of each sequence."""
     logits = [model(ids[None]).logits[0, :-1] for ids in token_ids(model.config.vocab_size)]
     torch.save({"logits": torch.cat(logits)}, folder.with_suffix(".pt"))
 
@@ -136,7 +136,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def check_exported(folder: Path) -> Path:
-    """Check that `bapo convert` exports, bit for bit, what the learner was given; return the exported folder."""
+    """Check that `bapo convert` exports what the learner was given, bit for bit; return the exported folder."""
     target = folder.with_name(f"{folder.name}-exported")
     original, exported = weights_of(folder), weights_of(target)
     assert exported.keys() == original.keys()
@@ -147,16 +147,16 @@ def check_exported(folder: Path) -> Path:
 
 
 def check_saved(folder: Path) -> None:
-    """Check what `bapo convert` exports, and that transformers takes it as it is."""
+    """Check what `bapo convert` exports, and that transformers loads it unchanged."""
     _, info = transformers.AutoModelForCausalLM.from_pretrained(check_exported(folder), output_loading_info=True)
     assert not any(info.values()), info
 
 
 def check_models(root: Path, names: list[str], layout: dict[str, Any], tolerance: float = TOLERANCE) -> None:
-    """Each folder <root>/<name>, beside the reference that `write_reference` made, through a learner of this layout.
+    """Send each <root>/<name>, next to the reference that `write_reference` made, through a learner of this layout.
 
     Args:
-        tolerance: of logits and log-probs, absolute.
+        tolerance: the largest absolute difference of logits and log-probs.
     """
     num_processes = layout.get("tensor", 1) * layout.get("pipeline", 1)
     run_distributed(check_models_of_rank, num_processes, root, names, layout, tolerance)

@@ -1,7 +1,7 @@
 """Runs that are killed often: ranks and engine are forked from a server that has done the imports, not started anew.
 
-The ranks run the trainer's own entry point, as `bapo train` starts it. Rank 0 also keeps a journal of what the losses
-and checkpoints are made from: every batch that was handed out, every update's bounds.
+The ranks run the trainer's own entry point, as `bapo train` starts it. Rank 0 also keeps a journal of the inputs of
+losses and checkpoints: every batch that was handed out, every update's bounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.hang import PATIENT
 from tests.integration.gates import Gates, build
 
 _POLL_S = 0.004
-_SAVE, _PUSH = 30, 60  # about as many gates have one save, and one push
+_SAVE, _PUSH = 30, 60  # one save and one push each have about this many gates
 
 
 class Engine:
@@ -53,12 +53,12 @@ class Engine:
 
 
 class Attempt:
-    """One attempt of a run: all its ranks, which can be frozen, let go on, and killed. A context manager."""
+    """One attempt of a run: all its ranks, which can be frozen, resumed and killed. A context manager."""
 
     def __init__(
         self, config: Config, engine: Engine, gates: Gates | None = None, prepare: Callable[[], None] | None = None
     ) -> None:
-        """`prepare` is called in each rank before it begins."""
+        """Start the ranks; each calls `prepare` before it begins."""
         self.engine, self.gates = engine, gates
         self._lock = RunDir.open(config)
         self.run_dir = self._lock.path
@@ -91,7 +91,7 @@ class Attempt:
         self._lock.close()
 
     def has_ended(self) -> bool:
-        """All ranks have ended well. Fails where one has not."""
+        """Return whether all ranks have ended; fail if one has ended badly."""
         codes = [rank.exitcode for rank in self.ranks]
         assert all(code in (None, 0) for code in codes), f"exit codes {codes}: {self.complaints()}"
         return None not in codes
@@ -109,13 +109,13 @@ class Attempt:
             rank.join()
 
     def kill_at_gate(self, place: int | str) -> bool:
-        """Kill all ranks when one of them has come to a gate; False if the run ended before that."""
+        """Kill all ranks when one of them reaches a gate; return False if the run ended before that."""
         gates = self.gates
         assert gates is not None
         return self.kill_when(lambda: gates.is_reached(place))
 
     def kill_when(self, condition: Callable[[], bool]) -> bool:
-        """Kill all ranks once a condition holds; False if the run ended before that."""
+        """Kill all ranks once a condition holds; return False if the run ended before that."""
         deadline = time.monotonic() + HANG_S
         while not condition():
             if self.has_ended():
@@ -126,19 +126,19 @@ class Attempt:
         return True
 
     def has_begun(self) -> bool:
-        """The attempt's first batch has been handed out."""
+        """Return whether the attempt's first batch has been handed out."""
         return self._journal.exists() and self._journal.stat().st_size > 0
 
     def num_done(self) -> int:
-        """Steps whose checkpoints were saved by this attempt."""
+        """Return how many steps this attempt has saved."""
         return _latest_step(self.run_dir) - self.first_step
 
     def progress(self) -> str:
-        """For the test's output."""
+        """Describe the attempt for the test's output."""
         return f"{self.num_done()} steps of attempt {self._lock.attempt}, which began at step {self.first_step}"
 
     def errors(self) -> str:
-        """What the ranks leave for the user."""
+        """Return the errors that the ranks leave for the user."""
         return "\n".join(path.read_text() for path in sorted(self._lock.log_dir.glob("error-*.txt")))
 
     def complaints(self) -> str:
@@ -171,8 +171,8 @@ def small_run(folder: Path, name: str, *settings: str) -> Config:
 class Moment:
     """A random moment to kill a run: inside a save, inside a push, or anywhere within a few steps."""
 
-    place: str  # the gate that is closed
-    delay_s: float | None = None  # after the first batch, unless the run comes to the gate before
+    place: str  # the closed gate
+    delay_s: float | None = None  # after the first batch, unless the run reaches the gate first
 
     @classmethod
     def draw(cls, kind: str, rng: random.Random, step_s: float) -> Moment:
@@ -184,7 +184,7 @@ class Moment:
         return cls("end", rng.uniform(0.0, 2.5 * step_s))
 
     def kill(self, attempt: Attempt) -> bool:
-        """Return False if the run ended before that."""
+        """Kill the run; return False if it ended before that."""
         if (delay_s := self.delay_s) is None:
             return attempt.kill_at_gate(self.place)
         began: list[float] = []
@@ -199,13 +199,13 @@ class Moment:
 
 
 def surviving(run_dir: Path, key: str) -> dict[int, dict[str, Any]]:
-    """Journal entries with `key`, by step or version: where several attempts got there, the last one counts."""
+    """Return journal entries with `key`, by step or version; if several attempts got there, the last one counts."""
     journals = sorted((run_dir / "journal").glob("attempt-*.jsonl"))
     return {entry[key]: entry for journal in journals for entry in read_jsonl(journal) if key in entry}
 
 
 def repeated(run_dir: Path, key: str) -> dict[int, list[dict[str, Any]]]:
-    """The same, of all attempts."""
+    """Return the journal entries with `key` of all attempts, by step or version."""
     found: dict[int, list[dict[str, Any]]] = {}
     for journal in sorted((run_dir / "journal").glob("attempt-*.jsonl")):
         for entry in read_jsonl(journal):
@@ -273,7 +273,7 @@ def _write_to(log: Path) -> None:
 
 
 def _keep_journal(path: Path) -> None:
-    """Write down every batch before it is trained, and the bounds of every update."""
+    """Record every batch before it is trained, and the bounds of every update."""
     from bapo_megatron.learner.bounds import BoundsFinder
     from bapo_megatron.rollout.manager import RolloutManager
 

@@ -27,12 +27,12 @@ from tests.integration.learner_reference import (
 )
 
 NUM_UPDATES = 3
-# Query and key norms, and an output layer of its own; biases and tied embeddings. With the target of the search for
-# bounds, chosen so that its outcome is inside the range and differs between updates.
+# Query and key norms, and a separate output layer; biases and tied embeddings. Each with the target of the search for
+# bounds, chosen so that its outcome lies inside the range and differs between updates.
 FAMILIES = {"qwen3": 0.3, "qwen2": 0.4}
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-6, 1e-5
 LR = 3e-4
-CLIP_GRAD = 0.05  # far below the norms of these gradients: clipping acts in every update
+CLIP_GRAD = 0.05  # far below the norms of these gradients, so that every update is clipped
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Layout:
     """One row of the table."""
 
     title: str
-    parallel: dict[str, Any] = field(default_factory=dict)  # of [parallel]
+    parallel: dict[str, Any] = field(default_factory=dict)  # settings of [parallel]
     distributed: bool = False
     recompute: bool = False
     max_tokens: int = 40
@@ -101,7 +101,7 @@ LAYOUTS = (
 
 
 def measure(rank: int, world_size: int, root: Path) -> None:
-    """What NUM_UPDATES updates of every layout with `world_size` processes give: one file for each model."""
+    """Save what NUM_UPDATES updates of every layout with `world_size` processes give, one file per model."""
     for number, layout in enumerate(LAYOUTS):
         if layout.num_processes == world_size:
             for family, rho0 in FAMILIES.items():
@@ -131,11 +131,11 @@ def _updates(config: Config, model: Path) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one layout and model from the single process: the largest of all updates."""
+    """The largest difference between one layout and the single process over all updates, for one model."""
 
     loss: float  # relative
     gradient: float  # |g - g1| / |g1| of a parameter, clipped gradients; the largest over parameters
-    norm: float  # of the gradient, before clipping; relative
+    norm: float  # norm of the gradient before clipping; relative
     same_bounds: bool  # on every rank, in every update
 
 
@@ -157,7 +157,7 @@ def compare(got: dict[str, list[Any]], single: dict[str, list[Any]]) -> Differen
 
 
 def measure_all(root: Path) -> dict[str, dict[str, Difference]]:
-    """{title: {model: Difference}} of every layout but the first, the single process. Runs 1, 2, 4 and 8 processes."""
+    """Return {title: {model: Difference}} of all layouts except the first (one process); runs up to 8 processes."""
     for family in FAMILIES:
         save_random_model(family, root / family)
     for world_size in sorted({layout.num_processes for layout in LAYOUTS}):
@@ -178,7 +178,7 @@ def measure_all(root: Path) -> dict[str, dict[str, Difference]]:
 
 
 def table(differences: dict[str, dict[str, Difference]]) -> str:
-    """Markdown."""
+    """Return the table in Markdown."""
     processes = {layout.title: layout.num_processes for layout in LAYOUTS}
     lines = [
         "| layout | processes | " + " | ".join(f"{f}: loss | gradient | norm" for f in FAMILIES) + " | bounds |",

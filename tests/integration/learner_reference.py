@@ -13,7 +13,7 @@ from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.types import Batch, ClipBounds
 
 BOUNDS = ClipBounds(low=0.8, high=1.3, positive_share=0.5, saturated=False, num_moves=0)
-VOCAB_SIZE = 33  # does not divide by two: tensor parallelism has to pad it
+VOCAB_SIZE = 33  # odd: tensor parallelism has to pad it
 TEMPERATURE = 0.8
 LR, ADAM_EPS = 3e-3, 1e-3
 SEARCH = ClipBoundConfig(
@@ -52,7 +52,7 @@ FAMILIES = {
 
 
 def save_random_model(family: str, folder: Path) -> None:
-    """A tiny checkpoint in which no weight has a value that a mistake in the name map could hit by chance."""
+    """Save a tiny checkpoint with no weight value that a mistake in the name map could hit by chance."""
     torch.manual_seed(5)
     config = FAMILIES[family]()
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -71,8 +71,8 @@ def load_float64(folder: Path) -> torch.nn.Module:
 
 
 def random_batch(num_sequences: int = 9) -> Batch:
-    """Sequences of very different lengths; `versions_T` holds minus each token's index, so that results can be matched
-    and ages are positive."""
+    """Return sequences of very different lengths; `versions_T` holds minus each token's index, so that results can be
+    matched and ages are positive."""
     generator = torch.Generator().manual_seed(11)
 
     def integers(low: int, high: int, size: int) -> Tensor:
@@ -98,7 +98,7 @@ def random_batch(num_sequences: int = 9) -> Batch:
 
 @dataclass
 class Reference:
-    """What one update must give; per-token values are indexed as the batch's tokens are."""
+    """The expected results of one update; per-token values are indexed like the batch's tokens."""
 
     log_probs_T: Tensor
     entropy_T: Tensor
@@ -118,10 +118,10 @@ def reference_update(
     kl: tuple[Tensor, str, float] | None = None,
     loss_of: Callable[[Tensor, Batch], Tensor] | None = None,
 ) -> Reference:
-    """Scores, loss and gradient at the model's weights; then steps `optimizer` if one is given.
+    """Return scores, loss and gradient at the model's weights; then step `optimizer` if one is given.
 
-    `kl` is a term of the loss that counts in the gradient only: log-probs of the reference policy, estimator, weight.
-    `loss_of` log-probs and batch, a mean over trained tokens, is `literal_loss` unless it is given.
+    `kl` adds a term to the gradient only: log-probs of the reference policy, estimator, weight.
+    `loss_of` maps log-probs and batch to a mean over trained tokens; it defaults to `literal_loss`.
     """
     log_probs, entropies, start = [], [], 0
     for length in batch.seq_lens_S.tolist():
@@ -150,7 +150,7 @@ def reference_update(
 
 
 def literal_loss(log_probs_T: Tensor, batch: Batch, bounds: ClipBounds = BOUNDS) -> Tensor:
-    """- mean over trained tokens of min(r A, clip(r, low, high) A)."""
+    """Return - mean over trained tokens of min(r A, clip(r, low, high) A)."""
     total = torch.zeros((), dtype=torch.float64)
     for t in batch.mask_T.nonzero()[:, 0].tolist():
         ratio = (log_probs_T[t] - batch.behaviour_logprobs_T[t].double()).exp()
@@ -160,15 +160,15 @@ def literal_loss(log_probs_T: Tensor, batch: Batch, bounds: ClipBounds = BOUNDS)
 
 
 def literal_kl(log_probs_T: Tensor, reference_T: Tensor, estimator: str, batch: Batch) -> Tensor:
-    """Mean over trained tokens."""
+    """Return the mean over trained tokens."""
     difference = (log_probs_T - reference_T)[batch.mask_T]
     terms = {"k1": difference, "k2": difference**2 / 2, "k3": torch.exp(-difference) - 1 + difference}
     return terms[estimator].mean()
 
 
 def literal_bounds(log_probs_T: Tensor, batch: Batch, search: ClipBoundConfig = SEARCH) -> tuple[float, float, float]:
-    """Low, high and rho of Algorithm 1, with the reading and token weights of SEARCH; every token is visited at every
-    probe, and none is a near tie."""
+    """Return low, high and rho of Algorithm 1, with the reading and token weights of SEARCH. Each probe visits every
+    token, and none is a near tie."""
     mask_T = batch.mask_T
     behaviour = batch.behaviour_logprobs_T[mask_T].double()
     ratio, advantage = (log_probs_T[mask_T] - behaviour).exp(), batch.advantages_T[mask_T].double()
@@ -191,7 +191,7 @@ def literal_bounds(log_probs_T: Tensor, batch: Batch, search: ClipBoundConfig = 
 
 
 def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, version: int) -> dict[str, float]:
-    """Some metrics of an update whose weights have seen `version` updates, each straight from its definition."""
+    """Return some metrics of an update whose weights have seen `version` updates, each straight from its definition."""
     mask_T = batch.mask_T
     ratio = (log_probs_T - batch.behaviour_logprobs_T.double()).exp()[mask_T]
     advantage, age = batch.advantages_T[mask_T], (version - batch.versions_T[mask_T]).double()

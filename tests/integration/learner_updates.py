@@ -1,4 +1,4 @@
-"""A few updates of a tiny policy, to compare settings that must not change their outcome."""
+"""A few updates of a tiny policy, to compare settings that must not change the outcome."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.distributed import HANG_S
 from tests.integration.learner_reference import ADAM_EPS, BOUNDS, LR, TEMPERATURE, random_batch
 
 NUM_UPDATES = 3
-TOKENS = 40  # of a micro-batch: an update has several
+TOKENS = 40  # per micro-batch: an update has several
 
 
 @dataclass
@@ -47,7 +47,7 @@ def pack(learner: MegatronLearner) -> MiniBatch:
 
 
 def updates_of(learner: MegatronLearner, *, read_between: bool = True) -> list[Update]:
-    """Make NUM_UPDATES updates, each with a scoring pass before it; then leave the groups.
+    """Make NUM_UPDATES updates, each after a scoring pass; then leave the groups.
 
     Args:
         read_between: gather gradients and weights after every update, not only after the last one.

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Nursery:
-    """Starts embedded engines, each in a session of its own; they end with it."""
+    """A starter of embedded engines, each in its own session; they end with it."""
 
     def __init__(self) -> None:
         self._pids: list[int] = []
-        self._lock = threading.Lock()  # engines are started from several threads
+        self._lock = threading.Lock()  # several threads start engines
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.nursery"],
             stdin=subprocess.PIPE,
@@ -30,7 +30,7 @@ class Nursery:
         )
 
     def start(self, arguments: Sequence[str]) -> int:
-        """The process id of a new engine server, which is not healthy yet."""
+        """Start an engine server and return its process id; the server is not healthy yet."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
@@ -47,21 +47,21 @@ class Nursery:
 
 
 def kill_session(pid: int, number: signal.Signals) -> None:
-    """Signal a session's processes, where there are any."""
-    assert pid > 0, "0 would be our own"
+    """Signal a session's processes, if there are any."""
+    assert pid > 0, "0 would be our own session"
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
 
 def stop(pid: int) -> None:
-    """Stop a process; return once all its threads stand still."""
+    """Stop a process; return once all its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     while any(state_of(task) not in ("T", "") for task in Path(f"/proc/{pid}/task").iterdir()):
         time.sleep(0.001)
 
 
 def state_of(task: Path) -> str:
-    """The letter in /proc: T is stopped; "" for a thread that has ended meanwhile."""
+    """Return the state letter in /proc: T is stopped; "" is a thread that has ended meanwhile."""
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -69,7 +69,7 @@ def state_of(task: Path) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a session has processes left."""
+    """Return whether a session has processes left."""
     try:
         os.killpg(pid, 0)
     except ProcessLookupError:
@@ -95,7 +95,7 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             server.main(json.loads(line))
         os.close(tell_session)
-        os.read(has_session, 1)  # until then it could not be ended as a session; now it may have ended itself
+        os.read(has_session, 1)  # until then it could not be killed as a session; now it may have ended by itself
         os.close(has_session)
         print(pid, flush=True)
 

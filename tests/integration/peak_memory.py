@@ -1,4 +1,4 @@
-"""What torch allocates in a real update: one process per rank, every allocation recorded."""
+"""What torch allocates in a real update: one process per rank, with every allocation recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 }
 PROMPT_TOKENS, RESPONSE_TOKENS, NUM_SEQUENCES = 12, 500, 4
 BACKEND = "sending"
-COLLECTIVE = 1  # tag of the messages of collectives
+COLLECTIVE = 1  # tag of the collectives' messages
 COMBINE = {dist.ReduceOp.SUM: np.add, dist.ReduceOp.MAX: np.maximum, dist.ReduceOp.MIN: np.minimum}
 
 
@@ -71,7 +71,7 @@ class Case:
 
 
 def longest_batch() -> Batch:
-    """Every prompt and response is as long as allowed."""
+    """Return a batch in which every prompt and response is as long as allowed."""
     generator = torch.Generator().manual_seed(3)
     length = PROMPT_TOKENS + RESPONSE_TOKENS
     is_response_T = (torch.arange(length) >= PROMPT_TOKENS).repeat(NUM_SEQUENCES)
@@ -88,11 +88,11 @@ def longest_batch() -> Batch:
 
 
 class SendingGroup(dist.ProcessGroup):
-    """A process group whose collectives are gloo's sends and receives, over when the call returns.
+    """A process group whose collectives are gloo's sends and receives, finished when the call returns.
 
-    Gloo's own collectives run in threads of theirs. What such a thread is the last to hold is freed there, where the
-    profiler does not see it, and which thread is the last depends on the load. Here this rank's thread alone allocates
-    and frees; values on their way are in NumPy's arrays, which the profiler does not count.
+    Gloo runs its own collectives in its own threads. A tensor that such a thread is the last to hold is freed there,
+    unseen by the profiler, and which thread is last depends on the load. Here only this rank's thread allocates and
+    frees; values in transit are in NumPy arrays, which the profiler does not count.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -140,7 +140,7 @@ class SendingGroup(dist.ProcessGroup):
 
     def _exchange(self, outgoing: Sequence[Tensor] | Tensor, incoming: Sequence[Tensor] | Tensor) -> dist.Work:
         """Send `outgoing[r]` to each rank r of the group, and receive `incoming[r]` from it."""
-        # NumPy writes as other backends do: unseen by autograd
+        # NumPy writes unseen by autograd, as other backends do
         incoming[self.rank()].detach().numpy()[...] = outgoing[self.rank()].detach().numpy()
         works = [self._gloo.send([outgoing[peer]], peer, COLLECTIVE) for peer in self._peers]
         return _wait(works + [self._gloo.recv([incoming[peer]], peer, COLLECTIVE) for peer in self._peers])
@@ -164,9 +164,9 @@ dist.Backend.register_backend(BACKEND, SendingGroup, devices=["cpu"])
 
 
 def measure(rank: int, world_size: int, root: Path, case: Case) -> None:
-    """Writes the peak of this rank in bytes: the largest sum, from before the model exists to the second update's end.
+    """Write this rank's peak in bytes: the largest sum, from before the model exists to the end of the second update.
 
-    What runs before in the same process would change it: each measurement has a new one.
+    Anything that ran earlier in the same process would change it, so each measurement has a new process.
     """
     config, batch = case.config(), longest_batch()
 

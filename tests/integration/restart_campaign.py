@@ -4,7 +4,7 @@
 
 Each case is one run of `bapo train` with run.max_restarts, and one line in FOLDER/cases.jsonl: what happened, what was
 compared, and how long the run took to recover. Seeds 0 to 15 kill in every combination, 16 to 31 do so with ranks on
-standby, and 32 to 39 stop a rank, which only parallel.timeout_s ends: on a busy machine that may end a good rank too.
+standby, and 32 to 39 stop a rank, which only parallel.timeout_s ends. On a busy machine it may end a good rank too.
 """
 
 import argparse
@@ -53,7 +53,7 @@ LAYOUTS = {
     "PP2": ("parallel.tensor=1", "parallel.pipeline=2"),
 }
 ENGINES = ("embedded", "sglang")
-LAST = {"push": 150, "save": 40, "update": 7, "sample": 4}  # gates that every run comes to before its last step
+LAST = {"push": 150, "save": 40, "update": 7, "sample": 4}  # gates that every run reaches before its last step
 SHORT = ("parallel.timeout_s=60", "sync.timeout_s=15")
 
 
@@ -64,7 +64,7 @@ class Case:
     seed: int
     layout: str
     engine: str
-    place: str  # the gate before which a rank stands
+    place: str  # the gate in front of which a rank waits
     rank: int
     signal: str
     standby: bool
@@ -82,7 +82,7 @@ class Case:
 
 
 class Started:
-    """`bapo train` over the demo. A context manager that ends what is left of it."""
+    """`bapo train` with the demo. A context manager that ends what is left of it."""
 
     def __init__(self, folder: Path, name: str, *settings: str, gates: Gates | None = None) -> None:
         self.path = folder / name
@@ -107,7 +107,7 @@ class Started:
         self.gates.wait(place, lambda: self.process.poll() is None, lambda: self.text)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes that write to the trainers' logs, by rank."""
+        """Return the processes that write to the trainers' logs, by rank."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(OSError):  # it has just ended
@@ -120,7 +120,7 @@ class Started:
         return [child for child in children if "bapo_megatron.engines" in " ".join(child.cmdline())]
 
     def on_standby(self, used: Sequence[psutil.Process]) -> list[psutil.Process]:
-        """The processes that have imported everything, once they are as many as these ranks, and others than they."""
+        """Return the processes that have imported everything, once there are as many as in `used`, all new."""
         assert self.gates is not None
         deadline = time.monotonic() + HANG_S
         while True:
@@ -146,7 +146,7 @@ class Started:
 
 
 def reference(folder: Path, layout: str) -> Path:
-    """A run of a layout that was left alone, with the embedded engine."""
+    """Return a run of a layout that was left alone, with the embedded engine."""
     path = folder / f"alone-{layout}"
     if not path.exists() or RunDir.attach(path).state != "finished":
         with Started(folder, path.name, *LAYOUTS[layout]) as run:
@@ -159,7 +159,7 @@ def fight(folder: Path, case: Case) -> dict[str, Any]:
     settings = [*LAYOUTS[case.layout], f"rollout.engine={case.engine}", f"run.standby={str(case.standby).lower()}"]
     settings += SHORT if case.signal == "STOP" else []
     name = f"case-{case.seed}"
-    for left in (name, f"gates-{name}"):  # by an earlier campaign in this folder
+    for left in (name, f"gates-{name}"):  # left by an earlier campaign in this folder
         shutil.rmtree(folder / left, ignore_errors=True)
     with Started(folder, name, *settings, gates=Gates(folder / f"gates-{name}", case.place, "end")) as run:
         assert run.gates is not None
@@ -171,7 +171,7 @@ def fight(folder: Path, case: Case) -> dict[str, Any]:
         stop(ranks[case.rank].pid) if case.signal == "STOP" else ranks[case.rank].kill()
         run.gates.open(case.place)
         run.at_gate("end")
-        assert run.engines() == engines, "not the engines that it began with"
+        assert run.engines() == engines, "the engines have changed"
         assert not any(rank.is_running() for rank in ranks.values())
         run.gates.open("end")
         assert run.wait() == 0, run.text
@@ -196,7 +196,7 @@ def fight(folder: Path, case: Case) -> dict[str, Any]:
 
 
 def check_books(run: Path) -> int:
-    """No response was lost, or trained twice. Returns how many were trained."""
+    """Check that no response was lost or trained twice; return how many were trained."""
     trained: set[str] = set()
     for step in range(1, NUM_STEPS + 1):
         now = [sample.sample_id for group in read_groups(run / "rollouts", step) for sample in group.samples]
@@ -208,7 +208,7 @@ def check_books(run: Path) -> int:
 
 
 def check_labels(run: Path) -> tuple[int, float]:
-    """Every trained token against the weights that its segment claims. Returns tokens, and the largest difference."""
+    """Check each trained token against the weights that its segment claims; return token count and worst difference."""
     samples = [s for step in range(1, NUM_STEPS + 1) for g in read_groups(run / "rollouts", step) for s in g.samples]
     weights = dict(pushed(run))
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
@@ -225,7 +225,7 @@ def check_labels(run: Path) -> tuple[int, float]:
 
 
 def pushed(run: Path) -> list[tuple[int, dict[str, Tensor]]]:
-    """The weights of each version that engines were given, from the checkpoints."""
+    """Return the weights of each version that engines received, from the checkpoints."""
     found = [(0, load_file(next(demo_model_path().glob("*.safetensors"))))]
     for step in range(1, NUM_STEPS + 1):
         with hf_folder(run / "checkpoints" / f"step-{step:06d}") as (folder, version):

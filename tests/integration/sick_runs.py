@@ -1,4 +1,4 @@
-"""Short real runs that are made sick on purpose, one for each alarm, with healthy ones next to them.
+"""Short real runs that are made sick on purpose, one per alarm, with healthy runs for comparison.
 
     python -m tests.integration.sick_runs FOLDER        # a table in Markdown; exit code 1 if an alarm is wrong
 
@@ -62,7 +62,7 @@ def broken_loss(inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and the alarm that it must raise; "" for a healthy one, which must raise none."""
+    """A run, and the alarm that it must raise; "" means a healthy run, which must raise none."""
 
     name: str
     alarm: str
@@ -144,7 +144,7 @@ HEALTHY = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left."""
+    """What a run left behind."""
 
     case: Case
     exit_code: int
@@ -154,7 +154,7 @@ class Outcome:
 
     @property
     def fault(self) -> str:
-        """What is wrong; "" if the run raised its alarm, or is healthy and raised none."""
+        """Return what is wrong; "" if the run raised its alarm, or is healthy and raised none."""
         raised = [alarm["name"] for alarm in self.status.get("alarms", ())]
         if self.exit_code != self.case.exit_code:
             return f"exit code {self.exit_code}: {self.output[-2000:]}"
@@ -163,7 +163,7 @@ class Outcome:
         return ""
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row of the table."""
+        """Return the run's row of the table."""
         alarms = [f"{alarm['name']} ({alarm['first_step']})" for alarm in self.status.get("alarms", ())]
         settings = ", ".join(
             f"`{setting.removeprefix('reward.kind=tests.integration.')}`" for setting in self.case.settings

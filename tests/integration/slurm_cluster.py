@@ -62,9 +62,9 @@ _GPUS = "NodeName=n[1-3] Name=gpu File={folder}/gpu[0-7]\n"
 
 
 class Cluster:
-    """Three nodes, n1 to n3, of 16 CPUs and 8 GPUs, all made up.
+    """Three nodes, n1 to n3, which claim 16 CPUs and 8 GPUs each.
 
-    A context manager, which ends its daemons, by their process ids.
+    A context manager that ends its daemons by their process ids.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,7 +98,7 @@ class Cluster:
         self._stack.close()
 
     def run(self, *command: str, timeout_s: float = HANG_S) -> str:
-        """A command of SLURM; fails with what it said."""
+        """Run a SLURM command and return its output; fail with its output if it fails."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -106,7 +106,7 @@ class Cluster:
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What the controller says about a job, such as {"JobState": "RUNNING", "Restarts": "1"}."""
+        """Return what the controller says about a job, such as {"JobState": "RUNNING", "Restarts": "1"}."""
         words = self.run("scontrol", "show", "job", "--oneliner", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -117,7 +117,7 @@ class Cluster:
         """Return the processes that a job runs in its steps on a node."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # one that has just ended
+            with contextlib.suppress(psutil.Error):  # a process that has just ended
                 variables = process.environ()
                 if variables.get("SLURM_JOB_ID") == job_id and variables.get("SLURMD_NODENAME") == node:
                     found.append(process)
@@ -125,7 +125,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def failing(self, node: str, job_id: str) -> Iterator[None]:
-        """Let a node fail with all that a job runs there; put it back into service at the end."""
+        """Let a node fail with everything that a job runs there; put it back into service at the end."""
         tasks = self.processes(job_id, node)
         step_daemons = [parent for task in tasks if (parent := task.parent()) and "slurmstepd" in parent.name()]
         for process in (self._slurmds[node], *step_daemons, *tasks):
@@ -144,7 +144,7 @@ class Cluster:
         self._slurmds[node] = self._daemon("slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", node)
 
     def _cancel_jobs(self) -> None:
-        """Those that a failed test leaves: their processes would outlive the daemons."""
+        """Cancel the jobs that a failed test leaves: their processes would outlive the daemons."""
         deadline = time.monotonic() + HANG_S
         with contextlib.suppress(subprocess.SubprocessError):  # a cluster that did not start has none
             while time.monotonic() < deadline and self._ask("squeue", "--noheader").strip():
@@ -152,7 +152,7 @@ class Cluster:
                 time.sleep(0.5)
 
     def _ask(self, *command: str) -> str:
-        """What a command of SLURM says. Raises subprocess.SubprocessError where it fails, or is late."""
+        """Return the output of a SLURM command. Raises subprocess.SubprocessError if it fails or takes too long."""
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=HANG_S, check=True
         ).stdout

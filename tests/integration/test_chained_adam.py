@@ -1,4 +1,4 @@
-"""One Adam state for each optimizer of Megatron's chain: of parameters that two ranks copy, and of experts."""
+"""One Adam state for each optimizer of Megatron's chain: for parameters that two ranks copy, and for experts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ def values(name: str, seed: int) -> torch.Tensor:
 
 
 class Model(Module):
-    """Two parameters that every rank has, and this rank's expert, as Megatron's experts mark theirs."""
+    """Two parameters that every rank has, and this rank's expert, marked as Megatron's experts are."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Model(Module):
 
 
 def reference() -> dict[str, Parameter]:
-    """All parameters of both ranks after one update by torch's Adam, clipped by the norm over all of them."""
+    """Return all parameters of both ranks after one update by torch's Adam, clipped by the norm over all of them."""
     wholes = {name: Parameter(values(name, 0)) for name in ("dense", "bias")}
     wholes |= {f"expert {rank}": Parameter(values("expert", rank)) for rank in range(2)}
     for name, parameter in wholes.items():

@@ -26,7 +26,7 @@ LAYOUT = {"tensor": 2, "pipeline": 2}
 
 
 class Recorder:
-    """Stands in for a sender; `published` are the weights that engines would sample from."""
+    """A stand-in for a sender; `published` holds the weights that engines would sample from."""
 
     def __init__(self) -> None:
         self.problem: Exception | None = None
@@ -59,7 +59,7 @@ class Recorder:
 
 
 class PiecesChannel:
-    """Each rank sends the boxes that it owns, and rank 0 publishes whole weights once all ranks have ended well."""
+    """A channel whose ranks send the boxes that they own; rank 0 publishes whole weights once all have ended well."""
 
     def __init__(self) -> None:
         self.published: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ class PiecesChannel:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """A source with another's version and manifest."""
+    """A source with another source's version and manifest."""
 
     inner: WeightSource
 
@@ -95,7 +95,7 @@ class Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class Failing(Wrapping):
-    """A source that wraps another: the fourth parameter that this rank reads is lost."""
+    """A wrapper of another source, which loses the fourth parameter that this rank reads."""
 
     inner: ModelWeights
 
@@ -119,7 +119,7 @@ class Failing(Wrapping):
 
 @dataclass(frozen=True, slots=True)
 class Doubled(Wrapping):
-    """A source that wraps any other and changes its values, as a merged adapter would."""
+    """A wrapper of any other source, which changes its values as a merged adapter would."""
 
     def pieces(self) -> Iterator[Piece]:
         return (replace(piece, values=2 * piece.values) for piece in self.inner.pieces())
@@ -202,7 +202,7 @@ def test_a_single_rank_that_fails_publishes_nothing(tmp_path: Path) -> None:
 
 
 def check_copies(rank: int, world_size: int, root: Path) -> None:
-    """Of ranks that hold the same weights, each sends some of them."""
+    """Ranks that hold the same weights share the sending."""
     weights = MegatronLearner(make_config({"pipeline": 2, "data": 2}), root).weights()
     own = PiecesChannel()
     own.push(weights)

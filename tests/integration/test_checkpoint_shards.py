@@ -1,4 +1,4 @@
-"""What the ranks of a layout write: together exactly weights and moments, spread over ranks; and bad shards."""
+"""What the ranks of a layout write: together, exactly weights and moments, spread over ranks; and bad shards."""
 
 import json
 from functools import partial
@@ -30,7 +30,7 @@ LAST_UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def updated(layout: Layout, model: Path) -> MegatronLearner:
-    """After one update: Adam has moments."""
+    """Return a learner after one update, so that Adam has moments."""
     learner = MegatronLearner(layout.config(), model)
     minibatch = one_minibatch(random_batch(), max_tokens=layout.max_tokens, share=learner.share)
     learner.step(minibatch, BOUNDS)
@@ -38,7 +38,7 @@ def updated(layout: Layout, model: Path) -> MegatronLearner:
 
 
 def gathered(learner: MegatronLearner) -> dict[str, dict[str, Tensor]]:
-    """Weights and moments through rank 0, tensor by tensor; on other ranks empty tensors."""
+    """Return weights and moments through rank 0, tensor by tensor; empty tensors on other ranks."""
     return {
         part: {
             name: tensor.clone()
@@ -51,7 +51,7 @@ def gathered(learner: MegatronLearner) -> dict[str, dict[str, Tensor]]:
 
 
 def check_saved(rank: int, world_size: int, root: Path, layouts: list[Layout]) -> None:
-    """Each layout saves what it holds, bit for bit, and loads what the one before has saved."""
+    """Check that each layout saves what it holds, bit for bit, and loads what the layout before it saved."""
     before: dict[str, dict[str, Tensor]] = {}
     for number, layout in enumerate(layouts):
         learner = updated(layout, root / "model")
@@ -62,7 +62,7 @@ def check_saved(rank: int, world_size: int, root: Path, layouts: list[Layout]) -
             assert learner.version == 1
         before = gathered(learner)
         path = store.save(number, {"learner": learner}, {})
-        for parameter in learner.model.parameters():  # training goes on
+        for parameter in learner.model.parameters():  # training continues
             parameter.data.add_(1.0 if number % 2 else 0.0)
         store.close()
         index = read_index(path / "learner")
@@ -104,7 +104,7 @@ def test_all_ranks_together_save_weights_and_moments_bit_for_bit(tmp_path: Path)
 
 
 def reindexed(folder: Path, change: Any) -> None:
-    """Change the index, with digests that are right again."""
+    """Change the index, and correct the digests."""
     body = json.loads((folder / "index.json").read_text())
     del body["xxh3_128"]
     change(body)
@@ -118,7 +118,7 @@ def reindexed(folder: Path, change: Any) -> None:
 
 
 def spoil(folder: Path) -> None:
-    """nan where only the second tensor rank reads it."""
+    """Write nan where only the second tensor rank reads it."""
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         for part in PARTS:
@@ -128,7 +128,7 @@ def spoil(folder: Path) -> None:
 
 
 def check_refused(rank: int, world_size: int, root: Path) -> None:
-    """A tensor that is missing, unexpected, mis-shaped or not finite: the same error on every rank."""
+    """A tensor that is missing, unexpected, mis-shaped or not finite gives the same error on every rank."""
     learner = updated(Layout("TP2", {"tensor": 2}), root / "model")
     changes: list[tuple[Any, str]] = [
         (lambda body: body["tensors"][WEIGHT].pop(NORM), f"weight in .* 1 missing: {NORM}"),

@@ -42,7 +42,7 @@ def make_batch() -> Batch:
 
 
 def save_critic(source: Path, target: Path, num_outputs: int = 1) -> None:
-    """The language model's body with a random value head."""
+    """Save the language model's body with a random value head."""
     shutil.copytree(source, target)
     weights = load_file(source / "model.safetensors")
     weights.pop("lm_head.weight", None)
@@ -53,18 +53,18 @@ def save_critic(source: Path, target: Path, num_outputs: int = 1) -> None:
 
 @dataclass
 class Reference:
-    """What one step of the critic must give; per-token values are indexed as the batch's tokens are."""
+    """The expected results of one step of the critic; per-token values are indexed like the batch's tokens."""
 
     advantages_T: Tensor  # not whitened
     losses: list[float]
     clip_shares: list[float]
     grad_norms: list[float]
-    gradients: dict[str, Tensor]  # of the last update
-    weights: dict[str, Tensor]  # after it
+    gradients: dict[str, Tensor]  # gradients of the last update
+    weights: dict[str, Tensor]  # weights after the last update
 
 
 def reference_step(folder: Path, batch: Batch) -> Reference:
-    """Plain transformers, one sequence at a time; GAE by its recursion; literal clipped value loss; torch's Adam."""
+    """Use plain transformers, one sequence at a time; GAE by recursion; literal clipped value loss; torch's Adam."""
     model = load_float64(folder.with_name(folder.name.removeprefix("critic-")))
     head = torch.nn.Parameter(load_file(folder / "model.safetensors")["score.weight"].double())
     body = {f"model.{name}": p for name, p in model.model.named_parameters()}
@@ -72,7 +72,7 @@ def reference_step(folder: Path, batch: Batch) -> Reference:
     optimizer = torch.optim.AdamW(parameters.values(), lr=LR, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0)
 
     def values() -> Tensor:
-        """V of each token is of the tokens before it; 0 on prompts."""
+        """Return V at each token, computed from the tokens before it; 0 on prompts."""
         values_T = []
         for ids, prompt_len in zip(batch.token_ids_T.split(batch.seq_lens_S.tolist()), prompt_lens(batch), strict=True):
             of_states = (model.model(ids[None]).last_hidden_state[0] @ head[0])[prompt_len - 1 : -1]
@@ -186,7 +186,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
 
 
 def check_new_critic(root: Path) -> None:
-    """From the policy's weights: all values are 0, and the first update moves the head alone. The policy stays."""
+    """From the policy's weights, all values are 0 and the first update moves only the head. The policy stays."""
     config = make_config(None, {})
     policy, advantages, critic = make_advantages(config, root / "qwen2")
     before = {name: weight.clone() for name, weight in policy.weights().whole()}
@@ -234,7 +234,7 @@ def check_new_critic(root: Path) -> None:
 
 
 def check_learning(root: Path) -> None:
-    """Responses of two kinds of tokens, one of them rewarded: the values of batches not seen before tell them apart."""
+    """With two kinds of tokens in responses, one of them rewarded, the values of unseen batches tell them apart."""
     config = make_config(None, {}, 400, critic={"lr": 1e-2, "epochs_per_step": 2}, advantage={"kind": "n_step"})
     _, advantages, _ = make_advantages(config, root / "qwen3")
     generator = torch.Generator().manual_seed(1)
@@ -299,7 +299,7 @@ def test_two_processes_equal_reference(folder: Path) -> None:
 
 
 def check_resumed(rank: int, world_size: int, root: Path) -> None:
-    """A step, a checkpoint, another step; and from the checkpoint, at other layouts, the same step again."""
+    """Take a step, save, take another step; then load the checkpoint at other layouts and repeat that step."""
     batch, store = make_batch(), CheckpointStore(root / "saved", CheckpointConfig())
     config = make_config(root / "critic-qwen2", {"tensor": 2})
     policy, advantages, critic = make_advantages(config, root / "qwen2")
@@ -321,7 +321,7 @@ def check_resumed(rank: int, world_size: int, root: Path) -> None:
 
 
 def check_skips(rank: int, world_size: int, root: Path) -> None:
-    """Gradients that are not finite leave the weights as they are; too many in a row end the run, a resumed one too."""
+    """Gradients that are not finite leave the weights unchanged; too many in a row end the run, even a resumed one."""
     batch, store = make_batch(), CheckpointStore(root / "saved-skips", CheckpointConfig())
     broken = replace(batch, rewards_S=torch.full_like(batch.rewards_S, torch.nan))
     config = make_config(root / "critic-qwen2", {"pipeline": 2})

@@ -1,4 +1,4 @@
-"""Whole runs with a critic: it learns, the policy waits for it, and a killed run goes on exactly."""
+"""Whole runs with a critic: it learns, the policy waits for it, and a killed run continues exactly."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ SETTINGS = (
 
 
 def files_of(run: Path, step: int) -> dict[str, bytes]:
-    """Weights and moments."""
+    """Return weights and moments."""
     folder = run / "checkpoints" / f"step-{step:06d}"
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
 
@@ -45,7 +45,7 @@ def test_a_killed_run_with_a_critic_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert any("critic" in name for name in files)
         assert files_of(second.run_dir, step) == files, f"step {step}"
 
-    assert [row["version"] for row in rows] == [0, 2, 4, 6], "in the first step the critic learns alone"
+    assert [row["version"] for row in rows] == [0, 2, 4, 6], "in the first step only the critic learns"
     assert "loss/policy" not in rows[0]
     assert rows[0]["critic/value_mean"] == 0, "a new critic knows nothing"
     for row in rows[1:]:

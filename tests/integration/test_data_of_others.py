@@ -67,9 +67,9 @@ FORMATS: dict[str, tuple[str, Callable[[int, str, str], Row], dict[str, str]]] =
 class Outcome:
     """What a user sees of the three commands."""
 
-    data: dict[str, Any]  # of the configuration that init wrote
-    printed: str  # by init
-    is_unchanged: bool  # the file of prompts
+    data: dict[str, Any]  # the configuration that init wrote
+    printed: str  # the output of init
+    is_unchanged: bool  # whether init left the file of prompts alone
     metrics: list[dict[str, float]]
 
 
@@ -90,7 +90,7 @@ def write(file: Path, rows: list[Row]) -> None:
 
 @pytest.fixture(scope="module")
 def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
-    """Run the commands for a format, once."""
+    """Run the commands once per format."""
 
     @functools.cache
     def outcome_of(name: str) -> Outcome:
@@ -141,7 +141,7 @@ def test_a_file_trains_as_it_is(name: str, outcome_of: Callable[[str], Outcome])
     ("name", "other"), [("TRL", "verl"), ("TRL", "slime"), ("CSV", "Parquet"), ("TRL", "function")]
 )
 def test_the_same_problems_train_alike(name: str, other: str, outcome_of: Callable[[str], Outcome]) -> None:
-    """A table of bare questions gets another prompt than a conversation does: words that say how to answer."""
+    """A table of bare questions gets a different prompt from a conversation: words that say how to answer."""
     what = ("reward/mean", "loss/policy", "optimizer/grad_norm")
     mine, others = ([[row[key] for key in what] for row in outcome_of(one).metrics] for one in (name, other))
     assert mine == others

@@ -1,4 +1,4 @@
-"""The key of a run: where it goes, where it does not, and what a web page gets without it, from a real browser."""
+"""The key of a run: where it goes, where it does not, and what a web page gets without it, in a real browser."""
 
 import contextlib
 import http.server
@@ -31,7 +31,7 @@ from tests.integration.killable import small_run
 
 KEY = "a-key-that-is-nowhere-but-here"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-ATTACKS = {  # what a page can send without asking first -> the body
+ATTACKS = {  # what a page can send without a preflight request -> the body
     "/update_weights_from_disk": {"model_path": str(demo_model_path()), "weight_version": "31337"},
     "/pause_generation": {"mode": "abort"},
     "/start_profile": {"output_dir": "/nowhere"},
@@ -50,7 +50,7 @@ REQUEST = GenerateRequest("ask", (3, 4, 5), 8, 1.0, (), 1)
 
 @contextlib.contextmanager
 def started(engine: str, folder: Path) -> Iterator[str]:
-    """One engine, as a run starts it."""
+    """Start one engine, as a run does."""
     rollout = {"engine": engine, "max_response_tokens": 32, "max_concurrent_requests": 8, "engine_threads": 1}
     config = Config.model_validate(
         {"data": {"max_prompt_tokens": 32}, "rollout": rollout | {"startup_timeout_s": HANG_S}}
@@ -73,7 +73,7 @@ def browser() -> Iterator[Browser]:
 
 
 class _Blank(http.server.BaseHTTPRequestHandler):
-    """The site of the page: an empty page on every path."""
+    """The page's site: an empty page on every path."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -85,7 +85,7 @@ class _Blank(http.server.BaseHTTPRequestHandler):
 
 
 def statuses(browser: Browser, url: str) -> dict[str, int]:
-    """Return what the engine answers to a page of http://evil.test, by path."""
+    """Return the engine's answers to a page of http://evil.test, by path."""
     site = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Blank)
     thread = threading.Thread(target=site.serve_forever)
     thread.start()
@@ -109,7 +109,7 @@ def statuses(browser: Browser, url: str) -> dict[str, int]:
 
 
 def own_client(url: str, key: str | None) -> tuple[dict[str, Any], int]:
-    """Return what the run's client learns about the engine, and the number of tokens that it samples."""
+    """Return what the run's client learns about the engine, and how many tokens it samples."""
 
     async def ask() -> tuple[dict[str, Any], int]:
         client = HttpEngine(url, request_timeout_s=HANG_S, key=key)
@@ -119,7 +119,7 @@ def own_client(url: str, key: str | None) -> tuple[dict[str, Any], int]:
         finally:
             await client.close()
 
-    with contextlib.closing(LoopThread()) as loop:  # playwright's own is running in this one
+    with contextlib.closing(LoopThread()) as loop:  # playwright has a loop running in this thread
         return loop.run(ask(), 2 * HANG_S)
 
 
@@ -162,7 +162,7 @@ def leaks(folder: Path) -> list[Path]:
 
 @pytest.mark.slow
 def test_the_key_of_a_run_is_in_no_file_and_on_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor in the environment of judges and ranks that have no use for it. A resumed run has a new one."""
+    """Nor is it in the environment of judges and ranks that do not need it. A resumed run has a new key."""
     commands: list[str] = []
     holders: list[str] = []
     popen = subprocess.Popen.__init__

@@ -1,4 +1,4 @@
-"""A seeded campaign of faults on real engines, in every mode: no token is trained that is not what it claims to be."""
+"""A seeded campaign of faults on real engines, in every mode: every token that is trained is what it claims to be."""
 
 import contextlib
 import importlib.util
@@ -39,7 +39,7 @@ SEED = 5
 
 
 class Embedded:
-    """Starts embedded engines."""
+    """A starter of embedded engines."""
 
     def __init__(self) -> None:
         self._nursery = Nursery()
@@ -59,7 +59,7 @@ class Embedded:
 
 
 class SGLang:
-    """Starts real SGLang servers."""
+    """A starter of real SGLang servers."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -101,7 +101,7 @@ class SGLang:
 
 @contextlib.contextmanager
 def opened(starter: Embedded | SGLang, num_sites: int, folder: Path, vain: Vain) -> Iterator[Campaign]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as a trainer of one rank has it
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as in a trainer of one rank
     try:
         campaign = Campaign(starter, num_sites, folder, vain)
         try:
@@ -114,7 +114,7 @@ def opened(starter: Embedded | SGLang, num_sites: int, folder: Path, vain: Vain)
 
 
 def deal(num_legs: int, seed: int) -> list[list[list[Fault]]]:
-    """For each step of each leg: an event or spoilt replies, and in every other step a failing push."""
+    """Plan each step of each leg: an event or spoilt replies, and a failing push in every other step."""
     rng = random.Random(seed)
 
     def shuffled(faults: Sequence[Fault], count: int) -> Iterator[Fault]:
@@ -135,7 +135,7 @@ def vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Vain:
 
 
 def fight(campaign: Campaign, plans: dict[str, list[list[Fault]]], capsys: pytest.CaptureFixture[str]) -> int:
-    """All legs, and what must hold after them. Returns how many faults happened."""
+    """Run all legs, and check what must hold after them; return how many faults happened."""
     began_s = time.monotonic()
     for name, plan in plans.items():
         campaign.run_leg(name, LEGS[name], plan)
@@ -175,7 +175,7 @@ def test_real_sglang_servers_under_fire(tmp_path: Path, capsys: pytest.CaptureFi
             [fault["killed, restarted"]],
             [spoilt("garbage", 1)],
             [],
-            [fault["hung, then goes on"]],
+            [fault["hung, then continues"]],
             [],
             [fault["aborted by a third party"]],
             [],

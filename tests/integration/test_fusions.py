@@ -1,4 +1,4 @@
-"""Fused kernels: which are chosen where, and that ours and Megatron's modules hand them what they expect.
+"""Fused kernels: which are chosen where, and that ours and Megatron's modules pass them what they expect.
 
 The kernels themselves need a GPU. Stand-ins compute the same in plain torch, with the arguments of Megatron-Core 0.16.1
 and Transformer Engine 2.11.
@@ -51,13 +51,13 @@ def test_which_are_chosen(root: Path) -> None:
 
 
 def wgrad_gemm_accum_fp32(inputs_TH: Tensor, grad_TV: Tensor, main_grad_VH: Tensor) -> None:
-    """fused_weight_gradient_mlp_cuda's, of Apex."""
+    """Stand in for the function of Apex's fused_weight_gradient_mlp_cuda."""
     wgrad_gemm_accum_fp32.num_calls += 1  # type: ignore[attr-defined]
     main_grad_VH.addmm_(grad_TV.T, inputs_TH)
 
 
 def fused_apply_rotary_pos_emb(x_T1ND: Tensor, angles_T11D: Tensor, interleaved: bool = False) -> Tensor:
-    """Transformer Engine's, for "sbhd": float32 angles, one for each dimension, halves rotated against each other."""
+    """Stand in for Transformer Engine's, for "sbhd": float32 angles, one per dimension; each half rotates the other."""
     assert not interleaved
     assert angles_T11D.dtype == torch.float32
     assert angles_T11D.shape == (x_T1ND.shape[0], 1, 1, x_T1ND.shape[-1])
@@ -67,10 +67,10 @@ def fused_apply_rotary_pos_emb(x_T1ND: Tensor, angles_T11D: Tensor, interleaved:
 
 
 def check_stand_ins(rank: int, world_size: int, root: Path) -> None:
-    """Each fusion alone, in several families and orders of passes, gives the updates of none."""
+    """Check that each fusion alone, in several families and orders of passes, gives the updates of no fusion."""
     layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
     rope_utils.fused_apply_rotary_pos_emb = fused_apply_rotary_pos_emb
-    torch.compiler.set_stance("force_eager")  # the test is of the call, not of the compiler
+    torch.compiler.set_stance("force_eager")  # this tests the call, not the compiler
     wgrad_gemm_accum_fp32.num_calls = fused_apply_rotary_pos_emb.num_calls = 0  # type: ignore[attr-defined]
     cases: list[tuple[str, str, dict[str, Any]]] = [
         ("bias_activation_fusion", "llama_biases", {}),
@@ -94,7 +94,7 @@ def test_the_same_updates(root: Path) -> None:
 
 
 def watch_backward(chunk: torch.nn.Module) -> list[int]:
-    """Returns a list that receives the number of each forward pass when its backward pass begins."""
+    """Return a list that receives the number of each forward pass when its backward pass begins."""
     numbers, order = itertools.count(), []  # type: ignore[var-annotated]
 
     def watch(_: Any, inputs: Any, output: Any) -> None:
@@ -108,7 +108,7 @@ def watch_backward(chunk: torch.nn.Module) -> list[int]:
 
 
 def check_backward_order(rank: int, world_size: int, root: Path, cases: list[tuple[dict, dict]]) -> None:
-    """Transformer Engine overwrites `main_grad` in the backward pass of the first micro-batch: it has to come first."""
+    """Transformer Engine overwrites `main_grad` in the first micro-batch's backward pass, which must come first."""
     for parallel, train in cases:
         learner = MegatronLearner(make_config(parallel=parallel, train=train), root / "qwen3")
         orders = [watch_backward(chunk) for chunk in learner.model]
@@ -139,7 +139,7 @@ def test_backward_order_of_pipelines(root: Path) -> None:
 
 
 def test_fused_linears_are_marked_but_not_the_output_layer() -> None:
-    """Transformer Engine's and Megatron's linears read one flag each."""
+    """Linears of Transformer Engine and of Megatron each read one flag."""
     engine, megatron = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     engine.fuse_wgrad_accumulation = megatron.gradient_accumulation_fusion = False  # type: ignore[assignment]
     policy.fuse_weight_gradients(torch.nn.ModuleList([engine, megatron, torch.nn.Linear(2, 2)]))

@@ -1,4 +1,4 @@
-"""The prepared GPU session on a machine without a GPU: its dry run, and what it names as missing."""
+"""The prepared GPU session on a machine without a GPU: its dry run, and what it reports as missing."""
 
 import json
 import os
@@ -21,7 +21,7 @@ HOPPER = {"torch": "2.14.1", "cuda": "13.0", "num_gpus": 1, "capability": [9, 0]
 
 
 def session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`scripts/gpu_session.sh`, with a package index and a hub that cannot be reached."""
+    """Run `scripts/gpu_session.sh` with a package index and a hub that cannot be reached."""
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HF_ENDPOINT", "PIP_INDEX_URL"), "http://127.0.0.1:9")
     variables = {
         "BAPO_SESSION": f"{folder}/session",
@@ -44,7 +44,7 @@ def states(folder: Path, stage: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 def test_the_dry_run_needs_neither_gpu_nor_network_and_goes_on_where_it_ended(tmp_path: Path) -> None:
     done = session(tmp_path, "--dry-run", "all")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -152,7 +152,7 @@ def test_a_step_that_fails_or_is_late_is_told_apart(tmp_path: Path, monkeypatch:
 
 
 def test_the_offline_script_installs_nothing(tmp_path: Path) -> None:
-    """scripts/gpu_tests.sh and gpu_session.sh begin so: the checkout is imported from links, with its metadata."""
+    """scripts/gpu_tests.sh and gpu_session.sh begin like this: links make the checkout importable, metadata too."""
     code = (
         "import importlib.metadata as m, bapo_megatron, bapo_megatron_patches, bapo_megatron_configs, carried;"
         "print(bapo_megatron_patches.__path__[0], m.requires('bapo-megatron')[0])"
@@ -189,7 +189,7 @@ def test_a_wrong_stage_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_compiled_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source of one file stands for Transformer Engine's torch part: compiled in the background, then installed."""
+    """A one-file source stands in for Transformer Engine's torch part: compiled in the background, then installed."""
     name = "transformer_engine_torch"
     for variable, folder in (("WHEELS", "wheels"), ("FOLDER", "."), ("BUILT", "built"), ("BUILD_CODE", "build.code")):
         monkeypatch.setattr(gpu_session, variable, tmp_path / folder)

@@ -52,13 +52,13 @@ def test_two_tensor_ranks_by_two_stages(tmp_path: Path) -> None:
 
 
 def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
-    """A converted checkpoint starts as its source does; a value that only the last rank reads stops all."""
+    """A converted checkpoint starts as its source does; a bad value that only the last rank reads stops all ranks."""
     losses = []
     for start in (None, root / "training"):
         learner = MegatronLearner(make_config({"tensor": 2}), root / "qwen3")
         minibatch = packed(token_ids(VOCAB_SIZE))
         if start:
-            learner.step(minibatch, BOUNDS)  # to be forgotten
+            learner.step(minibatch, BOUNDS)  # this update must be forgotten
             learner.load(start)
         assert learner.version == 0
         for _ in range(2):
@@ -72,7 +72,7 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
         MegatronLearner(make_config({"tensor": 2}), root / "spoilt")
 
 
-# Two families that no checkpoint has, each over the class of transformers that computes the same.
+# Two families that no checkpoint has, each over the transformers class that computes the same.
 _FEED_FORWARD = tuple(
     replace(p, tensors={name.replace("mlp.", "feed_forward."): dims for name, dims in p.tensors.items()}) for p in LAYER
 )
@@ -97,7 +97,7 @@ def save_made_up(name: str, folder: Path) -> None:
 
 
 def check_embedded(folder: Path, own: Family) -> None:
-    """Compare the embedded engine's logits of every position, token by token, with those of transformers."""
+    """Compare the embedded engine's logits at every position, token by token, with transformers'."""
     model, found = Model.from_pretrained(folder, max_len=64, own=own), []
     for ids in token_ids(VOCAB_SIZE):
         cache = model.new_cache(num_rows=1, max_len=64)
@@ -124,7 +124,7 @@ def check_made_up(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_another_family_is_one_object(tmp_path: Path) -> None:
-    """Its dotted path alone gives the learner, the embedded engine, checkpoints and estimates a new family."""
+    """A dotted path alone gives the learner, the embedded engine, checkpoints and estimates a new family."""
     for name in MADE_UP:
         save_made_up(name, tmp_path / name)
         with pytest.raises(CheckpointError, match=f"{name!r} is not supported"):

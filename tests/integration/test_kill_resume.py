@@ -1,4 +1,4 @@
-"""kill -9 of the trainer at seeded moments, and what the resumed run has in common with one left alone.
+"""kill -9 of the trainer at seeded moments, and what the resumed run has in common with an undisturbed one.
 
 Synchronous mode: everything, bit for bit. Overlapped mode: no token is lost, no sample is trained twice.
 """
@@ -28,7 +28,7 @@ from tests.integration.gates import Gates
 from tests.integration.killable import SMALL, Attempt, Engine, Moment, repeated, small_run, surviving
 
 NUM_STEPS = 8
-# Times, and what is counted since an attempt began.
+# Times, and counts since an attempt began.
 NOT_COMPARED = (
     "time/",
     "straggler/",
@@ -46,7 +46,7 @@ COMPARED_ALL_THE_SAME = ("reward/mean", "reward/std", "sync/bytes")
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was left alone, and saved without going on meanwhile."""
+    """Return an undisturbed run; training waits for each of its saves."""
     folder = tmp_path_factory.mktemp("reference")
     engine = Engine(folder / "engine")
     try:
@@ -58,10 +58,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kill_and_resume(folder: Path, settings: tuple[str, ...], *, num_kills: int, seed: int, step_s: float) -> list[Path]:
-    """Runs that were killed `num_kills` times in all, each resumed until it was done.
+    """Return runs that were killed `num_kills` times in all, each resumed until it was done.
 
-    Half of the kills leave the engine alive, paused and with half of its weights where it happens so; the next attempt
-    has to get it going again.
+    Half of the kills leave the engine alive; it may be paused with half of its weights. The next attempt must then
+    make it work again.
     """
     rng = random.Random(seed)
     kinds = [("anywhere", "save", "push", "anywhere")[i % 4] for i in range(num_kills)]
@@ -86,13 +86,13 @@ def kill_and_resume(folder: Path, settings: tuple[str, ...], *, num_kills: int, 
     finally:
         engine.kill()
     num_resumed = sum(len(list((run / "logs").glob("attempt-*"))) - 1 for run in runs)
-    # A run that was killed after its last checkpoint is finished: it has no further attempt.
+    # A run that was killed after its last checkpoint is finished, so it has no further attempt.
     assert num_kills - len(runs) <= num_resumed <= num_kills
     return runs
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """What was computed."""
+    """Return the metrics that were computed."""
     return [
         {k: v for k, v in row.items() if k in COMPARED_ALL_THE_SAME or not k.startswith(NOT_COMPARED)}
         for row in read_jsonl(run / "metrics.jsonl")
@@ -104,7 +104,7 @@ def longest_step_s(run: Path) -> float:
 
 
 def checkpoint_of(run: Path, step: int) -> dict[str, Any]:
-    """Weights, both moments, version, rollout state, lagged bounds. The run's id differs, and with it the digest."""
+    """Return weights, both moments, version, rollout state and lagged bounds, without the run's id and the digest."""
     folder = run / "checkpoints" / f"step-{step:06d}"
     found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
     assert found
@@ -115,7 +115,7 @@ def checkpoint_of(run: Path, step: int) -> dict[str, Any]:
 
 
 def assert_same(run: Path, reference: Path, num_steps: int) -> None:
-    """Bit for bit."""
+    """Check that a run equals the reference bit for bit."""
     assert metrics_of(run) == metrics_of(reference)[:num_steps]
     samples = [s for s in read_jsonl(reference / "samples.jsonl") if s["step"] <= num_steps]
     assert read_jsonl(run / "samples.jsonl") == samples
@@ -133,7 +133,7 @@ def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Pa
         runs += kill_and_resume(folder, settings, num_kills=5, seed=seed, step_s=longest_step_s(reference))
     for run in runs:
         assert_same(run, reference, NUM_STEPS)
-        # Batches (tokens, log-probs) and bounds, also those that were lost with their attempt and computed again.
+        # Batches (tokens, log-probs) and bounds, including those that an attempt lost and the next one computed again.
         for key in ("step", "update"):
             expected = surviving(reference, key)
             assert surviving(run, key).keys() == expected.keys()
@@ -143,7 +143,7 @@ def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_same_command_goes_on_after_everything_was_killed(reference: Path, tmp_path: Path) -> None:
-    """As a user sees it: launcher, ranks and engine die together in the second step, as when a cluster job ends."""
+    """As when a cluster job ends: launcher, ranks and engine die together in the second step."""
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=killed"]
     command += [*SMALL, "train.num_steps=3"]
     gates = Gates(tmp_path / "gates", 2)
@@ -178,7 +178,7 @@ def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> Non
     assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
     assert max(row["staleness/max"] for row in rows) <= max_staleness
     trained: dict[str, Sample] = {}
-    seen: dict[str, Sample] = {}  # buffered in the checkpoint before
+    seen: dict[str, Sample] = {}  # samples in the buffer at the checkpoint before
     for step in range(1, num_steps + 1):
         batch = surviving(run, "step")[step]
         now = [t for g in batch["groups"] for t in Group.from_json(g).samples]
@@ -190,11 +190,11 @@ def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> Non
             assert_grown(seen.get(t.sample_id), t)
         trained |= {t.sample_id: t for t in now}
         seen = buffered_in(run, step, trained.keys())
-        assert seen, "sampling goes on while the trainer trains"
+        assert seen, "sampling continues while the trainer trains"
 
 
 def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Sample]:
-    """What a checkpoint holds, once its books were found in order: admitted = trained + buffered, none dropped."""
+    """Return what a checkpoint holds, after checking its books: admitted = trained + buffered, none dropped."""
     state = CheckpointStore.load(run / "checkpoints" / f"step-{step:06d}", {})["rollout"]
     held = {t.sample_id: t for groups in groups_of(state, ()) for g in groups for t in g.samples}
     ledger = Ledger()
@@ -209,7 +209,7 @@ def buffered_in(run: Path, step: int, trained: Set[str]) -> dict[str, Sample]:
 
 
 def assert_grown(before: Sample | None, after: Sample) -> None:
-    """Tokens that were sampled are kept as they were."""
+    """Check that sampled tokens are unchanged."""
     if before is not None:
         n = before.num_sampled_tokens
         assert tuple(after.sampled_ids[:n]) == tuple(before.sampled_ids)

@@ -35,7 +35,7 @@ def test_every_layout_equals_one_process(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_these_layouts_within_their_limits() -> None:
-    """Its numbers are rounding errors of one machine; the rows, and that they are small, hold everywhere."""
+    """The page's numbers are rounding errors of one machine; the rows, and that errors are small, hold everywhere."""
     _, _, *shown = rows(PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0])
     assert [(row[0], row[1]) for row in shown] == [(layout.title, str(layout.num_processes)) for layout in LAYOUTS[1:]]
     for _, _, *numbers, bounds in shown:
@@ -45,7 +45,7 @@ def test_the_page_shows_these_layouts_within_their_limits() -> None:
 
 
 def check_resumed(rank: int, world_size: int, root: Path, layout: Layout, load: int | None, save: int) -> None:
-    """From checkpoint `load`, or from the start by two updates, to checkpoint `save`; then one more update."""
+    """Go from checkpoint `load`, or from the start by two updates, to checkpoint `save`; then make one more update."""
     config = layout.config()
     learner = MegatronLearner(config, root / "model")
     minibatch = one_minibatch(random_batch(), max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
@@ -70,7 +70,7 @@ def check_resumed(rank: int, world_size: int, root: Path, layout: Layout, load: 
 
 @pytest.mark.slow
 def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
-    """TP2 x PP2 -> DP2 with a distributed optimizer -> TP2 x PP2 x VPP2 -> CP2: the next loss is the one without."""
+    """TP2 x PP2 -> DP2 with a distributed optimizer -> TP2 x PP2 x VPP2 -> CP2: moves do not change the next loss."""
     save_random_model("qwen2", tmp_path / "model")
     four, two = {"tensor": 2, "pipeline": 2}, {"data": 2}
     chain: list[tuple[Layout, int | None, int]] = [

@@ -51,7 +51,7 @@ Case = tuple[str, dict[str, Any], int]  # family, layout, tokens per micro-batch
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One checkpoint per family, and what NUM_UPDATES updates of it must give."""
+    """Save one checkpoint per family, with what NUM_UPDATES updates of it must give."""
     root = tmp_path_factory.mktemp("learner")
     for family in FAMILIES:
         save_random_model(family, root / family)
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_config(layout: dict[str, Any], **train: Any) -> Config:
-    """`layout` is [parallel] and, as `distributed`, the kind of optimizer."""
+    """Return a configuration; `layout` is [parallel] and, as `distributed`, the kind of optimizer."""
     parallel = {name: value for name, value in layout.items() if name != "distributed"}
     return Config.model_validate(
         {
@@ -104,7 +104,7 @@ def check_log_probs(learner: MegatronLearner, log_probs: list[Tensor], minibatch
 
 
 def make_finders(learner: MegatronLearner) -> dict[str, BoundsFinder]:
-    """A search in each scope, all fed by one learner."""
+    """Return one search per scope, all fed by one learner."""
     bapo = learner.config.bapo
     return {
         scope: BoundsFinder(
@@ -115,7 +115,7 @@ def make_finders(learner: MegatronLearner) -> dict[str, BoundsFinder]:
 
 
 def check_bounds(finders: dict[str, BoundsFinder], minibatch: MiniBatch, now: Any, before: Any) -> None:
-    """On every rank: exact bounds are those of the update itself, lagged ones those of the update before."""
+    """On every rank, exact bounds belong to the update itself, and lagged bounds to the update before."""
     for scope, (low, high, share) in (("exact", now), ("lagged", before)):
         bounds = finders[scope].find(minibatch)
         assert (bounds.low, bounds.high) == (low, high), scope
@@ -125,7 +125,7 @@ def check_bounds(finders: dict[str, BoundsFinder], minibatch: MiniBatch, now: An
 
 
 def check_layout(folder: Path, family: str, layout: dict[str, Any], max_tokens: int, **train: Any) -> None:
-    """All updates of one learner against the reference: log-probs, bounds, loss, metrics, gradient, weights."""
+    """Compare all updates of one learner with the reference: log-probs, bounds, loss, metrics, gradient, weights."""
     reference = torch.load(folder / f"{family}.pt", weights_only=True)
     original = load_file(folder / family / "model.safetensors")
     learner = MegatronLearner(make_config(layout, **train), folder / family)
@@ -138,7 +138,7 @@ def check_layout(folder: Path, family: str, layout: dict[str, Any], max_tokens: 
     assert not is_rank_0 or not original
 
     finders = make_finders(learner)
-    before = reference["updates"][0]  # the first lagged search has nothing to look back on
+    before = reference["updates"][0]  # the first lagged search has no earlier update
     batch_counts = [int((batch.mask_T & (sign * batch.advantages_T > 0)).sum()) for sign in (1, -1)]
     for version, want in enumerate(reference["updates"]):
         assert learner.version == version
@@ -171,7 +171,7 @@ def check_layouts(rank: int, world_size: int, folder: Path, cases: list[Case]) -
 
 
 def check_cycles(root: Path) -> None:
-    """Collections are rare in a rank: no tensor waits for one."""
+    """Garbage collections are rare in a rank, so no tensor may depend on one."""
     learner = MegatronLearner(make_config({}), root / "qwen3")
     minibatch = make_minibatch(learner, 60, random_batch())
     assert tensors_in_cycles(lambda: (learner.score(minibatch), learner.step(minibatch, BOUNDS))) == []
@@ -209,7 +209,7 @@ def test_two_processes_equal_reference(folder: Path) -> None:
 
 
 def check_fewer_sequences_than_ranks(rank: int, world_size: int, root: Path) -> None:
-    """One sequence: some packs, or some ranks' parts of one, hold no response row at all."""
+    """With one sequence, some packs, or some ranks' parts of a pack, hold no response row at all."""
     batch = random_batch(num_sequences=1)
     want = reference_update(load_float64(root / "qwen3"), batch)
     for layout in ({"data": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"context": 2}):
@@ -244,7 +244,7 @@ def test_four_processes_equal_reference(folder: Path) -> None:
 
 
 def check_resume(rank: int, world_size: int, root: Path, model: str, layouts: list[dict[str, Any]]) -> None:
-    """Two updates, save, load at each layout: the third update's loss and weights are those of the reference."""
+    """After two updates, a save and a load at each layout, the third update's loss and weights match the reference."""
     store = CheckpointStore(root / f"saved-{model}", CheckpointConfig())
     reference = torch.load(root / f"{model}.pt", weights_only=True)
     for number, layout in enumerate(layouts):
@@ -277,7 +277,7 @@ def test_resume_at_another_layout(folder: Path) -> None:
 
 
 def check_broken_gradient(rank: int, world_size: int, root: Path, distributed: bool = False) -> None:
-    """One nan advantage on one data rank: no rank changes its weights, all count it, and the next update works."""
+    """After a nan advantage on one data rank, no rank changes its weights, all count it, and the next update works."""
     learner = MegatronLearner(make_config({"data": 2, "distributed": distributed}), root / "qwen2")
     minibatch = make_minibatch(learner, 60, random_batch())
     before = {name: weight.clone() for name, weight in learner.weights().whole()}
@@ -313,7 +313,7 @@ def check_sums_reach_all_ranks(rank: int, world_size: int, root: Path) -> None:
 
 
 def check_options(rank: int, world_size: int, root: Path) -> None:
-    """Recomputation changes nothing; clipping, warm-up and the entropy bonus do what they say."""
+    """Recomputation changes nothing; clipping, warm-up and the entropy bonus do what they promise."""
     check_layout(root, "qwen3", {"tensor": 2}, 60, recompute=True)
 
     config = make_config({"tensor": 2})
@@ -355,7 +355,7 @@ def test_details(folder: Path) -> None:
 
 
 def check_refusals(root: Path) -> None:
-    """Impossible settings are named, with what works instead."""
+    """Errors name impossible settings, and settings that work."""
     for layout, message in (
         ({"tensor": 4}, "parallel.tensor=4 does not divide 2 key-value heads; parallel.tensor can be 1 or 2"),
         ({"context": 2}, "1 trainer process started, but"),
@@ -379,7 +379,7 @@ def check_refusals(root: Path) -> None:
 
 
 def check_flops(rank: int, world_size: int, root: Path) -> None:
-    """`perf/tflop` against torch's count of one update, in which PyTorch's plain attention computes both halves."""
+    """Compare `perf/tflop` with torch's count of one update; PyTorch's plain attention computes both halves."""
     torch.manual_seed(5)
     sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE}

@@ -12,7 +12,7 @@ LENGTHS = [[5], [1, 1, 1], [3, 17, 4, 100, 1, 33, 8, 7], [6, 0, 6]]
 
 
 def one_at_a_time(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Literal softmax attention in the type of the inputs, without any library kernel."""
+    """Return literal softmax attention in the inputs' dtype, without any library kernel."""
     outputs = []
     for q_i, k_i, v_i in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         repeats = q.shape[2] // k.shape[2]
@@ -25,7 +25,7 @@ def one_at_a_time(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor
 
 
 def assert_same(out: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-    """Values and gradients, of a random weighting of the outputs."""
+    """Compare values, and gradients of a random weighting of the outputs."""
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     weight = torch.randn_like(expected)
     got = torch.autograd.grad((out * weight).sum(), inputs)
@@ -86,7 +86,7 @@ def test_blocks_hold_every_token_once_and_are_at_least_half_full(lengths: list[i
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_context_ranks_together_equal_one_sequence_at_a_time(lengths: list[int], size: int) -> None:
-    """Each rank's queries against what the ranks' keys and values are after the gather: rank after rank."""
+    """Each rank's queries meet keys and values in the order that the gather leaves: rank after rank."""
     torch.manual_seed(0)
     lengths = [2 * size * length for length in lengths]
     cu_seqlens_S1 = torch.tensor([0, *lengths]).cumsum(0).int()

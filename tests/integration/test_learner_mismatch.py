@@ -1,4 +1,4 @@
-"""Mismatch and the decoupled objective on the Megatron learner: the same for every layout and split, and right."""
+"""Mismatch and the decoupled objective on the Megatron learner: correct, and the same for every layout and split."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and float64 log-probs of `random_batch` at its weights and after a literal decoupled update."""
+    """Save a checkpoint; float64 log-probs of `random_batch` with its weights, and after a literal decoupled update."""
     root = tmp_path_factory.mktemp("mismatch")
     save_random_model("qwen3", root / "qwen3")
     model = load_float64(root / "qwen3")
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoupled_update(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, proximal_T: Tensor
 ) -> tuple[float, dict[str, Tensor]]:
-    """- mean over trained tokens of w min(r A, clip(r, low, high) A), token by token, and one Adam step."""
+    """Do one Adam step on - mean over trained tokens of w min(r A, clip(r, low, high) A), token by token."""
     batch, total, start = random_batch(), torch.zeros((), dtype=torch.float64), 0
     for length in batch.seq_lens_S.tolist():
         ids = batch.token_ids_T[start : start + length]
@@ -83,13 +83,13 @@ def decoupled_config(layout: dict[str, Any], max_tokens: int) -> Config:
 
 
 def some_of_age_0(batch: Batch) -> Batch:
-    """Two tokens of three sampled by version 0, the rest older."""
+    """Return the batch with two of three tokens sampled by version 0, the rest older."""
     index_T = torch.arange(batch.versions_T.numel())
     return dataclasses.replace(batch, versions_T=torch.where(index_T % 3 > 0, 0, -2))
 
 
 def literal_mismatch(batch: Batch, log_probs_T: Tensor) -> tuple[int, float, float, float, float]:
-    """Tokens, mean, largest, KL and exact 99th percentile, from their definitions."""
+    """Return tokens, mean, largest, KL and exact 99th percentile, from their definitions."""
     counted_T = batch.mask_T & (batch.versions_T == 0)
     difference = (log_probs_T - batch.behaviour_logprobs_T.double())[counted_T]
     size = difference.abs()
@@ -121,13 +121,13 @@ def check_layout(folder: Path, layout: dict[str, Any], max_tokens: int) -> None:
         if version == 0:
             check_mismatch(result.mismatch, literal_mismatch(batch, want["log_probs_T"]))
         else:
-            assert result.mismatch.num_tokens == 0, "no token is of age 0 any more"
+            assert result.mismatch.num_tokens == 0, "no token has age 0 any more"
     check_alarm(learner, scored, max_tokens)
     parallel_state.destroy_model_parallel()
 
 
 def check_mismatch(got: Mismatch, want: tuple[int, float, float, float, float]) -> None:
-    """On every rank, stages without a loss included."""
+    """Compare the mismatch on every rank, including stages without a loss."""
     num_tokens, mean, largest, kl, p99 = want
     assert got.num_tokens == num_tokens
     assert got.mean == pytest.approx(mean, rel=TOLERANCE)
@@ -137,12 +137,12 @@ def check_mismatch(got: Mismatch, want: tuple[int, float, float, float, float]) 
 
 
 def check_search(learner: MegatronLearner, config: Config, batch: Batch, log_probs_T: Tensor) -> None:
-    """At the step's own weights every ratio is 1, so the share is that of the importance weights alone."""
+    """At the step's own weights every ratio is 1, so only the importance weights decide the share."""
     behaviour = batch.behaviour_logprobs_T[batch.mask_T].double()
     weight = (log_probs_T[batch.mask_T] - behaviour).exp().clamp(max=CAP)
     mass, advantage = weight * behaviour.exp(), batch.advantages_T[batch.mask_T].double()
     positive, negative = (mass * advantage.clamp(min=0)).sum(), (mass * -advantage.clamp(max=0)).sum()
-    fixed = config.bapo.model_copy(update={"rho0": 1e-9})  # reached at once: bounds of the start, and its share
+    fixed = config.bapo.model_copy(update={"rho0": 1e-9})  # reached immediately: starting bounds and their share
     finder = BoundsFinder(config.model_copy(update={"bapo": fixed}), learner)
     bounds = finder.find(make_minibatch(learner, config.train.max_tokens_per_microbatch, batch))
     assert (bounds.low, bounds.high) == (SEARCH.low.start, SEARCH.high.start)
@@ -150,7 +150,7 @@ def check_search(learner: MegatronLearner, config: Config, batch: Batch, log_pro
 
 
 def check_alarm(learner: MegatronLearner, old: Batch, max_tokens: int) -> None:
-    """Right log-probs are silent; shifted ones, and those of the weights of two updates ago, are not."""
+    """Correct log-probs raise no alarm; shifted ones, and log-probs at the weights of two updates ago, do."""
     now_T = with_scores(old, [proximal_scorer(learner)], learner, learner.config).proximal_logprobs_T
     assert now_T is not None
     assert old.proximal_logprobs_T is not None

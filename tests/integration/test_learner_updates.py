@@ -36,7 +36,7 @@ from tests.integration.test_learner import assert_close, make_config, make_minib
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TOLERANCE = 1e-5
-START, TARGET = 0.7, 0.02  # of the adaptive coefficient: the KL is far over the target, so that it grows
+START, TARGET = 0.7, 0.02  # start and target of the adaptive coefficient: the KL is far over the target, so it grows
 FAMILY = "llama_biases"
 
 
@@ -47,7 +47,7 @@ def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy, another model of the same vocabulary as its reference, and the float64 updates for each estimator."""
+    """Save a policy, a reference with the same vocabulary, and the float64 updates for each estimator."""
     root = tmp_path_factory.mktemp("updates")
     save_random_model(FAMILY, root / "policy")
     other = load_float64(root / "policy")
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in other.parameters():
             parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
     other.float().save_pretrained(root / "reference")
-    (root / "reference" / "tokenizer.json").write_text("{}")  # a reference is a whole model folder
+    (root / "reference" / "tokenizer.json").write_text("{}")  # a reference is a complete model folder
     reference_T = reference_update(load_float64(root / "reference"), random_batch()).log_probs_T
     torch.save(reference_T, root / "reference.pt")
     for estimator in ("k1", "k2", "k3"):
@@ -81,7 +81,7 @@ def kl_config(layout: dict[str, Any], **loss: Any) -> Config:
 
 
 def check_kl(root: Path, layout: dict[str, Any], estimator: str) -> None:
-    """Scores of the reference, KL, coefficient and gradient; between the updates the state goes through JSON."""
+    """Check reference scores, KL, coefficient and gradient; between updates, the state goes through JSON."""
     path = str(root / "reference")
     config = kl_config(layout, kl_coef=START, kl_target=TARGET, kl_estimator=estimator, reference_path=path)
     learner = MegatronLearner(config, root / "policy")
@@ -127,7 +127,7 @@ def check_teacher(root: Path, layout: dict[str, Any]) -> None:
 
 
 def check_policy_as_reference(root: Path) -> None:
-    """Where the policy is its own reference, KL and its gradient are exactly 0: the update is the plain one."""
+    """If the policy is its own reference, KL and its gradient are exactly 0, so the update is the plain one."""
     gradients = []
     for loss in ({}, {"kl_coef": 100.0, "kl_estimator": "k2"}, {"kl_coef": 100.0}):
         config = kl_config({}, **loss)
@@ -167,7 +167,7 @@ def test_one_process(folder: Path) -> None:
 
 
 def whole_state(learner: MegatronLearner) -> dict[str, Tensor]:
-    """Weights and both moments, on rank 0."""
+    """Return weights and both moments, on rank 0."""
     state = {f"weight of {name}": tensor.clone() for name, tensor in learner.weights().whole()}
     for moment in MOMENTS:
         gather = partial(learner.adam.gather, name=moment)
@@ -177,7 +177,7 @@ def whole_state(learner: MegatronLearner) -> dict[str, Tensor]:
 
 
 def check_skips(learner: MegatronLearner, minibatch: MiniBatch) -> None:
-    """A nan on one rank leaves weights and moments of all untouched; too many in a row end the run."""
+    """A nan on one rank leaves weights and moments of all ranks untouched; too many in a row end the run."""
     learner.step(minibatch, BOUNDS)
     before = whole_state(learner)
     broken = minibatch
@@ -198,7 +198,7 @@ def check_skips(learner: MegatronLearner, minibatch: MiniBatch) -> None:
 
 
 def check_weight_decay(root: Path, layout: dict[str, Any]) -> None:
-    """One update with and without: they differ by lr x decay x weight on matrices, by nothing on norms and biases."""
+    """Decay changes one update by lr x decay x weight on matrices, and not at all on norms and biases."""
     decay, before, results = 0.5, load_float64(root / "policy").state_dict(), []
     for weight_decay in (0.0, decay):
         config = make_config(layout, max_tokens_per_microbatch=60)

@@ -1,4 +1,4 @@
-"""The plan's memory against what torch allocates in real updates: every part of the layout that changes it."""
+"""The plan's memory against what torch allocates in real updates, for every part of the layout that changes it."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def check_cases(models: Path, cases: list[Case], num_processes: int) -> None:
-    """Ranks of one stage have one plan; the largest of their peaks counts."""
+    """Compare one plan per stage with the largest peak among the stage's ranks."""
     far = []
     for case in cases:
         run_distributed(measure, num_processes, models, case, backend=BACKEND)

@@ -1,4 +1,4 @@
-"""Scope microbatch: each micro-batch of an update has the bounds of its own tokens, of all data and context ranks."""
+"""Scope microbatch: each micro-batch has the bounds of its own tokens, over all data and context ranks."""
 
 import dataclasses
 from pathlib import Path
@@ -29,11 +29,11 @@ from tests.integration.learner_reference import (
 from tests.integration.test_schedule import LARGE, SMALL, CountedLearner, assert_same, make_config, updates
 
 TOLERANCE = 1e-5
-SEARCH = ClipBoundConfig(  # its target lies between what the micro-batches reach: some bounds saturate, some do not
+SEARCH = ClipBoundConfig(  # its target lies within the micro-batches' range: some bounds saturate, some do not
     rho0=0.25, low=[0.5, 0.9, 0.1], high=[1.0, 6.0, 0.1], contribution="surrogate", token_weight="rollout_prob"
 )
 
-Case = tuple[dict[str, Any], int]  # [parallel], tokens of a micro-batch
+Case = tuple[dict[str, Any], int]  # [parallel], tokens per micro-batch
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def with_scope(config: Config, scope: str, rho0: float = SEARCH.rho0) -> Config:
 
 
 def check_one_micro_batch(root: Path, **layout: Any) -> None:
-    """One micro-batch (on each rank) is the whole update: bit for bit that of scope exact."""
+    """If one micro-batch (on each rank) is the whole update, the scopes microbatch and exact give the same bits."""
     config = make_config(layout, LARGE)
     exact, alone = (updates(with_scope(config, scope, rho0=0.3), root / "qwen3") for scope in ("exact", "microbatch"))
     assert exact[0].bounds.num_moves > 0, "the search should have something to find"
@@ -61,7 +61,7 @@ def check_one_micro_batch(root: Path, **layout: Any) -> None:
 
 
 def parts_of(batch: Batch, learner: MegatronLearner) -> list[Batch]:
-    """The batch once for each index of a micro-batch, its mask reduced to what all ranks have there."""
+    """Return the batch once per micro-batch index, its mask reduced to the tokens that all ranks have there."""
     layout, found = learner.layout, []
     shares = [
         dataclasses.replace(learner.share, data_rank=d, context_rank=c)
@@ -80,7 +80,7 @@ def parts_of(batch: Batch, learner: MegatronLearner) -> list[Batch]:
 
 
 def check_layout(root: Path, layout: dict[str, Any], max_tokens: int) -> None:
-    """One update against float64 and a search of every micro-batch by every token at every probe."""
+    """Compare one update with float64 and a search that visits every token of each micro-batch at every probe."""
     learner = CountedLearner(with_scope(make_config(layout, max_tokens), "microbatch"), root / "qwen3")
     batch = random_batch()
     parts, wanted = parts_of(batch, learner), []
@@ -107,7 +107,7 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int) -> None:
 
 
 def check_bounds(config: Config, result: StepResult, wanted: list[ClipBounds]) -> None:
-    """On every rank, stages without a loss included; a step's metrics are means over micro-batches."""
+    """Compare bounds on every rank, including stages without a loss; a step's metrics are means over micro-batches."""
     for got, want in zip(result.found, wanted, strict=True):
         assert (got.low, got.high, got.saturated) == (want.low, want.high, want.saturated)
         assert got.positive_share == pytest.approx(want.positive_share, abs=TOLERANCE)

@@ -28,7 +28,7 @@ from tests.integration.killable import Engine, small_run
 from tests.unit.test_prometheus import scrape
 
 STALL_S = 8
-SLOWER = 4  # times what the other rank takes is what the slow one takes in each pass, by its clock
+SLOWER = 4  # by its clock, each pass takes the slow rank this many times what it takes the other
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 class Run:
-    """The ranks of one attempt, each with a fault of its own. A context manager."""
+    """The ranks of one attempt, each with its own fault. A context manager."""
 
     def __init__(self, config: Config, engine: Engine, fault: Callable[[int, Path], None]) -> None:
         self._lock = RunDir.open(config)
@@ -78,7 +78,7 @@ class Run:
         return read_metrics(self.path / "metrics.jsonl")
 
     def stall(self, rank: int) -> str:
-        """The latest report of a rank; on a busy machine there may have been earlier ones."""
+        """Return a rank's latest report; on a busy machine there may have been earlier ones."""
         report = self.log_dir / f"stall-{rank}.txt"
         return report.read_text() if report.exists() else ""
 
@@ -101,7 +101,7 @@ def _rank(rank: int, size: int, port: int, run_dir: Path, url: str, fault: Calla
 
 
 def slow_then_hung(rank: int, run_dir: Path) -> None:
-    """By the clocks of the ranks, rank 1 takes longer in every pass; it hangs in one once the file `hang` is there.
+    """Make rank 1 slower in every pass, by the ranks' clocks; it hangs in a pass once the file `hang` exists.
 
     These clocks count forward passes.
     """
@@ -228,7 +228,7 @@ def test_running_out_of_memory_is_one_clear_error(engine: Engine, tmp_path: Path
 
 
 def _out_of_memory(folder: Path) -> None:
-    """In a process of its own: errors at the seams of a learner, and a real one."""
+    """Raise errors where the learner catches them, and a real one; this runs in a process of its own."""
     import torch
 
     from bapo_megatron.assets import demo_model_path

@@ -1,4 +1,4 @@
-"""The CPU queues a whole update without reading from the GPU in between: nothing per micro-batch waits for it."""
+"""The CPU queues a whole update without reading from the GPU in between: no micro-batch waits for it."""
 
 import dataclasses
 from contextlib import contextmanager
@@ -31,10 +31,10 @@ READING = {
 }
 
 
-COPYING = {Tensor.tolist, Tensor.cpu, Tensor.numpy}  # of a tensor on a CPU these are no operations
+COPYING = {Tensor.tolist, Tensor.cpu, Tensor.numpy}  # on a CPU tensor, these are not dispatched as operations
 
 
-# torch.tensor(numbers, device=...) waits, too; its copy to a GPU with non_blocking=True does not
+# torch.tensor(numbers, device=...) waits too; its copy to a GPU with non_blocking=True does not
 
 
 class Copies(TorchFunctionMode):
@@ -49,7 +49,7 @@ class Copies(TorchFunctionMode):
 
 
 class Reads(TorchDispatchMode):
-    """Collects the operations whose result, or its shape, the CPU has to know."""
+    """A collector of operations whose result, or its shape, the CPU has to know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_the_instrument_sees_what_it_should() -> None:
 
 
 def check(rank: int, world_size: int, root: Path) -> None:
-    """Passes and losses of an update; descriptions of packs are left out, as they are made of CPU tensors (below)."""
+    """Watch passes and losses of an update, except descriptions of packs, which are made of CPU tensors (below)."""
     for train in ({}, {"schedule": "forwards_first"}, {"recompute": True}):
         config = make_config(train=train, monitor={"token_profile": True})
         reads = Reads()
@@ -110,7 +110,7 @@ def check(rank: int, world_size: int, root: Path) -> None:
 
             return watched
 
-        with pytest.MonkeyPatch.context() as patch:  # the learner takes both when it is made
+        with pytest.MonkeyPatch.context() as patch:  # the learner reads both when it is made
             patch.setattr(attention.PackedSequences, "of", described)
             patch.setattr(schedule, "get_forward_backward_func", choose_watched)
             learner = MegatronLearner(config, root / "qwen3")
@@ -126,7 +126,7 @@ def test_no_micro_batch_reads_from_the_device(tmp_path: Path) -> None:
     run_distributed(check, 1, tmp_path)
 
 
-META = torch.device("meta")  # a tensor there has no values: to read one is an error
+META = torch.device("meta")  # a tensor there has no values, so reading one is an error
 
 
 @pytest.mark.parametrize("context", [(0, 1), (1, 2)])

@@ -1,4 +1,4 @@
-"""Overlapped sums of gradients and gathering of weights: the same updates, and nobody reads a weight too early."""
+"""Overlapped sums of gradients and gathering of weights: the same updates, and no weight is read too early."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ Case = tuple[str, dict[str, Any], bool, dict[str, Any]]  # family, [parallel], o
 
 
 class SmallBuckets(DistributedDataParallelConfig):
-    """Several buckets for a tiny model, as for a large one."""
+    """A configuration that gives a tiny model several buckets, as a large model has."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, bucket_size=2000)
@@ -45,11 +45,11 @@ def check(rank: int, world_size: int, root: Path, cases: list[Case]) -> None:
             for mine, other in zip(overlapped, plain, strict=True):
                 if not mine.weights:
                     mine.weights, mine.gradients = other.weights, other.gradients
-            assert_close(overlapped, plain, rtol=1e-5, atol=1e-6)  # the norm of the gradient is added up by bucket
+            assert_close(overlapped, plain, rtol=1e-5, atol=1e-6)  # the gradient norm is summed by bucket
 
 
 def check_readers(rank: int, world_size: int, root: Path) -> None:
-    """Weights for a push, and those of a snapshot, are the new ones on every rank while the gathering is put off."""
+    """While the gathering is put off, a push and a snapshot still read the new weights on every rank."""
     split_model.DistributedDataParallelConfig = SmallBuckets  # type: ignore[misc]
     config = make_config(distributed=True, parallel={"data": 2, "overlap_communication": True})
     for read in (lambda learner: list(learner.weights().whole()), lambda learner: learner.snapshot()):
@@ -75,7 +75,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_two_data_ranks(root: Path) -> None:
-    """An output layer of its own, and tied embeddings; both kinds of optimizer."""
+    """Test a separate output layer and tied embeddings, with both kinds of optimizer."""
     cases: list[Case] = [
         ("qwen3", {"data": 2}, True, {}),
         ("qwen2", {"data": 2}, True, {"schedule": "forwards_first"}),

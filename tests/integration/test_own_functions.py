@@ -1,4 +1,4 @@
-"""A loss, an advantage, a judge, a filter of groups and an engine of the user's own, in one run of real processes; and
+"""A loss, an advantage, a judge, a group filter and an engine of the user's own, in one run of real processes; and
 a model family."""
 
 import json
@@ -110,7 +110,7 @@ def test_all_five_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 def test_the_examples_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The five of docs/extending.md; what each computes is in tests/unit/test_docs_examples.py."""
+    """Train with the five examples of docs/extending.md; tests/unit/test_docs_examples.py tests what each computes."""
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
     options = ("parallel.tensor=1", "train.num_steps=2", "loss.name=cispo:CISPO", "loss.options.cap=3")
     options += ("advantage.kind=max_rl:max_rl", "reward.kind=last_number:last_number", "run.name=examples")
@@ -129,7 +129,7 @@ def test_the_examples_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "loss/cispo_cut_share" in (tmp_path / "examples" / "report.html").read_text()
 
 
-LEARNED = ("reward/", "loss/", "bapo/", "optimizer/", "policy/", "ledger/")  # no clock
+LEARNED = ("reward/", "loss/", "bapo/", "optimizer/", "policy/", "ledger/")  # no times
 FAMILY = """
 from dataclasses import replace
 
@@ -141,7 +141,7 @@ FAMILY = replace(FAMILIES["qwen3"], model_type="mine")
 
 @pytest.mark.slow
 def test_a_family_trains_and_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo under a model_type that the package does not know trains as the demo itself, metric by metric."""
+    """Under a model_type that the package does not know, the demo trains as it does under its own, metric by metric."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(FAMILY)
     shutil.copytree(demo_model_path(), "mine")

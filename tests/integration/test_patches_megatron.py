@@ -22,7 +22,7 @@ from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.learner.parallel import start_processes, stop_processes
 from tests.distributed import HANG_S, in_new_process
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is there")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched if CUDA is available")
 
 
 def test_installed_version_is_the_supported_one() -> None:
@@ -31,7 +31,7 @@ def test_installed_version_is_the_supported_one() -> None:
 
 @pytest.mark.parametrize(("module", "names"), v0_16_1.MODULES.items())
 def test_each_module_still_names_the_gpu(module: str, names: tuple[str, ...]) -> None:
-    """A module that no longer does is to be taken off the list."""
+    """A module that no longer names the GPU must be taken off the list."""
     source = inspect.getsource(importlib.import_module(f"megatron.core.{module}"))
     for name in names:
         pattern = r"torch\.cuda\.\w+\(" if name == "cuda" else rf"torch\.{name}\([^\n]*device=['\"]cuda['\"]"
@@ -75,7 +75,7 @@ assert torch.cuda.current_device is before[2]["current_device"]
 
 
 def make_gloo_groups() -> tuple[set[int], bool, str]:
-    """Threads of each of Megatron's groups; whether torch makes groups as before; the error for a wrong interface."""
+    """Return the thread counts of Megatron's groups, whether torch's class is restored, a wrong interface's error."""
     original = dist.ProcessGroupGloo.__init__
     patches.apply_cpu_compat()
     start_processes(ParallelConfig())
@@ -92,7 +92,7 @@ def make_gloo_groups() -> tuple[set[int], bool, str]:
 
 
 def test_gloo_groups_of_megatron_have_one_thread() -> None:
-    """Two corrupt the heap now and then. The groups use the interfaces of the environment, as torch's own do."""
+    """Two threads occasionally corrupt the heap. The groups use the environment's interfaces, as torch's own do."""
     threads, stays_as_it_is, error = in_new_process(make_gloo_groups)
     assert threads == {1}
     assert stays_as_it_is

@@ -1,4 +1,4 @@
-"""The CPU compatibility of SGLang: it finds what it stands in for, and says when it no longer applies."""
+"""The CPU compatibility of SGLang: it finds what it replaces, and reports when it no longer applies."""
 
 import importlib.util
 import struct
@@ -18,7 +18,7 @@ needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None,
     reason="SGLang is not installed; scripts/install_sglang_cpu.sh does that",
 )
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched where CUDA is there")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched if CUDA is available")
 
 
 def sglang_source(module: str) -> str:
@@ -36,7 +36,7 @@ def test_installed_version_is_the_supported_one() -> None:
 @needs_sglang
 @pytest.mark.parametrize(("package", "modules"), v0_5_23.STUBS.items())
 def test_each_stub_is_still_needed(package: str, modules: tuple[str, ...]) -> None:
-    """A package that SGLang no longer imports at the top of these modules is to be taken off the list."""
+    """A package that SGLang no longer imports at the top of these modules must be taken off the list."""
     for module in modules:
         lines = sglang_source(module).splitlines()
         found = [line for line in lines if line.strip().startswith((f"import {package}", f"from {package}"))]
@@ -94,7 +94,7 @@ assert not isinstance(json, patch._StubModule)
 
 
 def murmur3_x86_32(data: bytes) -> int:
-    """MurmurHash3_x86_32 with seed 0 of whole blocks, as its author published it."""
+    """Return MurmurHash3_x86_32 of whole blocks with seed 0, as its author published it."""
 
     def rotate(x: int, bits: int) -> int:
         return (x << bits | x >> (32 - bits)) & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""However a run is ended, no process of it stays behind, and its engines' owner keeps what is theirs."""
+"""However a run ends, it leaves no process behind, and engines that belong to others stay theirs."""
 
 import contextlib
 import importlib.util
@@ -30,10 +30,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EnginePro
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Process ids and command lines of all processes below one."""
+    """Return process ids and command lines of all processes below this one."""
     found = {}
     for child in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # one that ends just now
+        with contextlib.suppress(psutil.Error):  # it is just ending
             found[child.pid] = " ".join(child.cmdline())
     return found
 
@@ -60,7 +60,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 def test_a_run_that_is_ended_leaves_no_process_behind(
     tmp_path: Path, servers: list[EngineProcess], number: signal.Signals, code: int, engine: str
 ) -> None:
-    """kill -9 of the launcher alone, with engines that live on; Ctrl-C as a terminal sends it, to the whole group."""
+    """The launcher alone gets kill -9, and its engines live on; Ctrl-C reaches the whole group, as from a terminal."""
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=ended"]
     command += ["monitor.progress=lines", "parallel.tensor=2", f"rollout.engine={engine}"]
     command += [f'rollout.urls=["{servers[0].url}"]'] if engine == "attach" else []
@@ -96,7 +96,7 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
 
 @dataclass
 class Watched:
-    """A process of a run: its command line, its environment when it started, the addresses at which it listens."""
+    """A process of a run: its command line, its environment at the start, the addresses at which it listens."""
 
     command: str
     environment: dict[str, str]
@@ -104,11 +104,11 @@ class Watched:
 
 
 def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
-    """Add what the kernel's table says now of a process and all below it: TCP over IPv4 and IPv6."""
+    """Add what the kernel's table now says of a process and all below it: TCP over IPv4 and IPv6."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                # Both become others by exec, are empty while a process ends, and make room for SGLang's title.
+                # Exec changes both, they are empty while a process ends, and SGLang's title overwrites them.
                 command, environment = " ".join(process.cmdline()), process.environ()
                 sockets = process.net_connections(kind="tcp")
                 known = seen.setdefault(process.pid, Watched("", {}))
@@ -132,10 +132,10 @@ def watch_sockets(pid: int, seen: dict[int, Watched]) -> None:
     ],
 )
 def test_a_local_run_listens_on_loopback_only(tmp_path: Path, settings: list[str], parts: list[str]) -> None:
-    """Whoever reaches one of torch's stores can change what it holds.
+    """Anyone who reaches one of torch's stores can change what it holds.
 
-    All parts are looked at while the run waits before its second step, and time and again before and after.
-    The variables are looked at too: where the host's name means loopback, gloo listens there without them.
+    All processes are checked while the run waits before its second step, and repeatedly before and after.
+    The variables are checked too: if the host's name means loopback, gloo listens there without them.
     """
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=quiet"]
     command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=2", "rollout.prompts_per_step=4"]
@@ -190,11 +190,11 @@ if any("engines.embedded" in word for word in sys.orig_argv):
 
 @pytest.mark.slow
 def test_the_only_engine_killed_in_an_evaluation_costs_time_and_nothing_else(tmp_path: Path) -> None:
-    """It is started again, pushed to, and asked for the rest. The first thing that it samples is an evaluation."""
+    """The engine is restarted, pushed to, and asked for the rest. The first thing that it samples is an evaluation."""
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=killed"]
     command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=1"]
     command += ["eval.interval_steps=1", "eval.num_prompts=400", *PATIENT]
-    (tmp_path / "sitecustomize.py").write_text(KILLED_IN_AN_EVALUATION)  # which Python runs as it starts
+    (tmp_path / "sitecustomize.py").write_text(KILLED_IN_AN_EVALUATION)  # Python runs it when it starts
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     with (tmp_path / "output").open("wb") as output:
         run = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)

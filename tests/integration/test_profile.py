@@ -1,4 +1,4 @@
-"""A traced step leaves a file of rank 0 and one of each engine; an engine that refuses does not end the run."""
+"""A traced step leaves a file of rank 0 and one per engine; an engine that refuses does not end the run."""
 
 import gzip
 import json

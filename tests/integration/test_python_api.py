@@ -1,4 +1,4 @@
-"""Training and evaluating from Python, as a notebook does: inside a running event loop, and from a thread."""
+"""Train and evaluate from Python, as a notebook does: inside a running event loop, and from a thread."""
 
 import asyncio
 from pathlib import Path

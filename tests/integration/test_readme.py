@@ -1,4 +1,4 @@
-"""The README's commands, each as it is written, in a new clone with an environment of its own."""
+"""The README's commands, each exactly as written, in a new clone with its own environment."""
 
 import json
 import os
@@ -21,11 +21,11 @@ SHORTER = {  # arguments added to those commands that train or sample
     "bapo train": "train.num_steps=2 rollout.prompts_per_step=4 rollout.samples_per_prompt=4",
     "bapo check": "train.num_steps=2 rollout.prompts_per_step=4 rollout.samples_per_prompt=4",
 }
-ELSEWHERE = ("scripts/test.sh", "source ")  # the first is running this test; the second is the environment's PATH
+ELSEWHERE = ("scripts/test.sh", "source ")  # this test runs in the first; the second sets the environment's PATH
 
 
 def commands() -> list[str]:
-    """The indented lines of the README that a user types, without comments."""
+    """Return the indented lines of the README that a user types, without comments."""
     lines = re.findall(r"(?m)^    ((?:bapo|scripts/|source )[^#\n]*)", (ROOT / "README.md").read_text())
     return [line.strip() for line in lines]
 

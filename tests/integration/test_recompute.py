@@ -1,4 +1,4 @@
-"""Whatever is recomputed, loss and gradients are the same."""
+"""Whatever is recomputed, loss and gradients stay the same."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rollouts on disk: a replay repeats the run bit for bit, other settings train on the same data, gaps are told."""
+"""Rollouts on disk: a replay repeats the run bit for bit, other settings train on the same data, gaps are reported."""
 
 import gzip
 from pathlib import Path

@@ -48,7 +48,7 @@ metric = "reward/mean"
 
 
 def patient(config: Config) -> Config:
-    """Replace a study's deadlines by some that no busy machine misses."""
+    """Replace a study's deadlines by deadlines that no busy machine misses."""
     sections: dict[str, BaseModel] = {}
     for name, _, value in (setting.partition("=") for setting in PATIENT):
         section, field = name.split(".")
@@ -62,7 +62,7 @@ def train(runs: Sequence[Run]) -> None:
 
 
 def own_children() -> set[int]:
-    """Trainers and engines; the fork server and the resource tracker stay."""
+    """Return the ids of trainers and engines, without the fork server and the resource tracker."""
     servers = [p for p in psutil.Process().children() if "forkserver" in " ".join(p.cmdline())]
     return {child.pid for server in servers for child in server.children(recursive=True)}
 
@@ -85,7 +85,7 @@ def test_the_verb_trains_writes_and_does_not_repeat(tmp_path: Path, capsys: pyte
     ]
     metrics = run_path(first.config) / "metrics.jsonl"
     before = metrics.read_text()
-    metrics.write_text(before.splitlines()[0] + "\n")  # as if it had been interrupted
+    metrics.write_text(before.splitlines()[0] + "\n")  # as if the run had been interrupted
     assert main(command) == 0
     assert "1 of 2 runs to do" in capsys.readouterr().out
     again = read_metrics(metrics)
@@ -145,7 +145,7 @@ def wait_for(is_true: Callable[[], bool], what: str, log: Path) -> None:
     ],
 )
 def test_a_committed_point_comes_out_again(name: str, variant: str, tmp_path: Path) -> None:
-    """Seed 0 is within three standard deviations over seeds, in pass rate and entropy."""
+    """In pass rate and entropy, seed 0 is within three standard deviations over seeds."""
     with (COMMITTED / f"{name}.csv").open() as table:
         finals = {row["figure"]: row for row in csv.DictReader(table) if row["variant"] == variant and not row["x"]}
     runs = plan_runs(load_study(name), quick=False, runs_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""Trainer ranks that die or hang within `bapo train`: the run starts them again beside the engines that live on."""
+"""Trainer ranks that die or hang within `bapo train`: the run restarts them while the engines live on."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was left alone."""
+    """Return a run that was left alone."""
     with Started(tmp_path_factory.mktemp("reference"), "alone", TP2) as run:
         assert run.wait() == 0, run.text
         return run.path
@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_is_ended_with_the_others_and_all_start_again(
     start: Callable[..., Started], tmp_path: Path, reference: Path
 ) -> None:
     """Rank 1 is stopped before a step; rank 0 is the first to pass the gate, and the deadline of its collectives
-    comes."""
+    passes."""
     run = start("hung", gates=Gates(tmp_path / "gates", 3, 4, hasty=3))
     run.at_gate(3)
     engines = run.engines()

@@ -38,7 +38,7 @@ CORRECTED: dict[str, Any] = {  # BAPO's search, and a loss of a response's ratio
     "gspo": WIDE | {"importance_kind": "mask", "importance_floor": 0.8, "importance_cap": 1.4},
 }
 
-Case = tuple[dict[str, Any], int]  # [parallel], tokens of a micro-batch
+Case = tuple[dict[str, Any], int]  # [parallel], tokens per micro-batch
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batch_of_outcomes() -> Batch:
-    """The random batch with one advantage for each response, and behaviour log-probs near the model's."""
+    """Return the random batch with one advantage per response, and behaviour log-probs near the model's."""
     batch = random_batch()
     generator = torch.Generator().manual_seed(6)
     advantages_S = torch.randn(batch.num_sequences, generator=generator)
@@ -58,12 +58,12 @@ def batch_of_outcomes() -> Batch:
     return dataclasses.replace(
         batch,
         advantages_T=advantages_S.repeat_interleave(batch.seq_lens_S) * is_response_T,
-        behaviour_logprobs_T=(-3.5 + noise_T) * is_response_T,  # of 33 tokens, at random weights
+        behaviour_logprobs_T=(-3.5 + noise_T) * is_response_T,  # near log-probs of 33 tokens at random weights
     )
 
 
 def weights_and_bounds(config: Config, log_probs: Tensor, batch: Batch) -> tuple[Tensor, ClipBounds]:
-    """The literal weights of the trained tokens, and the bounds that BAPO's search finds with them."""
+    """Return the literal weights of the trained tokens, and the bounds that BAPO's search finds with them."""
     loss, mask_T = config.loss, batch.mask_T
     assert isinstance(loss, RatioLoss)
     assert batch.proximal_logprobs_T is not None
@@ -81,7 +81,7 @@ def sequence_of(batch: Batch) -> Tensor:
 
 
 def check_correction(root: Path, name: str, layout: dict[str, Any], max_tokens: int) -> None:
-    """Importance weights and masks, with log-probs of a proximal policy that is given."""
+    """Check importance weights and masks, with log-probs of a given proximal policy."""
     config = config_of({"name": name, "proximal": "learner"} | CORRECTED[name], layout, max_tokens)
     learner = MegatronLearner(config, root / "qwen3")
     batch = batch_of_outcomes()
@@ -100,7 +100,7 @@ def check_correction(root: Path, name: str, layout: dict[str, Any], max_tokens: 
             sequence_R, means = sequence_of(batch), torch.zeros_like(ratio_R)
             for s in sequence_R.unique():
                 means = torch.where(sequence_R == s, ratio_R[sequence_R == s].log().mean().exp(), means)
-            # weights differ within a response: each token's term has the value of the mean, and its own gradient
+            # weights differ within a response: each term has the mean's value and its own gradient
             ratio_R = means.detach() * ratio_R / ratio_R.detach()
         clipped_R = ratio_R.clamp(bounds.low, bounds.high)
         terms = torch.minimum(ratio_R * advantages_T[mask_T], clipped_R * advantages_T[mask_T])
@@ -166,7 +166,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
                 check(root, name, layout, max_tokens)
             except AssertionError as error:
                 raise AssertionError(
-                    f"{check.__name__}: {name}, {layout}, {max_tokens} tokens a micro-batch"
+                    f"{check.__name__}: {name}, {layout}, {max_tokens} tokens per micro-batch"
                 ) from error
 
 

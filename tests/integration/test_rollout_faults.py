@@ -1,6 +1,6 @@
 """Faults of every kind between scheduler and real engine servers: nothing is lost, nothing hangs, nothing is silent.
 
-Sampling depends on seed, tokens and weights only, so however a run is disturbed it must end with the same responses.
+Sampling depends only on seed, tokens and weights, so a disturbed run must end with the same responses.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from tests.unit.test_scheduler import verdict
 STEPS, PROMPTS, SAMPLES, IN_FLIGHT = 4, 4, 4, 6
 MAX_STALENESS = 2
 ROUND = 12  # tokens
-MAX_UNTRAINED = PROMPTS * (MAX_STALENESS + 1)  # groups: without a bound, a group that is slow lets others pile up
+MAX_UNTRAINED = PROMPTS * (MAX_STALENESS + 1)  # groups: without a bound, a slow group lets others pile up
 VOCAB_SIZE = 16
 SETTINGS: dict[str, Any] = {
     "prompts_per_step": PROMPTS,
@@ -66,14 +66,14 @@ in_every_mode = pytest.mark.parametrize(
 
 
 class CountingEngine(HttpEngine):
-    """Counts the replies that were aborted. Does not wait for an answer to `unanswered`, which never comes.
+    """An engine that counts aborted replies. It does not wait for an answer to `unanswered`, which never comes.
 
-    Gives `cut` one token, and pauses in place before anybody knows.
+    It gives `cut` one token, and pauses in place before anyone notices.
     """
 
     num_aborted = 0
     unanswered = ""  # the beginning of a request's rid
-    cut = ""  # likewise, of a request that is sent alone
+    cut = ""  # the same, of a request that is sent alone
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
         if is_cut := bool(self.cut) and requests[0].rid.startswith(self.cut):
@@ -112,7 +112,7 @@ Make = Callable[..., Scheduler]
 
 @pytest.fixture(scope="module")
 def make(tokenizer: Any) -> Make:
-    """Builds a scheduler with the demo's prompts, always from the first one on."""
+    """Return a function that builds a scheduler with the demo's prompts, always from the first one on."""
 
     def build(engines: Sequence[HttpEngine], **settings: Any) -> Scheduler:
         config = load_config(["demo"], [])
@@ -133,14 +133,14 @@ def connect(*urls: str, timeout_s: float = HANG_S) -> list[CountingEngine]:
 
 
 def move_clock(seconds: float) -> None:
-    """Move the clock of the running event loop, and so all its deadlines, forward."""
+    """Move the running event loop's clock, and so all its deadlines, forward."""
     loop = asyncio.get_running_loop()
     now = loop.time
     loop.time = lambda: now() + seconds  # type: ignore[method-assign]
 
 
 async def take(scheduler: Scheduler, step: int) -> tuple[list[Sample], RolloutStats]:
-    """One step's responses, within a deadline."""
+    """Return one step's responses, within a deadline."""
     groups, stats = await asyncio.wait_for(scheduler.take(step, 0), HANG_S)
     assert groups is not None
     assert len(groups) == scheduler.config.prompts_per_step
@@ -158,14 +158,14 @@ def responses(samples: Any) -> Responses:
 
 
 def assert_prefix(mine: Responses, whole: Responses) -> None:
-    """Same tokens, same log-probs, as far as each response got."""
+    """Check that tokens and log-probs are the same, as far as each response got."""
     for sample_id, (token_ids, logprobs) in mine.items():
         assert token_ids == whole[sample_id][0][: len(token_ids)], sample_id
         assert logprobs == pytest.approx(whole[sample_id][1][: len(token_ids)], abs=1e-4), sample_id
 
 
 def assert_balanced(scheduler: Scheduler, trained: list[Sample], whole: Responses) -> None:
-    """The books agree with what is really here, and every finished response is the undisturbed one, to its end."""
+    """Check that the books agree with what is here, and finished responses are complete, as in the undisturbed run."""
     scheduler.ledger.check(scheduler.book.buffered())
     assert scheduler.ledger.counts()["running"] == 0 or scheduler.config.overlap
     assert len({t.sample_id for t in trained}) == len(trained)
@@ -179,7 +179,7 @@ def assert_balanced(scheduler: Scheduler, trained: list[Sample], whole: Response
 
 @pytest.fixture(scope="module")
 def undisturbed(servers: list[EngineProcess], make: Make) -> Responses:
-    """Every response that the tests can ask for, each sampled in one piece."""
+    """Return every response that the tests can ask for, each sampled in one piece."""
 
     async def run() -> Responses:
         engines = connect(*(server.url for server in servers))
@@ -201,13 +201,13 @@ def undisturbed(servers: list[EngineProcess], make: Make) -> Responses:
 def test_aborts_and_pauses_at_random_moments_lose_no_token(
     servers: list[EngineProcess], make: Make, undisturbed: Responses, seed: int, mode: str
 ) -> None:
-    """In the first step by construction: requests are aborted, and without rounds a response is left with one token."""
+    """The first step is built so that requests are aborted and, without rounds, a response is left with one token."""
     chaos = random.Random(seed)
     is_streamed = mode != "rounds"
     cut = next(name for name, (ids, _) in undisturbed.items() if re.match(r"[135]\.", name) and len(ids) > ROUND + 1)
 
     async def abort_waiting(engine: CountingEngine) -> None:
-        while (await engine.server_info())["num_waiting_reqs"] == 0:  # it is paused
+        while (await engine.server_info())["num_waiting_reqs"] == 0:  # the engine is paused
             await asyncio.sleep(0.01)
         await engine.abort()
         await engine.resume()
@@ -222,7 +222,7 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
         modes: list[PauseMode] = ["retract", "in_place"]
         while not enough.is_set():
             num_before = scheduler.ledger.num_tokens["generated"]
-            # else a slow machine would never get on
+            # otherwise a slow machine would never make progress
             while scheduler.ledger.num_tokens["generated"] == num_before and not enough.is_set():
                 await asyncio.sleep(0.002)
             await asyncio.sleep(chaos.uniform(0.0, 0.03))
@@ -262,7 +262,7 @@ def test_aborts_and_pauses_at_random_moments_lose_no_token(
             trained += mine
             assert_balanced(scheduler, trained, undisturbed)
         assert not disturbing.done(), disturbing.exception()
-        enough.set()  # not cancelled: a pause whose answer nobody waits for would outlast this test
+        enough.set()  # cancelling would leave a pause whose answer nobody awaits, and it would outlast this test
         await asyncio.wait_for(disturbing, HANG_S)
         await asyncio.wait_for(scheduler.close(), HANG_S)
         assert_balanced(scheduler, trained, undisturbed)
@@ -305,7 +305,7 @@ def test_a_request_that_is_aborted_before_its_first_token_comes_back_empty(serve
 def test_random_faults_of_every_kind_are_repeated_and_change_nothing(
     servers: list[EngineProcess], make: Make, undisturbed: Responses, mode: str
 ) -> None:
-    """Each response is spoilt twice in a row at most, within what is repeated, so that no engine is fenced."""
+    """Each response is spoilt at most twice in a row, which repeats can repair, so no engine is fenced."""
     chaos = random.Random(0)
     left = [fault for fault in FAULTS if fault != "silence"]
     chaos.shuffle(left)
@@ -350,7 +350,7 @@ def test_random_faults_of_every_kind_are_repeated_and_change_nothing(
 def test_one_spoilt_result_of_many_costs_its_own_request_only(
     servers: list[EngineProcess], make: Make, undisturbed: Responses
 ) -> None:
-    """Every kind of them, one after the other; the others of the same call are believed."""
+    """Spoil one result in every way, one after the other; the client accepts the others of the same call."""
     left = list(RESULT_FAULTS)
 
     def spoil(rids: Sequence[str]) -> dict[str, str]:
@@ -437,9 +437,9 @@ def test_an_engine_that_ends_in_the_middle_of_a_step_is_fenced_and_nothing_is_lo
             await asyncio.sleep(0.01)
         doomed.process.send_signal(end)
         if end == signal.SIGSTOP:
-            move_clock(HANG_S / 10)  # past the deadline of its requests, and of nothing else
+            move_clock(HANG_S / 10)  # past the deadline of its requests, but of nothing else
         trained += (await taking)[0]
-        while scheduler.pool.is_live(engines[1]):  # with overlap, the other one may have been quick enough
+        while scheduler.pool.is_live(engines[1]):  # with overlap, the other engine may have been quick enough
             await asyncio.sleep(0.05)
         assert f"{doomed.url} is fenced ({doomed.url}/" in scheduler.pool.describe()
         assert_balanced(scheduler, trained, undisturbed)
@@ -525,7 +525,7 @@ def test_a_refused_weight_push_is_one_clear_error_and_nothing_is_sampled_until_a
         channel.connect(manifest)
         wrong = {n: torch.cat([t, t]) if n == name else t for n, t in weights.items()}
         wrong_manifest = [TensorSpec.of(n, t) for n, t in wrong.items()]
-        channel.plan = plan_buckets(wrong_manifest, 2**20)  # past the handshake, which would not let it through
+        channel.plan = plan_buckets(wrong_manifest, 2**20)  # past the handshake, which would refuse it
         channel.session.manifest = tuple(wrong_manifest)
         with pytest.raises(EngineError, match=r"update_weights_from_distributed.*HTTP 400") as raised:
             channel.push(iter(wrong.items()), 1)

@@ -1,4 +1,4 @@
-"""Both orders of forward and backward passes give one update; `forwards_first` makes no extra pass to score."""
+"""Both orders of forward and backward passes give one update; `forwards_first` needs no extra pass to score."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ def make_config(layout: dict[str, Any], max_tokens: int, proximal: str = "behavi
 
 
 class CountedLearner(MegatronLearner):
-    """Counts the forward passes through the model, those of recomputation left out."""
+    """A learner that counts the forward passes through the model, not counting recomputation."""
 
     num_forwards = 0
 
@@ -85,7 +85,7 @@ class Update:
 
 
 def updates(config: Config, path: Path, broken: bool = False) -> list[Update]:
-    """Score, bounds, step: NUM_UPDATES times; `broken`: the first one's gradient is nan."""
+    """Score, find bounds and step NUM_UPDATES times; if `broken`, the first gradient is nan."""
     learner = CountedLearner(config, path)
     finder = BoundsFinder(config, learner)
     (minibatch,) = pack(learner)
@@ -109,7 +109,7 @@ def with_nan(minibatch: MiniBatch) -> MiniBatch:
 
 
 def assert_same(got: Update, want: Update) -> None:
-    """Bit for bit: both orders make the same additions in the same order."""
+    """Check for equal bits: both orders make the same additions in the same order."""
     assert dataclasses.replace(got.bounds, positive_share=0) == dataclasses.replace(want.bounds, positive_share=0)
     assert got.bounds.positive_share == pytest.approx(want.bounds.positive_share, nan_ok=True, abs=0)
     assert got.result.metrics == pytest.approx(want.result.metrics, nan_ok=True, abs=0, rel=0)
@@ -149,7 +149,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
 
 
 def check_nan(root: Path) -> None:
-    """A gradient that is not a number is skipped, and the next update is that of untouched weights."""
+    """A gradient that is not a number is skipped, and the next update is as with untouched weights."""
     skipped, after = updates(make_config({}, LARGE, schedule="forwards_first"), root / "qwen2", broken=True)
     (fresh, _) = updates(make_config({}, LARGE, schedule="forwards_first"), root / "qwen2")
     assert not math.isfinite(skipped.result.metrics["optimizer/grad_norm"])
@@ -158,7 +158,7 @@ def check_nan(root: Path) -> None:
 
 
 def check_auto(root: Path) -> None:
-    """Forwards first where it needs no more memory, or with recompute while that is little."""
+    """Schedule "auto" runs forwards first if this needs no more memory, or with recompute if it needs little."""
     for max_tokens, train, expected in (
         (LARGE, {}, True),
         (SMALL, {}, False),
@@ -180,20 +180,20 @@ def check_auto(root: Path) -> None:
 
 
 def check_scores_of_another_minibatch(root: Path) -> None:
-    """A step goes on from its own mini-batch's forward passes only, at the weights of now."""
+    """A step reuses only its own mini-batch's forward passes, at the current weights."""
     learner = CountedLearner(make_config({}, LARGE, schedule="forwards_first"), root / "qwen3")
     first, second = pack(learner, num_minibatches=2)
     bounds = ClipBounds(0.8, 1.2, 0.5, False, 0)
     learner.score(first)
     learner.step(second, bounds)
     assert learner.num_forwards == 2
-    learner.step(first, bounds)  # its scores are of older weights
+    learner.step(first, bounds)  # its scores come from older weights
     assert learner.num_forwards == 3
     close(learner)
 
 
 def check_supervised(root: Path) -> None:
-    """loss.name = "sft": the mean negative log-prob of the trained tokens, which falls."""
+    """With loss.name = "sft", the loss is the mean negative log-prob of the trained tokens, and it falls."""
     config = make_config({}, SMALL)
     config = config.model_copy(update={"loss": SftLoss()})
     learner = MegatronLearner(config, root / "qwen2")
@@ -210,7 +210,7 @@ def check_supervised(root: Path) -> None:
 
 
 def check_first_minibatch_is_scored_once(root: Path, schedule: str, **layout: Any) -> None:
-    """proximal = "learner": its pass gives the first mini-batch's bounds, those that a pass of their own would."""
+    """With proximal = "learner", its scoring pass also gives the first mini-batch's bounds, as its own pass would."""
     config = make_config(layout, SMALL, proximal="learner", schedule=schedule)
     learner = CountedLearner(config, root / "qwen3")
     finder = BoundsFinder(config, learner)
@@ -230,7 +230,7 @@ def check_first_minibatch_is_scored_once(root: Path, schedule: str, **layout: An
     learner.step(first, bounds)
     learner.num_forwards = 0
     finder.find(second)
-    assert learner.num_forwards == len(second.micro_batches), "its weights are not those of the start any more"
+    assert learner.num_forwards == len(second.micro_batches), "the weights have changed since the start"
     close(learner)
 
 

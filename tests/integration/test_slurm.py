@@ -1,4 +1,4 @@
-"""A real SLURM with three nodes on this machine: whatever becomes of a job, the demo ends as if left alone."""
+"""A real SLURM with three nodes on this machine: whatever happens to a job, the demo ends as if left alone."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
-    """Start the run without SLURM, left alone; the function waits for its end and returns its folder."""
+    """Start the run without SLURM, undisturbed; return a function that waits for its end and returns its folder."""
     folder = tmp_path_factory.mktemp("alone")
     command = ("train", "demo", f"run.dir={folder}", "run.name=run", *SETTINGS)
     with ThreadPoolExecutor(1) as pool:
@@ -75,10 +75,10 @@ def num_saved(run: Path) -> int:
 
 
 def listening_addresses(job: str) -> set[str]:
-    """Return the addresses at which the ranks and engines of a job listen, by the kernel's table."""
+    """Return the addresses at which a job's ranks and engines listen, by the kernel's table."""
     addresses = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # one that has just ended, or that is not ours
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is not ours
             if process.environ().get("SLURM_JOB_ID") == job and "bapo_megatron" in " ".join(process.cmdline()[1:3]):
                 sockets = process.net_connections(kind="tcp")
                 addresses |= {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
@@ -143,7 +143,7 @@ def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(
         ]
         assert [len(facts["urls"]) for facts in told] == [1, 1]
 
-    # The same machine, left alone, without SLURM: bit for bit the same run.
+    # Bit for bit the same run as without SLURM, undisturbed, on the same machine.
     assert len(read_jsonl(run / "metrics.jsonl")) == NUM_STEPS
     assert_same(run, alone(), NUM_STEPS)
 
@@ -264,7 +264,7 @@ def test_the_doctors_of_all_nodes_meet_and_tell_of_a_port_in_use(cluster: Cluste
 
 
 def test_a_job_that_cannot_begin_says_so_in_its_log(cluster: Cluster, tmp_path: Path) -> None:
-    """What only the nodes can know; and with a chain, the jobs behind it."""
+    """Some errors show only on the nodes; with a chain, they also end the jobs behind it."""
     settings = (*SETTINGS, "cluster.nodes=2", "slurm.interface=ib7", "slurm.chain=2", 'slurm.options=["--no-requeue"]')
     done = bapo(cluster, "slurm", "demo", f"run.dir={tmp_path}", "run.name=lost", *settings, "--submit")
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """A real pretrained model on a real task: SmolLM2-135M-Instruct, reasoning-gym, a trainer split into two stages.
 
-The model is prepared once, into models/ of the checkout (or $BAPO_SMOLLM2), by the script that users run.
+The script that users run prepares the model once, in models/ of the checkout (or $BAPO_SMOLLM2).
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def smollm2() -> Path:
 
 
 def serve(model: Path, ready: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:
-    """Answers of an embedded engine that serves `model`."""
+    """Return the answers of an embedded engine that serves `model`."""
     command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(model)]
     command += ["--max-context", "256", "--threads", "2", "--ready-file", str(ready), "--exit-with-parent"]
     server = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -64,7 +64,7 @@ async def ask(url: str, requests: list[GenerateRequest]) -> list[GenerateResult]
 
 
 def check_log_probs(model: Path, ready: Path) -> None:
-    """Served log-probs against transformers, at two temperatures, to 1e-4."""
+    """Compare served log-probs with transformers, at two temperatures, to 1e-4."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     requests = []
     for question in QUESTIONS:
@@ -114,7 +114,7 @@ def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     first = json.loads((tmp_path / "smollm2" / "metrics.jsonl").read_text().splitlines()[0])
-    judged = 4 * (2 + int(first["rollout/num_dropped_groups"]))  # responses of both kept groups and of those dropped
+    judged = 4 * (2 + int(first["rollout/num_dropped_groups"]))  # responses of both kept groups and of the dropped ones
     assert first["reward/judged"] == judged
     assert f"untrained pass rate {first['reward/judged_mean']:.2f} ({judged} responses)" in done.stdout
     convert(tmp_path / "smollm2", tmp_path / "trained")
@@ -125,7 +125,7 @@ def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path,
 def test_a_real_model_goes_through_megatron_and_back_bit_by_bit(
     smollm2: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
-    """Logits reach 34 here: transformers' own differ by 5e-5 between float32 and float64."""
+    """Logits reach 34 here, where transformers' own differ by 5e-5 between float32 and float64."""
     (tmp_path / "smollm2").symlink_to(smollm2)
     write_reference(AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32), tmp_path / "smollm2")
     check_models(tmp_path, ["smollm2"], layout, tolerance=1.5e-4)

@@ -15,7 +15,7 @@ from tests.integration.gates import Gates
 
 
 class SoakAtGates(Soak):
-    """Strikes while the run waits before the next step, and lets it go on."""
+    """A soak that strikes while the run waits before the next step, and then lets it continue."""
 
     def __init__(self, gates: Gates, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -33,7 +33,7 @@ def test_a_short_soak_survives_its_faults(tmp_path: Path, monkeypatch: pytest.Mo
     strikes = [Strike(ENGINE_KILLED, 3), Strike(RANK_KILLED, 8)]
     monkeypatch.setattr(soak, "ORPHAN_TIMEOUT_S", HANG_S)
     monkeypatch.setattr(soak, "STUCK_TIMEOUT_S", HANG_S)
-    gates = Gates(tmp_path / "gates", *(strike.step + 1 for strike in strikes))  # where the run waits to be struck
+    gates = Gates(tmp_path / "gates", *(strike.step + 1 for strike in strikes))  # where the run waits for the strikes
     for name, value in gates.environment.items():
         monkeypatch.setenv(name, value)
     SoakAtGates(gates, tmp_path, 20, strikes, ["checkpoint.interval_steps=4", *PATIENT], seed=0).run()

@@ -1,7 +1,7 @@
-"""A stream of the model and one of a step, each declared here and nowhere else, on their whole way to the loss.
+"""A model's stream and a step's stream, each declared only here, followed all the way to the loss.
 
-engine -> pieces of three weight versions, with given tokens between them -> checkpoint -> kill -> resume -> packs of
-TP2 x CP2 x PP2 -> loss. Every row is compared with the one that its engine, or the learner, computed.
+engine -> pieces from three weight versions, with given tokens between them -> checkpoint -> kill -> resume -> packs of
+TP2 x CP2 x PP2 -> loss. Every row is compared with the row that its engine, or the learner, computed.
 """
 
 import json
@@ -32,15 +32,15 @@ from tests.integration.gates import Gates
 from tests.integration.killable import Attempt, Engine, small_run
 
 HERE = "tests.integration.test_streams"
-NUM_LAYERS = 4  # of the demo
-LAYERS = ([0, 1], [2, 3])  # of each stage
+NUM_LAYERS = 4  # the demo has four
+LAYERS = ([0, 1], [2, 3])  # by stage
 GIVEN = (5, 9, 3)
 MAX_RESPONSE = 30
 NUM_STEPS, KILLED_AFTER = 7, 3
 
 
 def mark(token: Any, position: Any, layer: Any, version: Any) -> tuple[Any, Any]:
-    """The row of a token that was an input."""
+    """Return the row of a token that was an input."""
     return (31 * token + 7 * position + 57 * layer) % 256, (16 * layer + version + 1) % 256
 
 
@@ -61,13 +61,13 @@ SCORES = TokenStream("scores", "int64", (3,), missing=-1, kept=False)
 
 
 class Options(Section):
-    """Of the loss."""
+    """Options of the loss."""
 
-    folder: str  # where each rank writes down what it has compared
+    folder: str  # where each rank records what it has compared
 
 
 class Witness:
-    """Compares the rows in a rank's micro-batches, and keeps count."""
+    """A check of the rows in a rank's micro-batches, with counts."""
 
     def __init__(self, config: Any, learner: Any) -> None:
         self.layout, self.learner = learner.layout, learner
@@ -75,7 +75,7 @@ class Witness:
         self.file = Path(config.loss.options["folder"], f"rank-{self.layout.rank}-{os.getpid()}.jsonl")
 
     def scores(self, minibatch: MiniBatch) -> list[Tensor]:
-        """The step's stream: version of the step, token and version of each sampled token."""
+        """Return the step's stream: version of the step, token and version of each sampled token."""
         for batch in minibatch.micro_batches:
             self.compare("scores", batch, self.learner.sum_over_context)
         packs = minibatch.micro_batches if self.layout.is_last_stage else ()
@@ -85,7 +85,7 @@ class Witness:
         ]
 
     def compare(self, where: str, batch: MicroBatch, over_context: Callable[[Tensor], Tensor]) -> None:
-        """See that each input of a sequence up to its last sampled token has the row of this stage's layers."""
+        """Check that each input of a sequence up to its last sampled token has the row of this stage's layers."""
         cu_seqlens = batch.cu_seqlens_S1.tolist()
         place_T = context_tokens(batch.cu_seqlens_S1, self.layout.context_rank, self.layout.context_size)
         table_T = torch.zeros(cu_seqlens[-1], dtype=torch.float64)  # version + 1 of sampled tokens, in the whole pack
@@ -116,10 +116,10 @@ def make_scores(config: Any, learner: Any) -> Callable[[MiniBatch], list[Tensor]
 
 
 def loss(inputs: LossInputs, options: Options) -> TokenLoss:
-    """Maximise the log-prob of tokens with a positive advantage, and see what came with them."""
+    """Maximise the log-prob of tokens with a positive advantage, and check the streams that came with them."""
     batch, witness = inputs.batch, WITNESS[-1]
     witness.compare("loss", batch, inputs.over_context)
-    version = witness.learner.version - witness.learner.version % 2  # at the start of the step, of two updates
+    version = witness.learner.version - witness.learner.version % 2  # at the start of the step, which has two updates
     expected = torch.stack([torch.full_like(batch.versions_R, version), batch.targets_R, batch.versions_R], -1)
     assert torch.equal(batch.extra[SCORES], expected)
     return inputs.plain(torch.where(batch.mask_R, -batch.advantages_R * inputs.log_probs_R, 0.0))
@@ -129,13 +129,13 @@ LOSS = Loss(loss, streams=(StepStream(SCORES, make_scores),))
 
 
 class TwoTurns:
-    """Answers the first turn of each sample with given tokens; the second one ends it."""
+    """A driver that answers the first turn of each sample with given tokens; the second turn ends it."""
 
     by_group = False
     deadline_s = 1.0
 
     def __init__(self, judge: object, deadline_s: float) -> None:
-        """Take what the driver has in whose place it is."""
+        """Take the arguments of the driver that it replaces."""
 
     async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
         return [self.answered(sample) for sample in samples]
@@ -148,14 +148,14 @@ class TwoTurns:
 
 
 def take_turns() -> None:
-    """Let samples of this rank take two turns."""
+    """Let this rank's samples take two turns."""
     from bapo_megatron.rollout import manager
 
     manager.JudgeOnce = TwoTurns  # type: ignore[misc]
 
 
 def compare(sample: Sample) -> bool:
-    """See that a sample has the engine's rows, but for tokens whose reply is to come; return whether none is."""
+    """Check that a sample has the engine's rows, except for tokens without a reply; return whether all have one."""
     (trajectory,) = sample.trajectories
     ids, versions, rows = trajectory.token_ids.tolist(), [], []
     for segment in trajectory.segments:
@@ -200,7 +200,7 @@ def test_declared_streams_reach_the_loss_row_by_row(tmp_path: Path) -> None:
             run = attempt.run_dir
         saved = saved_in(run, KILLED_AFTER, streams)
         waiting = {sample.sample_id for sample in saved.values() if sample.num_given_tokens and not compare(sample)}
-        assert waiting, "tokens that were given, and that no engine has read"
+        assert waiting, "given tokens that no engine has read"
         with Attempt(config, engine, prepare=take_turns) as attempt:
             attempt.finish()
     finally:

@@ -1,4 +1,4 @@
-"""Engines that end or hang are started again on the same URL; with real processes."""
+"""Engines that end or hang are restarted on the same URL, with real processes."""
 
 import contextlib
 import importlib.util
@@ -35,7 +35,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.1)
 
 
-# All that a supervisor sees of an engine, in a process that starts at once.
+# All that a supervisor sees of an engine, in a process that starts immediately.
 STUB = """
 import os, socketserver, sys, threading
 
@@ -75,9 +75,9 @@ def engines(
 
 
 def server_of(url: str) -> psutil.Process:
-    """The process below ours that serves on this URL's port, known by its start as well: its id may be given again."""
+    """Return the child process that serves on this URL's port; its start identifies it, as its id may be reused."""
     found = find_server(url)
-    assert found is not None, f"nobody serves on {url}"
+    assert found is not None, f"nothing serves on {url}"
     return found
 
 
@@ -107,21 +107,21 @@ def is_up_again(url: str, old: psutil.Process) -> bool:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A zombie waits for whoever is to reap it, and has ended."""
+    """Return whether a process runs; a zombie has ended, and only waits to be reaped."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 class Probes:
-    """The supervisor's clock, which ticks once a second whenever it is read, and its questions to an engine.
+    """The supervisor's clock, which ticks a second whenever it is read, and its questions to an engine.
 
-    An engine that works has all the time that it needs for an answer, however busy the machine is.
+    A working engine has all the time that it needs for an answer, however busy the machine is.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_answered = 0
-        self.is_hung = False  # the engine cannot answer: do not wait for it
+        self.is_hung = False  # the engine cannot answer, so do not wait for it
         self._now_s, self._answers = time.monotonic(), processes.answers
         monkeypatch.setattr(supervisor, "time", types.SimpleNamespace(monotonic=self._tick, sleep=time.sleep))
         monkeypatch.setattr(processes, "answers", self._ask)
@@ -136,7 +136,7 @@ class Probes:
         return has_answered
 
     def wait_for_more(self, count: int) -> None:
-        """Return after so many more answers, each at least a second after the one before."""
+        """Return after `count` more answers, each at least a second after the previous one."""
         first = self.num_answered
         wait_until(lambda: self.num_answered >= first + count, "the engine had answered")
 
@@ -210,7 +210,7 @@ def test_an_engine_without_restarts_left_stays_away_and_is_named(tmp_path: Path)
             wait_until(lambda: is_up_again(url, first), "the engine was up again")
             server_of(url).kill()
             looking_after.join(HANG_S)
-            assert not looking_after.is_alive(), "nobody is left to start it"
+            assert not looking_after.is_alive(), "nothing is left to restart it"
             assert len(told) == 2
             assert find_server(url) is None
             assert processes.answers(f"{other}/health", HANG_S)
@@ -302,13 +302,13 @@ def test_a_failure_at_the_first_start_is_an_error_at_once(tmp_path: Path) -> Non
     with supervised([bad], startup_timeout_s=HANG_S, max_restarts=3, tell=told.append) as started:
         with pytest.raises(EngineError, match=r"exit code 7.*engine-0\.log"):
             started.wait()
-        assert not started.threads, "nobody looks after it"
+        assert not started.threads, "nothing looks after it"
     assert told == []
 
 
 @pytest.mark.slow
 def test_nothing_is_left_behind_by_a_supervisor_that_is_killed(tmp_path: Path) -> None:
-    """Also not an engine that was restarted."""
+    """Not even an engine that was restarted stays."""
     code = (
         "import sys; from pathlib import Path\n"
         "from tests.integration.test_supervisor import engines\n"

@@ -1,4 +1,4 @@
-"""Weight pushes to real engine processes that are killed, stopped, started again, or are the wrong ones."""
+"""Weight pushes to real engine processes that are killed, stopped, restarted, or the wrong ones."""
 
 import asyncio
 import contextlib
@@ -33,12 +33,12 @@ from tests.integration.nursery import stop
 from tests.integration.vain import NEVER_S, Vain
 
 BUCKET_MIB = 0.25
-GATE, UP = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))  # one after the other, of one size
+GATE, UP = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))  # adjacent, and of the same size
 REQUEST = GenerateRequest("ask", (3, 4, 5), 8, 1.0, (), 1)
 
 
 class Learner:
-    """The demo's weights, scaled by what the test likes; may do something while they are gathered."""
+    """The demo's weights, scaled as the test likes; a test may act while they are gathered."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -84,7 +84,7 @@ class World:
         return self.loop.run(engine.generate(REQUEST), HANG_S)
 
     def assert_live(self, *indices: int) -> None:
-        """These engines alone are asked, and what they say is of the learner's version."""
+        """Check that only these engines are asked, and that they answer with the learner's version."""
         assert self.pool.live() == [self.engines[i] for i in indices]
         answers = {self.ask(self.engines[i]).behaviour_logprobs for i in indices}
         assert len(answers) == 1, "the same seed and weights give the same answer"
@@ -92,7 +92,7 @@ class World:
             assert {span.version for span in self.ask(self.engines[i]).spans} == {self.learner.version}
 
     def hang(self, index: int) -> None:
-        """Stop an engine between two buckets: only deadlines end the push."""
+        """Stop an engine between two buckets, so that only deadlines end the push."""
         self.vain.settle()
         stop(self.processes[index].process.pid)
         self.vain.begin(self.engines[index].url)
@@ -135,7 +135,7 @@ def start(folder: Path, ports: Sequence[int]) -> list[EngineProcess]:
 
 
 def restart(world: World, index: int, folder: Path) -> None:
-    """A new process on the old port, with the weights of the beginning."""
+    """Start a new process on the old port, with the initial weights."""
     port = world.processes[index].url.rsplit(":", 1)[1]
     (world.processes[index],) = start(folder / "again", [int(port)])
     assert world.processes[index].url == world.engines[index].url
@@ -168,7 +168,7 @@ def test_killed_engines_are_fenced_and_admitted_again_with_verified_weights(
 def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
     make: Callable[..., World], number: signal.Signals, num_engines: int, index: int
 ) -> None:
-    """Of three, where the broadcast breaks off before another engine was sent anything."""
+    """With three engines, the broadcast breaks off before another engine was sent anything."""
     world = make(num_engines)
     world.push()
     middle = len(world.learner.weights) // 2
@@ -188,7 +188,7 @@ def test_an_engine_that_ends_or_hangs_in_a_push_tears_it_for_nobody_else(
         assert world.engines[index].url in world.pool.describe()
     else:
         assert f"waited {NEVER_S:g} s for {world.engines[index].url} to take the bucket" in world.pool.describe()
-    if number == signal.SIGSTOP:  # the engine goes on, torn: it answers its health check, and is given all weights
+    if number == signal.SIGSTOP:  # the torn engine continues: it answers its health check, and gets all weights
         world.processes[index].process.send_signal(signal.SIGCONT)
         world.wait_until_back()
         world.push()
@@ -214,7 +214,7 @@ def test_who_waits_for_a_hung_member_gets_out_of_the_torn_group_and_takes_part_a
 def test_an_engine_that_confirms_weights_which_it_did_not_receive_is_fenced(
     make: Callable[..., World], reply: str, bucket: int
 ) -> None:
-    """A proxy, or a half-dead server: the healthy engine's broadcast fails, and the run must go on with that one."""
+    """With a proxy or half-dead server, the healthy engine's broadcast fails; the run must continue with that one."""
     world = make(2)
     world.push()
     healthy, liar = world.engines
@@ -246,7 +246,7 @@ def test_an_engine_that_confirms_weights_which_it_did_not_receive_is_fenced(
 def test_an_engine_that_cannot_join_does_not_hold_up_the_others(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one is let go, also where it comes to a rendezvous that was called off: no deadline passes here."""
+    """The other engine is released, even if it enters a cancelled rendezvous: no deadline passes here."""
     monkeypatch.setattr(broadcast, "RELEASE_S", HANG_S)
     world = make(2)
 
@@ -260,9 +260,9 @@ def test_an_engine_that_cannot_join_does_not_hold_up_the_others(
 
 
 def test_a_late_announcement_is_not_overtaken_by_the_next(make: Callable[..., World]) -> None:
-    """Broadcasts have no names: of two buckets of one size, each would end in the other's place.
+    """Broadcasts have no names: two buckets of one size could each end in the other's place.
 
-    The third engine is the last of gloo's tree: the trainer has sent everything before this engine wants it.
+    The third engine is the last in gloo's tree: the trainer has sent everything before this engine wants it.
     """
     world = make(3)
     sizes = [spec.num_bytes for spec in world.learner.manifest() if spec.name in (GATE, UP)]
@@ -282,7 +282,7 @@ def test_a_late_announcement_is_not_overtaken_by_the_next(make: Callable[..., Wo
         return reply
 
     def poll(seconds: float) -> None:
-        """Let the first announcement go once nothing but its reply is waited for."""
+        """Release the first announcement once only its reply is awaited."""
         if GATE in log and (flight := world.vain.flight) and not flight.works:
             let_go.set()
         time.sleep(seconds)
@@ -400,21 +400,21 @@ def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_named() -> None:
 
 
 def test_an_engine_that_is_torn_samples_nothing_until_a_whole_push(make: Callable[..., World]) -> None:
-    """Also where somebody lets it go on by mistake."""
+    """This holds even if someone resumes it by mistake."""
     world = make(1)
     world.push()
     engine = world.engines[0]
     before = world.ask(engine)
     world.learner.weights = {n: torch.cat([t, t]) if n == NORM else t for n, t in world.learner.weights.items()}
     with pytest.raises(EngineError):
-        world.push()  # the stream no longer is what the manifest says
+        world.push()  # the stream no longer matches the manifest
     world.loop.run(engine.resume(), HANG_S)
     asking = world.loop.submit(engine.generate(REQUEST))
     deadline = time.monotonic() + HANG_S
     while not (waiting := world.loop.run(engine.server_info(), HANG_S)["num_waiting_reqs"]):
         assert not asking.done()
         assert time.monotonic() < deadline
-    for _ in range(3):  # each call is answered by the engine's thread, between two steps
+    for _ in range(3):  # the engine's thread answers each call between two steps
         info = world.loop.run(engine.server_info(), HANG_S)
         assert (info["num_waiting_reqs"], info["num_running_reqs"], asking.done()) == (waiting, 0, False)
     world.learner = Learner()

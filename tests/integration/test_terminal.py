@@ -26,7 +26,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class OnTerminal:
-    """A command on a pseudo-terminal, which is its controlling one: Ctrl-C goes through the terminal."""
+    """A command on a pseudo-terminal, which controls it: Ctrl-C goes through the terminal."""
 
     def __init__(self, command: list[str], environment: dict[str, str], columns: int = 80) -> None:
         self.text = ""
@@ -64,7 +64,7 @@ def run(*command: str, environment: Mapping[str, str] = os.environ) -> subproces
 
 
 def without_torch(folder: Path) -> dict[str, str]:
-    """An environment in which nothing can import torch."""
+    """Return an environment in which nothing can import torch."""
     (folder / "without").mkdir()
     (folder / "without" / "torch.py").write_text("raise ImportError('torch is not needed here')\n")
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "without"), os.environ.get("PYTHONPATH", "")])}

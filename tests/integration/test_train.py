@@ -110,12 +110,12 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
 
 @pytest.mark.slow
 def test_a_mismatch_is_told_and_the_decoupled_loss_trains(tmp_path: Path) -> None:
-    """float32 rounding passes a limit of 1e-12: the run warns, counts and goes on."""
+    """float32 rounding exceeds a limit of 1e-12: the run warns, counts and continues."""
     settings = ('loss.proximal="learner"', "monitor.mismatch_alarm=1e-12", "parallel.tensor=1", "parallel.data=2")
     done = bapo("train", "demo", *SMALL, f"run.dir={tmp_path}", "run.name=run", "train.num_steps=2", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert rows[0]["mismatch/alarms"] == 1, "of the first update: the second one has no token of age 0"
+    assert rows[0]["mismatch/alarms"] == 1, "from the first update: the second has no token of age 0"
     assert done.stdout.count("warning: mismatch, step 1: engine and trainer disagree") == 1
     num_alarms = int(sum(row["mismatch/alarms"] for row in rows))
     assert f"{plural(num_alarms, 'update')} over monitor.mismatch_alarm" in done.stdout
@@ -126,9 +126,9 @@ def test_a_mismatch_is_told_and_the_decoupled_loss_trains(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_resuming_goes_on_exactly(single_process: tuple[Path, list[dict[str, float]]]) -> None:
-    """Stopped after two steps and started again: the same samples and losses, bit for bit, with threads as they come.
+    """A run stopped after two steps and resumed has the same samples and losses, bit for bit, with default threads.
 
-    Killed runs: test_kill_resume.py.
+    For killed runs, see test_kill_resume.py.
     """
     folder, reference = single_process
     settings = ("parallel.tensor=1", "checkpoint.interval_steps=2")

@@ -1,4 +1,4 @@
-"""A run with everything on that has a memory of its own, stopped and resumed."""
+"""A run with every option that has state of its own, stopped and resumed."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""The layers that Megatron builds of Transformer Engine's modules, with stand-ins for those, on CPUs.
+"""The layers that Megatron builds from Transformer Engine's modules, with stand-ins for these, on CPUs.
 
 The stand-ins have the names, arguments and results that Megatron-Core 0.16.1 relies on, and compute in plain torch.
-What is tested is ours: names, layer norms inside linears, biases, attention over packs in the "thd" format.
+This tests our side: names, layer norms inside linears, biases, attention over packs in the "thd" format.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ built: list[str] = []
 
 
 class Norm(torch.nn.RMSNorm):
-    """te.pytorch.RMSNorm as TENorm makes it."""
+    """te.pytorch.RMSNorm, as TENorm makes it."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -39,7 +39,7 @@ class Norm(torch.nn.RMSNorm):
 
 
 class NormedColumnLinear(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: the norm's weight is the linear's."""
+    """TELayerNormColumnParallelLinear, whose linear holds the norm's weight."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)
@@ -55,7 +55,7 @@ class NormedColumnLinear(ColumnParallelLinear):
 
 
 class Attention(torch.nn.Module):
-    """TEDotProductAttention for a "thd" pack: one sequence after the other."""
+    """TEDotProductAttention for a "thd" pack, one sequence after the other."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Attention(torch.nn.Module):
         assert type(packed_seq_params) is PackedSeqParams, "TEDotProductAttention passes every field on"
         assert packed_seq_params.qkv_format == "thd"
         passed_on = {name: getattr(packed_seq_params, name) for name in self.kept_packed_seq_params}
-        assert passed_on["pad_between_seqs"] is False, "else Transformer Engine compares lengths on the GPU"
+        assert passed_on["pad_between_seqs"] is False, "otherwise Transformer Engine compares lengths on the GPU"
         lengths = packed_seq_params.cu_seqlens_q.diff()
         assert packed_seq_params.max_seqlen_q == packed_seq_params.max_seqlen_kv == int(lengths.max())
         outputs = []
@@ -88,7 +88,7 @@ class Attention(torch.nn.Module):
 
 
 class Provider(LocalSpecProvider):
-    """TESpecProvider, of the stand-ins."""
+    """TESpecProvider for the stand-ins."""
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -132,7 +132,7 @@ def test_there_and_back_bit_for_bit_and_logits(layout: dict[str, Any], tmp_path:
 
 
 def test_what_context_parallelism_asks_of_a_pack() -> None:
-    """Padded lengths are given where the pack is split, as TransformerEngine's context_parallel.py asserts."""
+    """Padded lengths are given if the pack is split, as TransformerEngine's context_parallel.py asserts."""
 
     class Group:
         def size(self) -> int:

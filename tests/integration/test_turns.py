@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 
 
 class TwoTurns:
-    """Answers the first turn with two words that no policy here samples; longer turns are better ones."""
+    """An environment that answers the first turn with two words that no policy samples; longer turns score higher."""
 
     deadline_s = 0.0
 
@@ -40,7 +40,7 @@ class TwoTurns:
 
 
 class Branches:
-    """Takes the first three tokens of a response as the beginning of another one, after an answer of its own."""
+    """A driver that starts a branch from the first three tokens of a response, after an answer of its own."""
 
     by_group, deadline_s = False, 0.0
 
@@ -56,7 +56,7 @@ class Branches:
 
 
 class Engine(ScriptedEngine):
-    """Ends turns after 4 to 7 tokens; log-probs are near those of random weights."""
+    """An engine that ends turns after 4 to 7 tokens; its log-probs are near those at random weights."""
 
     def token(self, seed: int, position: int) -> int:
         return STOP if position % (5 + seed % 4) == 4 + seed % 4 else (seed + position) % 9
@@ -76,7 +76,7 @@ def sampled(driver: Any) -> list[Group]:
 
 
 def trained_once(groups: list[Group]) -> Tensor:
-    """The mask by brute force: what the policy sampled, where a sample has it for the first time."""
+    """Return the mask by brute force: what the policy sampled, at its first occurrence in a sample."""
     mask: list[bool] = []
     for sample in (s for g in groups for s in g.samples):
         seen = set()
@@ -120,7 +120,7 @@ def check(rank: int, world_size: int, root: Path, layouts: list[tuple[dict[str, 
         groups = sampled(driver)
         samples = [s for g in groups for s in g.samples]
         assert all(s.num_given_tokens >= 2 and s.reward is not None for s in samples)
-        assert any(g.rewards.count(g.rewards[0]) < len(g.rewards) for g in groups), "or nothing is learned"
+        assert any(g.rewards.count(g.rewards[0]) < len(g.rewards) for g in groups), "otherwise nothing is learned"
         for layout, max_tokens in layouts:
             try:
                 check_layout(root, layout, max_tokens, groups)

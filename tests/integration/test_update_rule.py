@@ -21,9 +21,9 @@ from tests.integration.test_rivals_learner import TOLERANCE, batch_of_outcomes, 
 from tests.integration.test_schedule import LARGE, SMALL, CountedLearner, make_config
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-LIMIT = 0.6  # nats; half of the tokens are of responses beyond it
+LIMIT = 0.6  # nats; half of the tokens belong to responses beyond it
 
-Case = tuple[dict[str, Any], dict[str, Any], int]  # [parallel], [train], tokens of a micro-batch
+Case = tuple[dict[str, Any], dict[str, Any], int]  # [parallel], [train], tokens per micro-batch
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def config_of(layout: dict[str, Any], max_tokens: int, limit: float = LIMIT, **t
 
 
 def near_T(log_probs_T: Tensor, batch: Batch) -> Tensor:
-    """The trained tokens of responses whose mean log-ratio is within the limit, sequence by sequence."""
+    """Return the mask of trained tokens whose response has a mean log-ratio within the limit, sequence by sequence."""
     log_ratio = (log_probs_T - batch.behaviour_logprobs_T.double())[batch.mask_T]
     sequence, keeps = sequence_of(batch), torch.zeros_like(log_ratio, dtype=torch.bool)
     for s in sequence.unique():
@@ -73,7 +73,7 @@ def check_layout(root: Path, layout: dict[str, Any], train: dict[str, Any], max_
     assert result.metrics["train/tokens"] == num_kept
     assert result.metrics["loss/policy"] == pytest.approx(want.loss, rel=TOLERANCE, abs=TOLERANCE)
     entropy = float(want.entropy_T[masks[0]].mean())
-    assert result.metrics["loss/entropy"] == pytest.approx(entropy, rel=TOLERANCE), "metrics have the mask, too"
+    assert result.metrics["loss/entropy"] == pytest.approx(entropy, rel=TOLERANCE), "the mask applies to metrics too"
     if train.get("schedule") == "forwards_first":
         assert learner.num_forwards == len(minibatch.micro_batches), "the scoring pass is the step's own"
     for parameter, gradient in learner.named_gradients():
@@ -83,7 +83,7 @@ def check_layout(root: Path, layout: dict[str, Any], train: dict[str, Any], max_
 
 
 def check_all_rejected(root: Path) -> None:
-    """Nothing is left to learn from: the gradient is 0, and means of no token are nan."""
+    """With nothing left to learn from, the gradient is 0, and means of no tokens are nan."""
     learner = MegatronLearner(config_of({}, LARGE, limit=1e-9), root / "qwen3")
     minibatch = one_minibatch(batch_of_outcomes(), max_tokens=LARGE, share=learner.share)
     found = BoundsFinder(learner.config, learner).find(minibatch)
@@ -99,7 +99,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
         try:
             check_layout(root, layout, train, max_tokens)
         except AssertionError as error:
-            raise AssertionError(f"{layout}, {train}, {max_tokens} tokens a micro-batch") from error
+            raise AssertionError(f"{layout}, {train}, {max_tokens} tokens per micro-batch") from error
     if world_size == 1:
         check_all_rejected(root)
 

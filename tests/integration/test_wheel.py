@@ -1,4 +1,4 @@
-"""The wheel holds all it needs: it works from a folder that knows nothing of the checkout."""
+"""The wheel holds all that it needs: it works from a folder that knows nothing of the checkout."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "the studies are not installed: they are the folder studies/ of the source" in refused.stderr
 
-    # In an environment with the extra "train" alone: `pip install "bapo-megatron[train]"`.
+    # In an environment with only the extra "train": `pip install "bapo-megatron[train]"`.
     (target / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({_beyond_train()}))")
     shorter = ("train.num_steps=1", "rollout.prompts_per_step=4", "run.dir=runs", *PATIENT)
     done = run(sys.executable, "-m", "bapo_megatron", "demo", *shorter, cwd=elsewhere, PYTHONPATH=str(target))
@@ -71,7 +71,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
 
 
 def _beyond_train() -> list[str]:
-    """Modules of packages that the other extras bring."""
+    """Return the modules of packages that the other extras bring."""
     locked = {
         file.stem: set(re.findall(r"(?m)^([\w.-]+)==", file.read_text())) for file in ROOT.glob("requirements/*.lock")
     }
@@ -83,7 +83,7 @@ def _beyond_train() -> list[str]:
 
 
 def _copy_checkout(target: Path) -> None:
-    """What packaging reads, without build folders, so that the test leaves nothing in the checkout."""
+    """Copy what packaging reads, without build folders, so that the test leaves nothing in the checkout."""
     import shutil
 
     target.mkdir()

@@ -1,8 +1,8 @@
-"""Pushes in which an engine takes no part from some bucket on, so that only deadlines can end them.
+"""Pushes in which an engine drops out at some bucket, so that only deadlines can end them.
 
-These deadlines come at once, and all others never, however busy the machine is.
+These deadlines pass immediately, and all others never do, however busy the machine is.
 
-    python -m tests.integration.vain ...     an embedded engine that knows a broadcast in vain, as the nursery's do
+    python -m tests.integration.vain ...     an embedded engine that knows of broadcasts in vain, as the nursery's do
 """
 
 import os
@@ -20,18 +20,18 @@ from bapo_megatron.sync.broadcast import BucketSender, Flight
 from bapo_megatron.sync.session import Replies
 from tests.distributed import HANG_S
 
-NEVER_S = 3 * HANG_S  # deadline of everything in a push: who is not in vain and hangs is found before
+NEVER_S = 3 * HANG_S  # deadline of everything in a push: a hang that is not in vain is found earlier
 _SWITCH = "BAPO_TEST_VAIN_BROADCASTS"  # the path of a file that exists while broadcasts are in vain
-_VAIN_S = 0.1  # the deadline of a broadcast that cannot end, of any length
+_VAIN_S = 0.1  # the deadline of a broadcast that cannot end, for a tensor of any size
 _POLL_S = 0.002
 
 _broadcast = UpdateGroup.broadcast
 
 
 class Vain:
-    """What is in vain in the pushes of this process. Make it before the engines start.
+    """A switch for broadcasts in vain in this process's pushes. Create it before the engines start.
 
-    It is the clock of pushes as well, and skips the time in which nobody is waited for but silent engines.
+    It is also the clock of pushes, and skips the time in which only silent engines are awaited.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +63,12 @@ class Vain:
 
     @property
     def members(self) -> set[str]:
-        """Urls of the engines to which weights are being sent."""
+        """The urls of the engines to which weights are being sent."""
         return {engine.url for engine in self._sender.members.engines} if self._sender else set()
 
     @property
     def flight(self) -> Flight | None:
-        """The bucket on its way."""
+        """The bucket that is being sent."""
         return self._sender.flight if self._sender else None
 
     def settle(self) -> None:
@@ -77,7 +77,7 @@ class Vain:
             flight.replies.wait_until(flight.replies.deadline, first_failure=True)
 
     def begin(self, *silent: str) -> None:
-        """From now on no broadcast of the push in progress can end: an engine takes no part."""
+        """Make all later broadcasts of the current push unable to end: an engine takes no part."""
         assert self._sender is not None
         self.silent.update(silent)
         self._switch.touch()
@@ -109,7 +109,7 @@ def _send_or_fail(group: UpdateGroup, tensor: Tensor, timeout_s: float) -> dist.
 
 
 def build_in_engine() -> None:
-    """Let this process, an engine, know broadcasts in vain, where the test has any."""
+    """Let this process, an engine, know which broadcasts are in vain, if the test has any."""
     if _SWITCH in os.environ:
         UpdateGroup.broadcast = _broadcast_or_fail  # type: ignore[method-assign]
 

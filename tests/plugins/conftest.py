@@ -1,4 +1,4 @@
-"""One wheel of the checkout for all environments."""
+"""Build one wheel of the checkout for all environments."""
 
 from pathlib import Path
 

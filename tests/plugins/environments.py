@@ -1,4 +1,4 @@
-"""Python environments that hold torch, a wheel of this checkout, and the packages of a test, and nothing else."""
+"""Python environments that hold torch, a wheel of this checkout and the packages of a test, and nothing else."""
 
 import importlib.metadata
 import re
@@ -10,20 +10,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-PATIENCE_S = 7200.0  # pip, and a real training, under any load
+PATIENCE_S = 7200.0  # for pip and a real training, under any load
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
     folder: Path
-    log: str  # of pip
+    log: str  # pip's output
 
     @property
     def python(self) -> str:
         return str(self.folder / "bin" / "python")
 
     def run(self, *command: str, cwd: Path, timeout_s: float = PATIENCE_S, **environment: str) -> str:
-        """Run a command of the environment; return its output. It must succeed."""
+        """Run a command of the environment, which must succeed; return its output."""
         done = self.attempt(*command, cwd=cwd, timeout_s=timeout_s, **environment)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -61,9 +61,9 @@ def make_environment(
     """Make an environment around the installed torch.
 
     Args:
-        linked: distributions of this environment that are linked in, with all that they need: no download, no copy.
-        packages: installed from the index with what they need, in one command with the wheel.
-        bare: installed from the index before them, without what they need.
+        linked: distributions of this environment to link in, with everything that they need: no download, no copy.
+        packages: packages to install from the index with their dependencies, in one command with the wheel.
+        bare: packages to install from the index first, without their dependencies.
     """
     _call(sys.executable, "-m", "venv", "--without-pip", str(folder))
     (site,) = folder.glob("lib/python*/site-packages")
@@ -73,7 +73,7 @@ def make_environment(
             source = Path(str(distribution.locate_file(top))).resolve()
             if source.exists() and not (site / top).exists():
                 (site / top).symlink_to(source)
-    constraints = folder / "constraints.txt"  # what is linked must stay
+    constraints = folder / "constraints.txt"  # linked packages must stay
     constraints.write_text("".join(f"{d.name}=={d.version}\n" for d in found.values()))
     pip = (*PIP, "--python", str(folder / "bin" / "python"), "install", "-c", str(constraints))
     log = _call(*pip, "--no-deps", *bare) if bare else ""
@@ -89,7 +89,7 @@ def _with_requirements(names: Iterable[str]) -> dict[str, importlib.metadata.Dis
             continue
         try:
             found[name] = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:  # of another platform
+        except importlib.metadata.PackageNotFoundError:  # a package of another platform
             continue
         texts = found[name].requires or []
         todo += [re.split(r"[^\w.-]", text)[0] for text in texts if "extra ==" not in text]

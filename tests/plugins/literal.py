@@ -11,7 +11,7 @@ Tokens = tuple[Tensor, Tensor, Tensor]  # ratios, advantages, weights
 
 
 def literal_bounds(tokens: Tokens, c: ClipBoundConfig) -> tuple[float, float]:
-    """Algorithm 1, reading every token at every probe (the gradient's share)."""
+    """Run Algorithm 1, reading every token at every probe (the gradient's share)."""
     ratio, advantages, weights = (x.double() for x in tokens)
     lows, highs, i, j = c.low.points, c.high.points, 0, 0
     while True:
@@ -23,12 +23,12 @@ def literal_bounds(tokens: Tokens, c: ClipBoundConfig) -> tuple[float, float]:
 
 
 def clipped(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    """PPO's loss per token."""
+    """Return PPO's loss per token."""
     return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
 
 
 def as_lists(value: Any) -> Any:
-    """Return tensors as lists, for JSON; seven digits are a float32's."""
+    """Return tensors as lists, for JSON; seven digits are enough for float32."""
     if isinstance(value, Tensor):
         return as_lists(value.detach().tolist())
     if isinstance(value, float):

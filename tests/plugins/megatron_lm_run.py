@@ -3,8 +3,8 @@
 usage: torchrun --nproc_per_node 2 tests/plugins/megatron_lm_run.py CHECKOUT
        [--record tests/plugins/recorded/megatron_lm.json]
 
-The rest of train_rl.py asks for CUDA: `calculate_grpo_loss` is read from megatron/rl/rl_utils.py, and `forward_step`
-and `loss_func` here have the contract of train_rl.py, whose text is checked for it.
+The rest of train_rl.py asks for CUDA: `calculate_grpo_loss` is taken from megatron/rl/rl_utils.py. `forward_step` and
+`loss_func` here follow the contract of train_rl.py, whose text is checked for it.
 """
 
 import argparse
@@ -81,11 +81,11 @@ def loss_func(
     truncated_from_below: Tensor,
     output_tensor: Tensor,
 ) -> None:
-    raise AssertionError("named only for its parameters")
+    raise AssertionError("used only for its parameters' names")
 
 
 def micro_batch(update: int, number: int, rank: int) -> tuple[Tensor, ...]:
-    """Current log-probs, advantages, old log-probs, mask, and the engine's log-probs."""
+    """Return current log-probs, advantages, old log-probs, mask, and the engine's log-probs."""
     g = torch.Generator().manual_seed(100 * update + 10 * number + rank)
     old = -torch.rand(4, 12, generator=g) * 3
     new = old + 0.3 * torch.randn(4, 12, generator=g)

@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     o = parser.parse_args()
     sys.path.insert(0, o.checkout)
-    sys.modules.setdefault("ray", MagicMock())  # imported by miles.utils.misc, and not used here
+    sys.modules.setdefault("ray", MagicMock())  # miles.utils.misc imports it, but nothing here uses it
     torch._dynamo.config.disable = True
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -59,7 +59,7 @@ def host_args(per_token: bool) -> Namespace:
 
 
 def micro_batches(step: int, data_rank: int) -> list[dict[str, Any]]:
-    """Two micro-batches of three samples for a data rank, before any slicing."""
+    """Return two micro-batches of three samples for a data rank, before any slicing."""
     g = torch.Generator().manual_seed(1000 * step + data_rank)
     found = []
     for _ in range(NUM_MICRO_BATCHES):
@@ -85,7 +85,7 @@ def micro_batches(step: int, data_rank: int) -> list[dict[str, Any]]:
 
 
 def tokens_of(step: int, num_data_ranks: int, per_token: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Ratios, advantages and weights of an update's tokens on all ranks."""
+    """Return ratios, advantages and weights of an update's tokens on all ranks."""
     ratios, advantages, weights = [], [], []
     for data_rank in range(num_data_ranks):
         for mb in micro_batches(step, data_rank):

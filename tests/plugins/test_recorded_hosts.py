@@ -1,4 +1,4 @@
-"""slime, miles and Megatron-LM by what their hooks handed over: recorded by the `*_run.py` scripts from a checkout.
+"""slime, miles and Megatron-LM through what their hooks passed on, as the `*_run.py` scripts recorded from a checkout.
 
 Their sources are not on a package index. The recordings hold tensors, the bounds, and the losses that the hosts' own
 functions returned at these bounds.
@@ -31,7 +31,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @dataclass
 class Reducer:
-    """The mean over samples of their means over tokens, as the hosts' own."""
+    """The mean over samples of their means over tokens, as the hosts do."""
 
     masks: list[Tensor]
 
@@ -51,7 +51,7 @@ def policy_loss(args: Namespace, batch: Any, logits: Tensor, reducer: Any) -> tu
 
 
 def paths_of(module: ModuleType, calls: list[Tensor] | None = None) -> FunctionPaths:
-    """The plugin's functions, with the host's replaced by plain ones."""
+    """Return the plugin's functions, with the host's functions replaced by plain ones."""
 
     def summed(table: Tensor) -> Tensor:
         if calls is not None:
@@ -87,7 +87,7 @@ def test_function_paths(name: str, module: ModuleType, num_updates: int) -> None
         assert loss.item() == pytest.approx(mb["pg_loss"], rel=1e-4, abs=1e-6)
         num = len(batch["new"])
         assert metrics["bapo_high"].item() == pytest.approx(mb["bounds"][1] * num)
-    assert (step, len(calls)) == (num_updates - 1, num_updates), "one all-reduce an update"
+    assert (step, len(calls)) == (num_updates - 1, num_updates), "one all-reduce per update"
     assert len({tuple(mb["bounds"]) for mb in recording["micro_batches"]}) > 1
 
 
@@ -211,7 +211,7 @@ def test_a_changed_train_rl_is_refused() -> None:
 
 
 def test_an_untried_version_is_refused() -> None:
-    """This environment's Megatron-Core is older."""
+    """The Megatron-Core of this environment is older."""
     with pytest.raises(
         UserError, match=r"BAPO in Megatron-LM 0\.16\.1: the plugin has not been tried with this version"
     ):

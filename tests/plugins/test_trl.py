@@ -28,7 +28,7 @@ def check_cases(result: dict[str, Any], num_ranks: int, num_updates: int = 5) ->
         assert case["num_equal_bounds"] == num_updates, case
         assert case["num_bounds"] > 1, case
         assert case["logged"], case
-        assert case["all_reduces"] == num_updates, "one an update"
+        assert case["all_reduces"] == num_updates, "one per update"
         assert case["loss_error"] < 1e-6, case
         assert case["gradient_error"] < 1e-6, case
     return sum(case["num_micro_batches"] for case in result["cases"])

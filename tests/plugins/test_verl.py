@@ -1,4 +1,4 @@
-"""The loss of verl in an environment that holds verl from the package index: on 1 and 2 ranks."""
+"""The loss of verl in an environment that holds verl from the package index, on 1 and 2 ranks."""
 
 import json
 from pathlib import Path
@@ -69,5 +69,5 @@ def test_two_ranks(environment: Environment, tmp_path: Path) -> None:
     environment.run(environment.python, *launch, RUN, "out.json", "60", cwd=tmp_path)
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["microbatch"]["equal"] == 60
-    assert result["microbatch"]["all_reduces"] == 60, "one a micro-batch"
+    assert result["microbatch"]["all_reduces"] == 60, "one per micro-batch"
     assert all(result[scope]["equal"] == 20 for scope in ("lagged", "smoothed"))

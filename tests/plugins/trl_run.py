@@ -37,7 +37,7 @@ def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
 
 
 class Checked(BAPOTrainer):
-    """Keeps what each micro-batch was trained with, and its loss and gradient beside the formula's."""
+    """A trainer that keeps each micro-batch with its loss and gradient, next to those by formula."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,7 +98,7 @@ class Checked(BAPOTrainer):
 
 
 def literal_bounds(updates: list[tuple[float, list[torch.Tensor]]], search: Any) -> tuple[float, float]:
-    """Algorithm 1, reading every token at every probe; each update with its weight."""
+    """Run Algorithm 1, reading every token at every probe; each update has its weight."""
     lows, highs, i, j = search.low.points, search.high.points, 0, 0
     while True:
         positive = negative = 0.0
@@ -145,7 +145,7 @@ def trainer(scope: str, accumulation: int, loss_type: str, **changes: Any) -> Ch
 
 
 def check(scope: str, accumulation: int, loss_type: str) -> dict[str, Any]:
-    """Train, and compare: bounds with the plain loop over all ranks, loss and gradient with the formula."""
+    """Train, and compare bounds with the plain loop over all ranks, and loss and gradient with the formula."""
     trained = trainer(scope, accumulation, loss_type)
     trained.train()
     every: list[list[dict[str, Any]]] = [trained.seen]
@@ -180,7 +180,7 @@ def check(scope: str, accumulation: int, loss_type: str) -> dict[str, Any]:
 
 
 def check_resume() -> bool:
-    """The tables of earlier updates go through TRL's checkpoint bit for bit."""
+    """Check that the tables of earlier updates go through TRL's checkpoint bit for bit."""
     first = trainer("smoothed", 1, "dapo", save_strategy="steps", save_steps=NUM_UPDATES)
     first.train()
     second = trainer("smoothed", 1, "dapo", max_steps=NUM_UPDATES + 1)

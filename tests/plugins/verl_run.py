@@ -19,7 +19,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 
-IS_FOUND = "bapo" in POLICY_LOSS_REGISTRY  # by verl, through the entry point
+IS_FOUND = "bapo" in POLICY_LOSS_REGISTRY  # whether verl found it, through the entry point
 
 from bapo_megatron.config.schema_loss import ClipBoundConfig  # noqa: E402
 from bapo_megatron.errors import UserError  # noqa: E402
@@ -41,7 +41,7 @@ REAL_ALL_REDUCE, dist.all_reduce = dist.all_reduce, counted
 
 
 def literal_bounds(updates: list[tuple[float, tuple[Tensor, ...]]], c: ClipBoundConfig) -> tuple[float, float]:
-    """The search, reading every token at every probe; each update with its weight."""
+    """Run the search, reading every token at every probe; each update has its weight."""
 
     def rho(low: float, high: float) -> float:
         positive = negative = 0.0
@@ -87,7 +87,7 @@ def weights(mask: Tensor, mode: str) -> Tensor:
 
 
 def formula(old: Tensor, new: Tensor, adv: Tensor, mask: Tensor, mode: str, bounds: tuple[float, float]) -> Tensor:
-    """PPO's clipped objective with dual clipping, of one micro-batch."""
+    """Return PPO's clipped objective with dual clipping for one micro-batch."""
     ratio = (new - old).exp()
     objective = torch.min(ratio * adv, ratio.clamp(*bounds) * adv)
     objective = torch.where(adv < 0, torch.max(objective, DUAL_CLIP * adv), objective)
@@ -113,7 +113,7 @@ def found(metrics: dict[str, Any]) -> tuple[float, float]:
 
 
 def check_micro_batches(g: torch.Generator, num_cases: int) -> dict[str, int]:
-    """Scope microbatch: bounds, loss and gradient of the registered loss."""
+    """Check scope microbatch: bounds, loss and gradient of the registered loss."""
     loss_of, num_equal, seen = get_policy_loss_fn("bapo"), 0, set()
     before = NUM_ALL_REDUCES
     for case in range(num_cases):
@@ -137,7 +137,7 @@ def check_micro_batches(g: torch.Generator, num_cases: int) -> dict[str, int]:
 
 
 def check_mini_batches(g: torch.Generator, scope: str, num_minis: int = 20) -> dict[str, int]:
-    """Scopes lagged and smoothed: the bounds of earlier mini-batches, however these are split."""
+    """Check scopes lagged and smoothed: the bounds come from earlier mini-batches, however these are split."""
     loss_of, config = get_policy_loss_fn("bapo"), actor(scope=scope, rho0=0.6, smoothing_updates=3)
     search = ClipBoundConfig.model_validate({"rho0": 0.6})
     want, decay, num_equal, updates, seen = (search.low.start, search.high.start), 2 / 3, 0, [], set()
@@ -161,7 +161,7 @@ def check_mini_batches(g: torch.Generator, scope: str, num_minis: int = 20) -> d
 
 
 def check_ppo_loss(g: torch.Generator) -> bool:
-    """Through verl's own `ppo_loss`, on the nested tensors that its engines hand over."""
+    """Check verl's own `ppo_loss`, on the nested tensors that its engines pass on."""
     prompts, responses, advantages = [3, 5, 2], [6, 4, 7], (1.0, -1.0, 0.5)
     new = [(-torch.rand(p + r, generator=g)).requires_grad_() for p, r in zip(prompts, responses, strict=True)]
     old = [-torch.rand(r, generator=g) for r in responses]
@@ -179,7 +179,7 @@ def check_ppo_loss(g: torch.Generator) -> bool:
     config = actor(scope="microbatch", rho0=0.6)
     loss, _ = ppo_loss(config, {"log_probs": nested(new)}, data)
     loss.backward()
-    # the log-prob of a token stands at the place before it
+    # the log-prob of a token is at the place before it
     pairs = zip(new, prompts, responses, strict=True)
     mine = torch.cat([x.detach()[p - 1 : p - 1 + r] for x, p, r in pairs]).requires_grad_()
     adv = torch.cat([torch.full((r,), a) for r, a in zip(responses, advantages, strict=True)])

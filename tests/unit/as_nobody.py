@@ -1,6 +1,6 @@
 """Run a command as the user nobody: `unshare --mount python as_nobody.py COMMAND...`, as root.
 
-nobody may not read the home of root, so a Python that is installed there is made readable in the private mount.
+nobody may not read root's home, so a Python that is installed there is made readable in the private mount.
 """
 
 import os

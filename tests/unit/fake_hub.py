@@ -12,7 +12,7 @@ NAME = "acme/tiny"
 
 
 class FakeHub:
-    """The hub's answers about `NAME`, whose `main` is the commit `commit`, and the requests that it got."""
+    """The hub's answers about `NAME`, whose `main` is the commit `commit`, and the requests that it received."""
 
     def __init__(self, folder: Path) -> None:
         self.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

@@ -11,7 +11,7 @@ TOLERANCE_PX = 1.0
 
 
 def layout_faults(figure: Figure) -> list[str]:
-    """One sentence for each; [] for a clean figure."""
+    """Return one sentence per fault; [] for a clean figure."""
     FigureCanvasAgg(figure).draw()
     boxes = [(text.get_text(), text.get_window_extent()) for text in _texts(figure)]
     faults = [f"{name!r} leaves the figure" for name, box in boxes if not _is_inside(box, figure.bbox)]

@@ -1,4 +1,4 @@
-"""Honest programs that the sandbox must run, by what they use, and what it refuses them without harm.
+"""Honest programs that the sandbox must run, by what they use, and which calls it refuses them without harm.
 
 `python -m tests.unit.honest_programs` runs them as this user and prints {name: [passes, refused calls]}.
 """
@@ -304,11 +304,11 @@ TOLERATED = {
     "sqlite3": {"fchown"},
     "unpacking": {"socket", "chmod", "fchmodat", "chown", "fchownat", "utimensat"},
 }
-"""Refused without harm: glibc asks nscd for users, `platform` starts uname, others keep rights, owners and times."""
+"""Refused without harm: glibc asks nscd about users, `platform` starts uname, others copy rights, owners and times."""
 
 
 def judged(program: str) -> tuple[bool, list[str]]:
-    """Return whether a program passes, and the calls that it was refused."""
+    """Return whether a program passes, and which calls it was refused."""
     refused: dict[str, None] = {}
     passes = CodeJudge(HANG_S).passes(textwrap.dedent(program), TESTS, [], refused)
     return passes, sorted(refused)

@@ -1,6 +1,6 @@
 """A launcher whose trainer ranks train nothing: `python -m tests.unit.launched FOLDER KIND [KEY=VALUE ...]`.
 
-A rank says on standard output where it is, so that a test can send a signal at that moment. KIND:
+A rank prints its progress to standard output, so that a test can send a signal at that moment. KIND:
 
     obedient    trains until it is asked to stop, then saves
     stuck       trains, is asked, and never ends its step
@@ -11,12 +11,12 @@ A rank says on standard output where it is, so that a test can send a signal at 
     faltering   saves one step and is killed, at every start, until all steps are done
     lost        is killed after the last step is saved
     refusing    leaves an error for the user
-    halting     is killed as it trains, and when started again never begins to
+    halting     is killed as it trains, and never begins to when restarted
     doomed      trains until it is asked to stop, and is killed
-    torn        is killed as it trains, and when started again cannot read its checkpoint
+    torn        is killed as it trains, and cannot read its checkpoint when restarted
     forsaken    is killed as it trains, when no engine is left
     crowded     is killed as it trains, when the launcher's disk is full
-    aborting    leaves an error for the user while another rank aborts, whose connection to it is lost
+    aborting    leaves an error for the user, while another rank that lost its connection to it aborts
     failing     raises an error of the user's function
 """
 
@@ -66,7 +66,7 @@ def launch(folder: Path, kind: str, settings: list[str]) -> int:
     def start_rank(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         if kind == "crowded":
             options["preexec_fn"] = partial(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file of the launcher grows any more
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file of the launcher may grow any more
         run_path = command[command.index("--run-dir") + 1]
         return start([sys.executable, "-m", "tests.unit.launched", run_path, kind, "rank"], **options)
 
@@ -148,7 +148,7 @@ def save(run_dir: RunDir, step: int) -> None:
 
 def be_killed() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("nobody survives this")
+    raise AssertionError("this should have killed the process")
 
 
 def wait_to_be_killed() -> NoReturn:

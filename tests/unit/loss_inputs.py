@@ -29,7 +29,7 @@ def loss_inputs(
     reference_logprobs_R: Tensor | None = None,
     lens_S: list[int] | None = None,
 ) -> LossInputs:
-    """Make the inputs; `lens_S` cuts the tokens into responses, else they are one."""
+    """Make the inputs; `lens_S` cuts the tokens into responses, by default into one."""
     rows_R = torch.arange(mask_R.numel())
     lens_S = lens_S or [mask_R.numel()]
     batch = MicroBatch(
@@ -53,20 +53,20 @@ def loss_inputs(
 
 
 def sums_of(tokens: TokenLoss, *, with_profile: bool = False, own: tuple[Metric, ...] = ()) -> dict[str, float]:
-    """Sums over tokens by metric, as the learner forms them."""
+    """Return sums over tokens by metric, as the learner forms them."""
     with torch.no_grad():
         return {key: float(value) for key, value in TokenMetrics(own).sums(tokens, with_profile=with_profile).items()}
 
 
 def fixed_bounds(loss: LossConfig) -> ClipBounds:
-    """The bounds of a loss whose rule reads no token."""
+    """Return the bounds of a loss whose rule reads no token."""
     rule = update_rule(loss, ClipBoundConfig())
     assert isinstance(rule, NoBounds), f"the bounds of {loss.name} come from its search"
     return rule.decide(no_tokens(rule), None)
 
 
 def second_moment_bounds(log_ratios: Tensor, limit: float, sum_over_ranks: Callable[[Tensor], Tensor]) -> ClipBounds:
-    """M2PO's bounds, from |log r| of the tokens of T."""
+    """Return M2PO's bounds, from |log r| of the tokens of T."""
     rule = SecondMomentRule(LOSSES["m2po"](max_second_moment=limit), ClipBoundConfig())
     found = Again(None)
     while isinstance(found, Again):
@@ -75,10 +75,10 @@ def second_moment_bounds(log_ratios: Tensor, limit: float, sum_over_ranks: Calla
 
 
 def float32_sum_error(values_R: Tensor, num_roundings: int | None = None) -> float:
-    """Bound how far the float32 sum of some values, float64 [R], is from their sum, whatever the order.
+    """Return a bound on the error of the float32 sum of `values_R`, float64 [R], whatever the order.
 
     A value is rounded at most `num_roundings` times (default: once itself, and in each addition), each time by at most
-    2^-24 of a partial sum, or 2^-150 where it is tiny.
+    2^-24 of a partial sum, or 2^-150 for a tiny sum.
     """
     num_roundings = values_R.numel() if num_roundings is None else num_roundings
     relative = num_roundings * 2.0**-24
@@ -91,7 +91,7 @@ def maxima_of(tokens: TokenLoss) -> dict[str, float]:
 
 
 def positive_share(table: Tensor, config: ClipBoundConfig, low: float, high: float) -> float:
-    """rho of the table's tokens at two grid points; raises ValueError where a bound is not on its grid."""
+    """Return rho of the table's tokens at two grid points; raises ValueError for a bound that is not on its grid."""
     values, num_high = table.tolist(), len(config.high.points)
     i, j = config.high.points.index(high), config.low.points.index(low)
     return measured_rho(values[i], values[num_high + j], config)

@@ -1,11 +1,11 @@
-"""A page as a reader's browser has it, without one."""
+"""A page as a reader's browser has it, without a browser."""
 
 import re
 from html.parser import HTMLParser
 
 from bapo_megatron.report.style import GRID, INK, PALETTE
 
-NUM_SCRIPTS = 4  # two with data, the library and the page's own
+NUM_SCRIPTS = 4  # two with data, the library and the page's own script
 
 
 class Page(HTMLParser):
@@ -54,4 +54,4 @@ def check_self_contained(html: str, page: Page) -> None:
     assert not re.search(r"url\((?!#)|@import", html)
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
     figures = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
-    assert not any(colour in figures for colour in (INK, GRID, *PALETTE)), "a colour that does not follow the page"
+    assert not any(colour in figures for colour in (INK, GRID, *PALETTE)), "a colour that ignores the page's theme"

@@ -1,4 +1,4 @@
-"""The scheduler's decisions by loops over all samples, written for reading: what ours are compared with."""
+"""The scheduler's decisions by loops over all samples, written to be read: what ours are compared with."""
 
 import asyncio
 import heapq
@@ -19,7 +19,7 @@ from bapo_megatron.types import Group, NeedsEnvironment, NeedsTokens, Sample, wi
 
 
 class PlainBook:
-    """`RolloutBook`, without anything that it knows from earlier changes."""
+    """A `RolloutBook` without anything that it knows from earlier changes."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PlainBook:
 
     @classmethod
     def like(cls, book: RolloutBook, config: RolloutConfig) -> "PlainBook":
-        """Return a plain book in place of one that is empty."""
+        """Return a plain book to replace an empty book."""
         return cls(config, book.prompts, book.bound, book.keep, by_group=book.by_group)
 
     def admit(self, version: int, next_version: int) -> list[Sample]:
@@ -167,7 +167,7 @@ class PlainBook:
         by_slack = sorted(self.finished, key=lambda group: self._slack_of_tokens(group, version))
         chosen, others = by_slack[:size], by_slack[size:]
         slacks = sorted(s for s in (*(self._slack_of_tokens(g, version) for g in others), *active) if s >= 0)
-        # The i-th most urgent of those left is trained i // size steps after the next one, at best.
+        # At best, the i-th most urgent of the rest is trained i // size steps after the next one.
         in_time = all(slack >= 1 + i // size for i, slack in enumerate(slacks))
         least_urgent = self._slack_of_tokens(chosen[-1], version)
         waiting_helps = any(0 <= slack < least_urgent for slack in active)
@@ -199,7 +199,7 @@ class PlainBook:
 
 
 class PlainQueue(continuous.ReadyQueue):
-    """A heap that each step fills anew."""
+    """A heap that each step refills."""
 
     def __init__(self, ranks: Iterable[continuous.Rank]) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class PlainQueue(continuous.ReadyQueue):
 
 
 class PlainStream(ContinuousSampling):
-    """`ContinuousSampling`, with a new queue in each step; it counts the requests of each engine before each use."""
+    """A `ContinuousSampling` with a new queue in each step; it counts each engine's requests before each use."""
 
     def start(self, step: int, version: int) -> None:
         self._is_behind = True

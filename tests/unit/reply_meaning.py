@@ -1,15 +1,15 @@
-"""The meaning of a /generate reply of SGLang: an oracle for `parse_reply`, and the plain way of benchmarks/replies.py.
+"""The meaning of SGLang's /generate replies: an oracle for `parse_reply`, and the plain way of benchmarks/replies.py.
 
-A reply is right if none of the sentences in `RULES` is false of it; each stands for itself, whatever else is wrong:
+A reply is right if it breaks none of the rules in `RULES`; each is judged alone, whatever else is wrong:
 
     output_ids               the new tokens
     meta_info
       id                     echo of the request's rid
-      finish_reason.type     the reason why they end here
-      prompt_tokens          tokens that were continued: all that were sent
-      cached_tokens          those of them that were not computed again
+      finish_reason.type     why they end here
+      prompt_tokens          the tokens that were continued: all that were sent
+      cached_tokens          the part of them that was not computed again
       output_token_logprobs  [log-prob, token, ...] of each new token
-      weight_versions        the weights that sampled which new tokens, as ranges in order
+      weight_versions        which weights sampled which new tokens, as ranges in order
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import Any
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 
-_ROUNDING = 1e-4  # by which a log-prob of 0 may be above it
+_ROUNDING = 1e-4  # how far above 0 rounding may lift a log-prob
 
 
 class FaultyReplyError(ValueError):
@@ -32,7 +32,7 @@ class FaultyReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply with what it answers; a field that is not there, or is of another type, is an empty one."""
+    """A reply with its request; a field that is missing or of another type counts as empty."""
 
     raw: Any
     request: GenerateRequest
@@ -62,7 +62,7 @@ class Reply:
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
-        """Log-prob and token of each entry; (None, None) for what is none."""
+        """Log-prob and token of each entry; (None, None) for an invalid entry."""
         entries = self.field("output_token_logprobs", list, [])
         return [tuple(e[:2]) if isinstance(e, list) and len(e) > 1 else (None, None) for e in entries]
 
@@ -81,12 +81,12 @@ def _is_logprob(value: Any) -> bool:
         return False
     try:
         return math.isfinite(value) and value <= _ROUNDING
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def _join(reply: Reply) -> bool:
-    """Whether each range begins where the one before ends, the first at 0, and the last ends with the tokens."""
+    """Return whether ranges are adjacent, the first begins at 0, and the last ends with the tokens."""
     ranges = [(start, end) for start, end, _ in reply.ranges()]
     if not all(_is_whole(end) for _, end in ranges):
         return False
@@ -99,7 +99,7 @@ def _join(reply: Reply) -> bool:
 
 
 def _version(value: Any) -> int | None:
-    """Return the number that a version is: its digits, -1 for SGLang's name of the first weights; None for neither."""
+    """Return a version as a number: its digits, or -1 for SGLang's name of the first weights; otherwise None."""
     if value == "default":
         return -1
     text = str(value) if _is_whole(value) or isinstance(value, str) else ""
@@ -107,7 +107,7 @@ def _version(value: Any) -> int | None:
 
 
 def _versions_are_numbers(reply: Reply) -> bool:
-    """Whether each range with tokens names its version; empty ones are not read."""
+    """Return whether each range with tokens has a number as its version; empty ranges are not read."""
     return all(_version(v) is not None for start, end, v in reply.ranges() if _is_whole(end) and start != end)
 
 
@@ -129,7 +129,7 @@ RULES: dict[str, Callable[[Reply], bool]] = {
     "do not cover": _join,
     "is not a whole number": _versions_are_numbers,
 }
-"""What is true of a right reply, by words of the message that says that it is not."""
+"""What holds for a right reply, by words from the message about a reply that breaks it."""
 
 
 def meaning(raw: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:

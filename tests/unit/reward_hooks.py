@@ -1,4 +1,4 @@
-"""Judges as users may write them, for test_reward_hooks.py: what each does is the text of the response."""
+"""Judges as users may write them, for test_reward_hooks.py; the response's text says what each does."""
 
 import asyncio
 import ctypes
@@ -23,7 +23,7 @@ def plain(answer, response):
 
 
 def killed_once(response):
-    """Wait for the end of the process where the response says so, and judge it the next time."""
+    """Wait for the end of the process if the response says so, and judge the response the next time."""
     number, _, what = response.partition(": ")
     if what and _is_first_time(number):
         act(what)
@@ -35,13 +35,13 @@ def with_torch(response):
 
 
 async def together(response):
-    """Return once so many responses are being judged at the same time."""
+    """Return once NUM_TOGETHER responses are being judged at the same time."""
     await _others(response, NUM_TOGETHER)
     return act(response)
 
 
 async def beside_a_crash(response):
-    """Judge none before all are here. A number then waits for the end of the process, and is judged the next time."""
+    """Judge nothing until all are here. A number then waits for the process to end, and is judged the next time."""
     if _is_first_time(response):
         await _others(response, NUM_BESIDE_A_CRASH)
         if response.isdecimal():
@@ -57,7 +57,7 @@ async def _others(response, number):
 
 
 def _is_first_time(response):
-    """Return whether no process was asked this before; for all processes with the same folder SEEN."""
+    """Return whether no process was asked this before; processes with the same folder SEEN share the answer."""
     try:
         os.close(os.open(os.path.join(os.environ["SEEN"], response), os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -66,7 +66,7 @@ def _is_first_time(response):
 
 
 def _say(line):
-    """Tell the test, through the pipe SAID if there is one, which this process and its children then hold open."""
+    """Tell the test, through the pipe SAID if there is one; this process and its children then hold the pipe open."""
     if path := os.environ.get("SAID"):
         _pipes.append(open(path, "w"))  # noqa: SIM115
         print(line, file=_pipes[-1], flush=True)
@@ -104,7 +104,7 @@ def positional(response, /):
 
 
 def in_parts(response, answer):
-    """Return parts by name with a reason, or what the response says."""
+    """Return parts by name with a reason, or whatever the response asks for."""
     match response:
         case "no format":
             return {"correct": 1.0}

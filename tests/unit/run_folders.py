@@ -32,7 +32,7 @@ stop = 3.0
 
 
 def step(number: int) -> dict[str, float]:
-    """All metrics there are, at values of any size, but of a plausible unit."""
+    """Return all metrics there are; values have arbitrary sizes but plausible units."""
     by_unit = {"share": 0.1, "tokens/s": 123_456.0, "tokens": 1000.0, "nats": 1e-3 * math.sin(number), "s": 0.2}
     row = {name: by_unit.get(metric.unit, 1.0) for name, metric in METRICS.items()}
     row |= {
@@ -64,7 +64,7 @@ def step(number: int) -> dict[str, float]:
 
 
 def plain(number: int) -> dict[str, float]:
-    """What the key facts need, so that a test of the page around the figures does not draw them all."""
+    """Return the metrics of the key facts, so that a test of the rest of the page does not draw all figures."""
     names = ("step", "reward/mean", "staleness/mean", "rollout/resumed_token_share", "train/tokens", "time/step_s")
     return {name: value for name, value in step(number).items() if name in names}
 

@@ -15,7 +15,7 @@ from bapo_megatron.runtime.ranks import rank_and_size
 
 
 class TinyModel:
-    """One tensor, whose rows are split evenly over ranks; each has the same value. Implements `Saveable`."""
+    """One tensor, whose rows are split evenly over ranks; all values are equal. Implements `Saveable`."""
 
     def __init__(self, value: float, rows: int = 100, columns: int = 10, hf_path: Path | None = None) -> None:
         self.rank, size = rank_and_size()
@@ -31,7 +31,7 @@ class TinyModel:
         )
 
     def load(self, folder: Path) -> None:
-        """Every rank reads the whole tensor."""
+        """Read the whole tensor, on every rank."""
         with ShardReader(read_index(folder), WEIGHT) as read:
             whole: Tensor = read("w")
         assert whole.shape == self.shape
@@ -48,7 +48,7 @@ def settings(**change: object) -> CheckpointConfig:
 
 
 def save_whole(store: CheckpointStore, step: int, value: float, rows: int = 100, state: Any = None) -> Path:
-    """Until it is there, also if it is written in the background."""
+    """Save, and return once the checkpoint is there, even if it is written in the background."""
     path = store.save(step, {"learner": TinyModel(value, rows)}, state)
     store.close()
     return path

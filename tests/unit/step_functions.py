@@ -1,4 +1,4 @@
-"""Environments of the tests, called in worker processes: the prompt's answer says what to do with a turn."""
+"""Environments for the tests, called in worker processes: the prompt's answer says what to do with a turn."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def step(turn: dict[str, Any], state: Any) -> Any:
-    """Do it in the way of a plain function."""
+    """Answer as a plain function."""
     match turn["answer"]:
         case "count":
             count = (state or {"count": 0})["count"] + len(turn["token_ids"])
@@ -28,11 +28,11 @@ def step(turn: dict[str, Any], state: Any) -> Any:
 
 
 async def astep(turn: dict[str, Any], state: Any) -> Any:
-    """Do it in the way of an asynchronous one."""
+    """Answer as an asynchronous function."""
     if turn["answer"] == "hang":
         await asyncio.Event().wait()
     return step(turn, state)
 
 
 def no_step(turn: dict[str, Any]) -> Any:
-    """Take other parameters."""
+    """Take the wrong parameters."""

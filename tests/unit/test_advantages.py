@@ -1,4 +1,4 @@
-"""Advantages against their formulas in plain Python, and what becomes of those of a user's own."""
+"""Advantages against their formulas in plain Python, and what happens to a user's own."""
 
 import statistics
 import sys
@@ -115,7 +115,7 @@ def test_a_result_that_does_not_fit_is_one_message(name: str) -> None:
 
 @pytest.mark.usefixtures("own")
 def test_the_view_is_of_the_group_that_was_judged() -> None:
-    """Prompt, scaled rewards and lengths; the values reach the tokens of their responses."""
+    """The view has prompt, scaled rewards and lengths; the returned values reach the tokens of their responses."""
     lengths = (2, 4, 0)
     responses = tuple(
         Sample.of(

@@ -1,4 +1,4 @@
-"""What commands say about what is not there: an engine, models and prompts of a job, pages of a checkout."""
+"""What commands say about missing things: an engine, models and prompts of a job, pages of a checkout."""
 
 import importlib.metadata
 import os
@@ -35,7 +35,7 @@ def test_check_refuses_an_engine_that_is_not_installed(capsys: pytest.CaptureFix
     assert main(["check", "demo", "rollout.engine=sglang"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith('bapo: rollout.engine="sglang" needs SGLang, which is not installed in ')
-    assert main(["check", *RECIPE]) == 0, "the cluster has an environment of its own"
+    assert main(["check", *RECIPE]) == 0, "the cluster has its own environment"
 
 
 def test_a_dry_run_warns_of_what_is_not_here(

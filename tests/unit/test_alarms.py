@@ -1,4 +1,4 @@
-"""Alarms: each rule at its boundary, none in healthy runs, and what the user is told, once, by three ways."""
+"""Alarms: each rule at its boundary, none in healthy runs, and what the user is told, once, in three ways."""
 
 import csv
 import io
@@ -68,7 +68,7 @@ def test_nothing_is_wrong_with_steps_at_which_nothing_is_wrong() -> None:
 
 ON_POLICY = {"staleness/mean": 0.0, "loss/approx_kl": 0.0}
 
-LASTING: list[tuple[str, Metrics, list[Metrics]]] = [  # alarm, what its steps show, and what is just not enough
+LASTING: list[tuple[str, Metrics, list[Metrics]]] = [  # alarm, what its steps show, and what just misses it
     ("equal rewards", {"rollout/zero_variance_share": 0.95}, [{"rollout/zero_variance_share": 0.94}]),
     (
         "no group kept",
@@ -128,7 +128,7 @@ def test_an_alarm_of_a_lasting_state_takes_five_steps_or_all_of_the_last_ten(
     assert (alarm.name, alarm.first_step, alarm.last_step) == (name, 5, 7)
     (later,) = raised(*[WELL] * 10, *[bad] * 10)
     assert (later.name, later.first_step) == (name, 20)
-    if name != "no group kept":  # which is counted over the steps
+    if name != "no group kept":  # this one is counted over steps
         assert names(*[WELL] * 10, *[bad] * 9) == []
     for change in not_quite:
         assert name not in names(*[{**bad, **change}] * 12)
@@ -154,7 +154,7 @@ def spiking(*counts: int, num_updates: int = 4) -> list[str]:
 
 
 def test_spikes_are_an_alarm_if_they_are_many() -> None:
-    assert spiking(2) == [], "of few updates, two may be chance"
+    assert spiking(2) == [], "with few updates, two may be chance"
     assert spiking(3) == ["gradient spikes"]
     assert spiking(*[0] * 20, 1, 1, 1, 1, 1, 1, 1, 1) == ["gradient spikes"], "a fifth of the latest 40"
     assert spiking(*[0] * 20, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0) == []
@@ -166,11 +166,11 @@ def test_one_reward_for_all_is_told_from_the_first_step_and_explains_the_rest() 
     empty |= {"optimizer/grad_norm": 0.0, "bapo/inert_share": 1.0, "bapo/positive_share": math.nan}
     (alarm,) = raised(empty)
     assert alarm.saw == "all 64 responses of this step have the same reward, 3.41."
-    assert names(*[empty] * 10) == ["one reward"], "bounds, groups and the gradient are no other cause"
+    assert names(*[empty] * 10) == ["one reward"], "bounds, groups and the gradient are not another cause"
     for healthy in ({"reward/std": 0.1}, {"rollout/num_samples": 63.0}):
         assert names({**empty, **healthy}) == []
     half = {**empty, "rollout/num_samples": 32.0}
-    assert names(half, {**half, "reward/mean": 0.0}) == [], "the judge tells two steps apart"
+    assert names(half, {**half, "reward/mean": 0.0}) == [], "the judge distinguishes two steps"
 
 
 def test_skipped_updates_are_an_alarm_if_they_are_many() -> None:
@@ -182,10 +182,10 @@ def test_skipped_updates_are_an_alarm_if_they_are_many() -> None:
 
     assert skipping(1, 2, 2, 2, 2) == [], "two may be chance"
     (alarm,) = skipping(1, 2, 3, 4, 5, 6, **{"loss/approx_kl": 0.0})
-    assert (alarm.name, alarm.first_step) == ("skipped updates", 3), "which explains a policy that stands still"
+    assert (alarm.name, alarm.first_step) == ("skipped updates", 3), "this explains a policy that stands still"
     assert alarm.saw == "3 of the 6 updates of the last 3 steps were skipped: no finite gradient."
     (alarm,) = skipping(*[20] * 30)
-    assert alarm.last_step == 10, "those of the first step are over"
+    assert alarm.last_step == 10, "the first step's are over"
     (alarm,) = skipping(*[0] * 10, 1, 2, 0, 2)
     assert alarm.first_step == 14, "four of twenty, in two attempts"
     assert skipping(*[0] * 10, 1, 2, 0, 1) == []
@@ -220,7 +220,7 @@ def test_a_pass_rate_is_flat_if_a_rise_can_be_excluded() -> None:
 
 
 def test_the_precision_of_the_evaluations_decides() -> None:
-    just_enough = 0.05 / 1.96 / 1.265  # the rise of five has an error of sqrt(1.6) times that of one
+    just_enough = 0.05 / 1.96 / 1.265  # the rise over five has sqrt(1.6) times the error of one
     assert names(*evaluated([0.3] * 5, just_enough * 0.99)) == ["flat pass rate"]
     assert names(*evaluated([0.3] * 5, just_enough * 1.01)) == []
     assert names(*evaluated([0.3] * 40, 0.03)) == ["flat pass rate"], "many make up for it"
@@ -241,7 +241,7 @@ def test_a_pass_rate_that_rises_or_is_high_is_not_flat(rates: list[float], error
 
 
 def test_a_plateau_after_learning_is_not_flat() -> None:
-    """The evaluations began when most was learned; the rewards of training show it."""
+    """The evaluations began after most was learned, as the rewards of training show."""
     flat = [0.6] * 30
     assert names(*evaluated(flat, train=lambda i: min(0.3 + 0.03 * i, 0.6) + 0.02 * (i % 2))) == []
     assert names(*evaluated(flat, train=lambda i: 0.6 + 0.02 * (i % 2))) == ["flat pass rate"]
@@ -265,7 +265,7 @@ def test_a_policy_may_stand_still_while_the_rate_warms_up_and_at_the_end_of_its_
 
 
 def study_histories() -> dict[str, list[Metrics]]:
-    """Rows of every curve that a committed study keeps, for the mean over seeds and for either end of their spread."""
+    """Return rows of every curve that a committed study keeps, for the mean over seeds and both ends of the spread."""
     rows: dict[str, dict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for path in sorted(STUDIES.glob("*.csv")):
         with path.open(encoding="utf-8") as file:
@@ -300,7 +300,7 @@ class NoRollouts:
 
 
 def record(folder: Path, first_step: int, rows: list[Metrics], error: UserError | None = None) -> str:
-    """Record an attempt of steps after `first_step`, which ends with an error or marks the run as finished."""
+    """Record an attempt that starts after `first_step`, and ends with an error or marks the run as finished."""
     config = load_config(["demo"], [f"run.dir={folder}", "run.name=run", "train.num_steps=20"])
     screen = io.StringIO()
     with RunDir.open(config) as run_dir:

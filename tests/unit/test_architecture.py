@@ -54,4 +54,4 @@ def test_the_training_loop_can_be_read_aloud() -> None:
     headers = [node.iter for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
     for header in headers:
         steps = [node for node in ast.walk(header) if isinstance(node, ast.Attribute) and node.attr == "steps"]
-        assert len(steps) <= 1, "one thing decides on the steps"
+        assert len(steps) <= 1, "only one thing decides on the steps"

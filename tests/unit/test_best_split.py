@@ -128,7 +128,7 @@ def test_the_first_three_lines_say_what_matters(capsys: pytest.CaptureFixture[st
     setting = change.split()[1]
     fits, _, again = first_lines([*SMALL, *change.removeprefix("change").partition(": ")[0].split()], capsys)
     assert "yes" in fits
-    assert setting not in again, "what was to change is changed"
+    assert setting not in again, "the suggested change is made"
     ranks = ["parallel.tensor=4", "parallel.pipeline=1"]
     fits, time, change = first_lines([*BIG, *ranks], capsys)
     assert fits.startswith("fits       no: a trainer GPU needs 170.8 of 75.1 GiB")
@@ -148,7 +148,7 @@ def test_a_config_json_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["plan", "--best", *arguments]) == 0
     assert capsys.readouterr().err == ""
     assert main(["check", *arguments]) == 2
-    assert f"{tmp_path} has no *.safetensors" in capsys.readouterr().err, "a run needs more"
+    assert f"{tmp_path} has no *.safetensors" in capsys.readouterr().err, "a run needs the weights"
 
 
 @pytest.mark.parametrize("verb", ["plan", "check"])

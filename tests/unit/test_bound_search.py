@@ -16,7 +16,7 @@ Tokens = tuple[Tensor, Tensor]  # ratios, advantages
 
 
 def random_update(seed: int) -> Tokens:
-    """Tokens that want one end of the grid in even updates, and the other one in odd updates."""
+    """Return tokens that want one end of the grid in even updates, and the other end in odd updates."""
     g = torch.Generator().manual_seed(seed)
     ratio = (0.5 * torch.randn(60, generator=g)).exp()
     return ratio, torch.randn(60, generator=g) + (0.5 if seed % 2 else -0.5)
@@ -27,7 +27,7 @@ def settings(scope: str, smoothing_updates: int = 4) -> ClipBoundConfig:
 
 
 def literal_bounds(updates: list[tuple[float, Tokens]], config: ClipBoundConfig) -> tuple[float, float]:
-    """Algorithm 1 over the tokens of all updates, each with the weight of its update."""
+    """Run Algorithm 1 over the tokens of all updates, each with the weight of its update."""
     lows, highs, i, j = config.low.points, config.high.points, 0, 0
     while True:
         positive = negative = 0.0
@@ -67,7 +67,7 @@ def test_bounds_are_those_of_a_plain_loop_over_earlier_updates(scope: str, smoot
         assert pair(search.search_past()) == want
         assert search.metrics()["bapo/high"] == want[1]
         found.append(want)
-    assert len(calls) == NUM_UPDATES, "one all-reduce an update"
+    assert len(calls) == NUM_UPDATES, "one all-reduce per update"
     assert len(set(found)) > 1
 
 

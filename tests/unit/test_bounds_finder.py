@@ -1,4 +1,4 @@
-"""Which tokens the search sees, where one of them is not a number."""
+"""Which tokens the search sees, if one of them is not a number."""
 
 import json
 import math

@@ -106,7 +106,7 @@ def test_a_loss_in_one_file_is_a_setting_a_page_and_a_function(tmp_path: Path) -
 
 
 def test_no_other_file_names_a_built_in_loss() -> None:
-    """But for the default, BAPO, which documentation and reports are about."""
+    """The exception is the default, BAPO, which documentation and reports are about."""
     package = Path(objectives.__file__).parents[2]
     for path in sorted(package.rglob("*.py")):
         if Path(objectives.__file__).parent not in path.parents:

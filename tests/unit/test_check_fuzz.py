@@ -1,6 +1,6 @@
 """Thousands of wrong configurations: each gets an answer, and no traceback.
 
-python -m tests.unit.test_check_fuzz [NUMBER [SEED]]      more of them
+python -m tests.unit.test_check_fuzz [NUMBER [SEED]]      run more of them
 """
 
 import collections
@@ -23,7 +23,7 @@ from bapo_megatron.config.paths import schema
 from tests.attacks.conftest import deadline
 
 NUM_MUTATIONS = 2000
-MAX_ANSWER_S = 10.0  # of a core: sixty times the slowest
+MAX_ANSWER_S = 10.0  # CPU time: sixty times the slowest
 BASES = (
     ("demo",),
     ("demo", "algorithms/grpo"),
@@ -83,7 +83,7 @@ def fuzz(number: int, seed: int) -> Figures:
     rng, figures = random.Random(f"check/{seed}"), Figures()
     for _ in range(number):
         arguments = mutation(rng)
-        began_s = time.process_time()  # of this process: what a busy machine does meanwhile does not count
+        began_s = time.process_time()  # CPU time, on which a busy machine has no influence
         code, text = answer(arguments)
         took_s = time.process_time() - began_s
         figures.codes[code] += 1
@@ -97,7 +97,7 @@ def fuzz(number: int, seed: int) -> Figures:
 
 
 def answer(arguments: Sequence[str]) -> tuple[int, str]:
-    """Return the exit code and the output; -1 and the traceback of anything that escapes, or takes for ever."""
+    """Return the exit code and the output; -1 and the traceback of anything that escapes or takes too long."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), deadline(MAX_ANSWER_S, signal.ITIMER_PROF):
         try:

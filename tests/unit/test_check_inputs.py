@@ -1,4 +1,4 @@
-"""`bapo check` reads what a run will read, and answers all at once."""
+"""`bapo check` reads what a run will read, and reports everything in one answer."""
 
 import gzip
 import json
@@ -191,7 +191,7 @@ def test_the_judge_is_called_once(
     assert f'reward.kind="judge_{name}:judge"' in line
     assert part in line
     assert line.startswith("warning: ") == (name in ("raises", "sleeps", "zero", "offers")), (
-        "another form is no mistake"
+        "another form is not a mistake"
     )
 
 
@@ -345,7 +345,7 @@ def test_upstream_names_are_read_from_their_sources() -> None:
 
 
 def test_every_file_of_sources_and_sets_is_read_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And each kind of judge scores a first sample: that of training, and that of an evaluation set."""
+    """Each kind of judge also scores a first sample, from training and from an evaluation set."""
     good, bad = write_rows(tmp_path / "good.jsonl"), write_rows(tmp_path / "bad.jsonl", [*ROWS, "{"])
     mixed = f'data.sources=[{{name="a",path="{good}"}},{{name="b",path="{bad}"}}]'
     sets = f'eval.sets=[{{name="c"}},{{name="d",path="{bad}"}},{{name="e",path="{good}"}}]'
@@ -358,7 +358,7 @@ def test_every_file_of_sources_and_sets_is_read_to_its_end(tmp_path: Path, capsy
 def test_no_code_of_a_model_folder_is_run_or_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_known_family: bool
 ) -> None:
-    """Somebody who answers "y" to every question is asked none."""
+    """A user who would answer "y" to every question is asked none."""
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
     folder = tmp_path / "evil"

@@ -1,4 +1,4 @@
-"""`bapo check` loses nothing: it finds each mistake, once, unless another prevents it from being looked at."""
+"""`bapo check` loses nothing: it reports each mistake, once, unless another mistake prevents the check."""
 
 import sys
 from collections import Counter
@@ -46,7 +46,7 @@ BASE = (
 class Mistake:
     """Overrides of BASE, and the settings of the one violation that follows.
 
-    `not_with`: the first settings of other mistakes that prevent this one from being looked at, or undo it.
+    `not_with`: first settings of other mistakes that undo this one, or prevent its check.
     """
 
     overrides: str
@@ -58,7 +58,7 @@ class Mistake:
         return {text.partition("=")[0] for text in self.overrides.split()}
 
     def goes_with(self, other: "Mistake") -> bool:
-        """Return whether the two are independent: nobody can make two mistakes in the value of one setting."""
+        """Return whether the two are independent: one setting's value cannot hold two mistakes."""
         prevented = self.settings[0] in other.not_with or other.settings[0] in self.not_with
         return self.own.isdisjoint(other.own) and not prevented
 
@@ -73,7 +73,7 @@ NODES = (
     "cluster.gpus_per_node"
 )
 UPDATES = "train.num_steps train.minibatches_per_step train.epochs_per_step train.rollout_only"
-# Without a model's config.json nothing can be compared with it, and memory needs a layout that is possible.
+# Without a model's config.json, nothing can be compared with it; memory needs a possible layout.
 LAYOUT = "train.minibatches_per_step parallel.virtual_pipeline parallel.sequence slurm.rollout_nodes"
 # fmt: off
 MISTAKES = (
@@ -82,7 +82,7 @@ MISTAKES = (
     mistake("precision.fp8_params=true", "precision.fp8_params precision.fp8"),
     mistake("data.source=jsonl data.path=/nope", "data.path data.source data.sources"),
     mistake("data.options={min_terms=9,max_terms=2}", "data.options data.source data.sources",
-            not_with="data.path"),  # whose source has no such options, so that they are not read
+            not_with="data.path"),  # whose source lacks such options, so they are not read
     mistake("data.dataset=x", "data.dataset data.source"),
     mistake("data.system_prompt=Hi", "data.chat_template data.system_prompt"),
     mistake("data.max_prompt_tokens=500", "data.max_prompt_tokens rollout.max_response_tokens model.path",
@@ -174,7 +174,7 @@ def overrides_of(mistakes: Iterable[Mistake]) -> list[str]:
 
 
 def independent(drawn: Iterable[Mistake]) -> list[Mistake]:
-    """Leave out what does not go with a mistake before it."""
+    """Leave out mistakes that conflict with an earlier one."""
     kept: list[Mistake] = []
     for one in drawn:
         if all(one.goes_with(other) for other in kept):
@@ -183,7 +183,7 @@ def independent(drawn: Iterable[Mistake]) -> list[Mistake]:
 
 
 def expect(found: Sequence[Violation], mistakes: Iterable[Mistake], unreadable: Iterable[str] = ()) -> None:
-    """Check that each mistake is told once, and nothing else."""
+    """Check that each mistake is reported once, and nothing else."""
     beginnings = [UNREADABLE[text] for text in unreadable]
     told = [v for v in found if not any(v.message.startswith(text) for text in beginnings)]
     assert Counter(v.settings for v in told) == Counter(one.settings for one in mistakes)
@@ -229,7 +229,7 @@ def test_each_unreadable_setting_alone_is_told_once(text: str) -> None:
 
 @pytest.mark.parametrize("table", ["model", "parallel", "rollout", "train", "data"])
 def test_a_table_that_cannot_be_read_is_all_that_is_told(table: str) -> None:
-    """Its defaults do not fit a recipe for 128 GPUs, so that no plan of memory can be made: not the user's error."""
+    """Its defaults do not fit a recipe for 128 GPUs, so there is no memory plan; that is not the user's error."""
     found = check.read_and_check(["recipes/qwen3-32b-64k", "clusters/16x8-h200", f"{table}=[]"], elsewhere=True)[1]
     (message,) = [v.message for v in found if v.severity == "error"]
     assert message.startswith(f"{table} ")
@@ -310,7 +310,7 @@ def test_an_idle_setting_depends_on_the_settings_that_its_condition_reads(row: I
 
 # fmt: off
 FOLLOWING = {
-    # without a data set there is no prompt that a judge could not score
+    # without a data set, there is no prompt that a judge could fail to score
     "data.source=reasoning_gym reward.kind=code": ["data.dataset", "data.source"],
     "data.source=reasoning_gym data.dataset=leg_counting reward.kind=code data.max_prompt_tokens=400":
         ["data.source"],
@@ -330,7 +330,7 @@ FOLLOWING = {
     'eval.interval_steps=5 eval.sets=[{name="a",top_p=7},{name="b",source="jsonl",path="/nope"}]':
         ["eval.sets.0.top_p", "eval.sets.b.path"],
 }
-"""Overrides of the demo with the first settings of all that is told."""
+"""Overrides of the demo, with the first setting of each message."""
 # fmt: on
 
 
@@ -349,7 +349,7 @@ def test_a_list_in_place_of_a_table_is_blamed_on_who_wrote_it() -> None:
 
 
 def test_training_is_refused_with_all_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also with those that need more than a look at the settings."""
+    """These include mistakes that show only when files are read."""
     assert main(["train", "demo", "optimizer.lr=fast", "data.source=jsonl", "data.path=/nope"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in told] == ["optimizer.lr", "data.path:"]
@@ -364,7 +364,7 @@ def test_without_its_engine_everything_else_is_still_told() -> None:
 
 
 def test_names_are_compared_and_not_their_letters() -> None:
-    """Such as cluster.gpu in cluster.gpus_per_node, and train.recompute in the advice on memory."""
+    """For example, cluster.gpu in cluster.gpus_per_node, and train.recompute in the advice on memory."""
     found = found_in(["cluster.gpu=b300", "train.recompute_layers=2", "train.recompute=yes"])
     assert [v.settings for v in found] == [("train.recompute",), ("cluster.gpu",)]
     found = found_in(["rollout.engine_threads=0", "rollout.engine=attach"])
@@ -374,8 +374,8 @@ def test_names_are_compared_and_not_their_letters() -> None:
 
 
 def test_a_misplaced_run_hides_nothing_else() -> None:
-    """`bapo train` of a configuration for several nodes."""
+    """`bapo train` got a configuration for several nodes."""
     drawn = [one for one in independent(MISTAKES) if "cluster.gpu_memory_gib" not in one.overrides]
     found = check.read_and_check([*BASE, *overrides_of(drawn)], here=True)[1]
-    drawn = [one for one in drawn if not one.settings[0].startswith("slurm.")]  # of the job's nodes
+    drawn = [one for one in drawn if not one.settings[0].startswith("slurm.")]  # the job's nodes are not checked
     expect(found, [mistake("", "cluster.nodes"), *drawn])

@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: which are kept, which is the latest, and that whatever is torn is passed over."""
+"""Checkpoints of a whole run: which are kept, which is the latest, and that torn ones are passed over."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ def save(folder: Path, step: int, **change: object) -> Path:
 
 
 def resume(folder: Path, warn: Callable[[str], None] = print) -> float:
-    """The step that a run would go on from; 0 at the start."""
+    """Return the step that a run would resume from; 0 at the start."""
     model = TinyModel(0)
     state = CheckpointStore(folder, settings(), warn).resume({"learner": model})
     if state is not None:
@@ -49,7 +49,7 @@ def resume(folder: Path, warn: Callable[[str], None] = print) -> float:
 
 
 def save_until_killed(folder: Path, asynchronous: bool, kill: Callable[[], None]) -> list[int]:
-    """Steps that were saved before a process was killed. Whoever goes on has the last of them, or one more."""
+    """Return the steps that were saved before a process was killed; a resumed run has the last of them, or one more."""
     newest, (reader, writer) = int(resume(folder)), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -92,12 +92,12 @@ def inside_file(num_bytes: int) -> None:
 
 def kill_in_all_places(folder: Path, asynchronous: bool) -> int:
     """Kill a save before each file operation and inside files; return how often it left a torn folder."""
-    torch.set_num_threads(1)  # a forked process waits for ever for threads that torch started before
+    torch.set_num_threads(1)  # a forked process waits forever for threads that torch started before
     num_torn = 0
     for number in range(200):
         steps = save_until_killed(folder, asynchronous, functools.partial(before_file_operation, number))
         num_torn += any(folder.glob(".writing-*"))
-        if len(steps) > 1:  # so each operation of a whole save has had its turn
+        if len(steps) > 1:  # every operation of a complete save has had its turn
             break
     for num_bytes in (0, 1, 9, 100, 1000, 4000):
         save_until_killed(folder, asynchronous, functools.partial(inside_file, num_bytes))
@@ -136,7 +136,7 @@ def test_a_rewound_run_keeps_the_checkpoint_it_has_just_saved(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints, of two models each, with companions."""
+    """Save two checkpoints, each with two models and companions."""
     folder, hf_path = tmp_path_factory.mktemp("checkpoints"), tmp_path_factory.mktemp("hf")
     (hf_path / "config.json").write_text('{"model_type": "llama"}')
     (hf_path / "tokenizer.json").write_text("{}")
@@ -148,7 +148,7 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(folder: Path) -> tuple[float | None, str]:
-    """Which step is resumed from, both models of it, and what was said on the way."""
+    """Return which step is resumed from, after checking both models, and what was printed on the way."""
     models = {"learner": TinyModel(0, 3, 5), "critic": TinyModel(0, 2, 3)}
     said: list[str] = []
     state = CheckpointStore(folder, settings(), said.append).resume(models)
@@ -245,7 +245,7 @@ def test_a_checkpoint_of_the_first_format_is_not_passed_over(tmp_path: Path) -> 
 
 
 class Gate:
-    """Holds every write of a snapshot until it is opened."""
+    """A gate that holds every write of a snapshot until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
@@ -277,7 +277,7 @@ def test_training_goes_on_while_the_moment_of_the_save_is_written(
     model.weight.fill_(7.0)
     state["list"].append(2)  # type: ignore[attr-defined]
     store.poll()
-    assert resume(tmp_path) == 1, "not there before all is written"
+    assert resume(tmp_path) == 1, "not there until everything is written"
     gate.is_open.set()
     poll_until(lambda: (tmp_path / "latest").read_text() == "step-000002", store)
     assert resume(tmp_path) == 2
@@ -347,7 +347,7 @@ def test_a_disk_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of what each following snapshot writes."""
+    """Return a list that receives the addresses of what later snapshots write."""
     written: list[int] = []
     original = Snapshot.write
 
@@ -370,7 +370,7 @@ def test_the_memory_of_a_save_serves_the_next(tmp_path: Path, monkeypatch: pytes
 
 
 def test_memory_that_a_late_writer_reads_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its save was given up, and another one is asked for all the same."""
+    """That save was given up, and another one is requested anyway."""
     late, go_on, read = threading.Event(), threading.Event(), []
     original = Snapshot.write
 
@@ -397,7 +397,7 @@ def test_memory_that_a_late_writer_reads_is_left_to_it(tmp_path: Path, monkeypat
 
 
 def test_a_checkpoint_that_could_not_be_loaded_is_not_written(tmp_path: Path) -> None:
-    """nan in the weights: it would push out the checkpoints that can be."""
+    """With nan in the weights, it would push out checkpoints that can be loaded."""
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"weight/w holds nan or infinity; the previous checkpoint is still"):
         CheckpointStore(tmp_path, settings()).save(2, {"learner": TinyModel(float("nan"))}, None)
@@ -416,7 +416,7 @@ def copied(source: Path, target: Path) -> None:
 @pytest.mark.parametrize("part", ["learner", "critic", "state.json", "."])
 @pytest.mark.parametrize("older_is_there", [True, False])
 def test_parts_of_another_checkpoint_are_refused(tmp_path: Path, part: str, older_is_there: bool) -> None:
-    """A partial restore of a backup: each file is whole, and yet not of this step."""
+    """As after a partial restore of a backup: each file is complete, but not from this step."""
     store = CheckpointStore(tmp_path / "run", settings(keep_last=2))
     older, newest = (
         store.save(step, {"learner": TinyModel(step), "critic": TinyModel(10 * step)}, {"also": step})
@@ -446,7 +446,7 @@ def test_parts_of_another_checkpoint_are_refused(tmp_path: Path, part: str, olde
 
 @pytest.mark.parametrize("name", ["state.json", "learner/index.json"])
 def test_a_file_that_has_grown_is_torn_however_large_it_is(tmp_path: Path, name: str) -> None:
-    """Sparse, as a crash may leave it: the first is larger than any machine's memory, the second than none."""
+    """Sparse, as a crash may leave it: the first size exceeds any machine's memory, the second does not."""
     save(tmp_path, 1, keep_last=2)
     file = save(tmp_path, 2, keep_last=2) / name
     for num_bytes in (1 << 43, 32 << 20):

@@ -90,7 +90,7 @@ def test_report_of_a_missing_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_metrics_that_cannot_be_read_are_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()  # as good as one of another user, also for root
+    (tmp_path / "metrics.jsonl").mkdir()  # as unreadable as another user's file, even for root
     assert cli.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         f"bapo: cannot read {tmp_path}/metrics.jsonl: Is a directory; make it readable, or read a copy\n"
@@ -394,7 +394,7 @@ def test_errors_that_nobody_can_read_leave_the_exit_code(tmp_path: Path, command
     [("-n 64", "raise it to 184, and the hard limit of 64 too: in /etc"), ("-Sn 64", "run `ulimit -n 184` before it")],
 )
 def test_too_few_open_files_are_one_error(tmp_path: Path, verb: str, limit: str, advice: str) -> None:
-    settings = f"reward.concurrency=5 run.dir={tmp_path}/runs"  # 160, 4 for each judge, 2 for each of two ranks
+    settings = f"reward.concurrency=5 run.dir={tmp_path}/runs"  # a base of 160, 4 per judge, 2 for each of two ranks
     done = in_shell(f"ulimit {limit}; bapo {verb} demo {settings}", tmp_path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

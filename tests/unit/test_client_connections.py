@@ -1,5 +1,5 @@
-"""The client's connections are shared, and not used again once idle: the server may be closing them. Its trust ends at
-redirects, packed or endless replies, and whatever a terminal would obey.
+"""The client shares connections, and does not reuse idle ones, which the server may be closing. Its trust ends at
+redirects, packed or endless replies, and control characters that a terminal would obey.
 """
 
 import asyncio
@@ -44,14 +44,14 @@ def test_requests_share_a_connection_until_it_is_idle(monkeypatch: pytest.Monkey
             await engine.resume()
             await engine.close()
 
-    now_s = [0.0]  # of the client's clock
+    now_s = [0.0]  # the client's clock
     monkeypatch.setattr(aiohttp.connector, "monotonic", lambda: now_s[0])
     asyncio.run(run())
     assert len(set(ports[:4])) == 1
     assert ports[4] != ports[0]
 
 
-# What a reply may not do: send the client elsewhere, unpack, or never end.
+# What a reply may not do: send the client elsewhere, need unpacking, or never end.
 
 KEY = "a-key"
 REQUEST = GenerateRequest("ask", (3, 4), max_new_tokens=8, temperature=1.0, stop_token_ids=(), seed=1)
@@ -59,7 +59,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def ask(answer: Handler, call: Callable[[http.HttpEngine], Awaitable[Any]], **options: Any) -> Any:
-    """Return what a client makes of a server that answers everything like this."""
+    """Return what a client makes of a server that gives this answer to everything."""
 
     async def run() -> Any:
         app = web.Application()
@@ -78,7 +78,7 @@ def ask(answer: Handler, call: Callable[[http.HttpEngine], Awaitable[Any]], **op
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("call", ["generate", "generate_many", "pause", "server_info"])
 def test_a_redirect_is_not_followed(status: int, call: str) -> None:
-    """Prompts and the key would go to a host of the server's choice, whose answer would be taken for the engine's."""
+    """Prompts and the key would go to a host of the server's choice, whose answer would pass for the engine's."""
     paths: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -109,7 +109,7 @@ def test_a_packed_reply_is_refused_unread(packing: str) -> None:
 @pytest.mark.parametrize("status", [200, 500])
 @pytest.mark.parametrize("num_tokens", [1, 8])
 def test_a_reply_is_read_no_further_than_a_valid_one_goes(status: int, num_tokens: int) -> None:
-    """The rest may be of any length: here it never ends, as long as the client listens."""
+    """The rest may have any length: here it never ends, as long as the client listens."""
     sent, hung_up = [0], asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -137,7 +137,7 @@ def test_a_reply_is_read_no_further_than_a_valid_one_goes(status: int, num_token
     with pytest.raises(EngineError, match=message) as raised:
         ask(answer, call)
     assert len(str(raised.value)) < 1200
-    assert sent[0] < limit + 16 * 2**20, "and what the sockets hold"
+    assert sent[0] < limit + 16 * 2**20, "plus what the sockets hold"
 
 
 def test_the_longest_valid_reply_is_read() -> None:

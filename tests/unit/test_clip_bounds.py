@@ -26,7 +26,7 @@ HIGHS = ([1.25, 2.0, 0.25], [1.5, 1.5, 0.25], [1.0, 3.1, 0.5])
 
 
 class Oracle:
-    """Algorithm 1 as it is printed, with Python loops. Bounds move in exact decimals, contributions in fractions."""
+    """Algorithm 1 as printed, with Python loops. Bounds move in exact decimals, contributions in fractions."""
 
     def __init__(self, tokens, config):
         self.tokens, self.config = tokens, config
@@ -139,7 +139,7 @@ def test_search_equals_algorithm_1(reading, weight, order, data):
         order=order,
     )
     tokens = data.draw(dyadic_tokens)
-    sign = data.draw(st.sampled_from([0, 0, 0, 1, -1]))  # batches with advantages of one sign, too
+    sign = data.draw(st.sampled_from([0, 0, 0, 1, -1]))  # includes batches with advantages of one sign
     tokens = [(r, sign * abs(a) if sign else a, kept, lp) for r, a, kept, lp in tokens]
     check_against_oracle(tokens, config, exact=weight == "uniform")
 
@@ -194,7 +194,7 @@ def test_the_last_step_of_the_paper_grid_is_reached():
     seed=st.integers(0, 2**31),
 )
 def test_a_ratio_at_a_bound_or_beside_it_falls_on_its_side(start, step, num_steps, seed):
-    """Against a comparison with every bound."""
+    """The table is compared with every bound."""
     grid = {"start": start, "stop": start + num_steps * step, "step": step}
     at = torch.tensor(BoundRange(**grid).points, dtype=torch.float64)
     beside = [torch.nextafter(at, torch.tensor(end, dtype=torch.float64)) for end in (-math.inf, math.inf)]
@@ -209,7 +209,7 @@ def test_a_ratio_at_a_bound_or_beside_it_falls_on_its_side(start, step, num_step
         table = contribution_table(ratio, ones / ratio.clamp(min=1e-300), ones.bool(), None, of_side)
         is_inside = ratio[:, None] < at if side == "high" else ratio[:, None] > at
         found = table[: len(at)] if side == "high" else table[1:-2]
-        expected = (is_inside & (ratio[:, None] > 0)).sum(0)  # each token adds 1, that of ratio 0 nothing
+        expected = (is_inside & (ratio[:, None] > 0)).sum(0)  # each token adds 1, except that ratio 0 adds nothing
         torch.testing.assert_close(found, expected.double(), rtol=1e-9, atol=1e-6)
 
 
@@ -245,7 +245,7 @@ def test_one_nan_of_a_trained_token_leaves_the_bounds_of_all_ranks_at_their_star
     values[where][0] = math.nan
     table = contribution_table(**values, mask=mask, config=config)
     assert table.isnan().all()
-    bounds = search_bounds(table + whole, config)  # as with another rank's
+    bounds = search_bounds(table + whole, config)  # as with another rank's table
     assert (bounds.low, bounds.high, bounds.saturated, bounds.num_moves) == (0.6, 1.2, False, 0)
     assert math.isnan(bounds.positive_share)
     assert math.isnan(positive_share(table, config, 0.6, 1.2))

@@ -1,4 +1,4 @@
-"""Programs against their tests, and what the sandbox keeps them from. With real processes."""
+"""Programs against their tests, and what the sandbox keeps them from doing. With real processes."""
 
 import contextlib
 import json
@@ -126,7 +126,7 @@ def test_programs_with_cases(judge: CodeJudge, program: str, reward: float) -> N
 
 
 def test_a_verdict_does_not_depend_on_how_many_files_the_judge_has_open() -> None:
-    """The sandbox moves descriptors, whose numbers are the judge's: 64 is the one that it needs itself."""
+    """The sandbox moves descriptors whose numbers the judge chooses; it needs number 64 itself."""
     program = respond("def f(x): return x + 1")
     script = f"""
         import os
@@ -188,7 +188,7 @@ def test_an_answer_without_tests_is_an_error_of_the_data(judge: CodeJudge, answe
 
 
 def test_an_absent_column_is_no_case(judge: CodeJudge) -> None:
-    assert judge.judge({**NEXT, "cases": None}, respond("def f(x): return x + 1")) == 1.0  # as Parquet has it
+    assert judge.judge({**NEXT, "cases": None}, respond("def f(x): return x + 1")) == 1.0  # as in Parquet
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_an_absent_column_is_no_case(judge: CodeJudge) -> None:
     ],
 )
 def test_a_program_that_does_not_end_is_ended(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_module, "MORE_CPU_S", int(HANG_S))  # the judge ends it, however late it is
+    monkeypatch.setattr(code_module, "MORE_CPU_S", int(HANG_S))  # the judge ends it, however late
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(TimeoutError, match="did not end in 1 s"):
         CodeJudge(1.0).judge(NEXT, respond(program))
@@ -209,7 +209,7 @@ def test_a_program_that_does_not_end_is_ended(program: str, monkeypatch: pytest.
 
 
 def lacking() -> tuple[str, ...]:
-    """What the operating system of this machine refuses to protect from."""
+    """Return what this machine's operating system cannot protect from."""
     judge = CodeJudge(HANG_S)
     judge.judge(NEXT, respond("def f(x): return x + 1"))
     return judge.lacking
@@ -279,9 +279,9 @@ class TestRefusedCalls:
         self, judge: CodeJudge, program: str, names: tuple[str, ...]
     ) -> None:
         assert judge.judge(NEXT, respond(program)).refused_calls == names
-        assert judge.judge(NEXT, respond(program)).refused_calls == names, "a remembered verdict has them too"
+        assert judge.judge(NEXT, respond(program)).refused_calls == names, "a cached verdict has them too"
 
-    @pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86-64")
+    @pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is for x86-64")
     def test_a_32_bit_call_is_not_taken_for_the_one_of_its_number(self, judge: CodeJudge) -> None:
         if not has_32_bit_calls():
             pytest.skip("this kernel makes no 32-bit calls")
@@ -336,7 +336,7 @@ class TestRefusedCalls:
         assert "refused system calls go unnamed" in caplog.text
 
     def test_a_signal_to_the_judge_does_not_end_the_answers(self) -> None:
-        """Linux answers POLLERR if a signal comes while it waits for the lock of the calls."""
+        """Linux answers POLLERR if a signal arrives while it waits for the lock of the calls."""
         ours, theirs = socket.socketpair()
         listener, caller = os.pipe()
         poller = select.poll()
@@ -373,7 +373,7 @@ class TestRefusedCalls:
 
 @pytest.mark.skipif(bool(lacking()), reason=f"this system lacks {lacking()}")
 class TestProtection:
-    """Each program passes only if what it tries is refused, or stays inside."""
+    """Each program passes only if its attempt is refused, or stays inside."""
 
     def passes(self, judge: CodeJudge, program: str) -> bool:
         return judge.judge(NEXT, respond(textwrap.dedent(program) + "\ndef f(x): return x + 1")) == 1.0
@@ -534,7 +534,7 @@ def test_an_answer_of_the_wrong_shape_ends_the_run(scorer: RewardScorer) -> None
 
 
 def test_a_judge_process_that_was_spoilt_is_replaced(scorer: RewardScorer) -> None:
-    """Lowered limits of its own must not cost honest responses their reward."""
+    """Lowered limits of a judge process must not cost honest responses their reward."""
     items = [(Prompt(0, (1,), "?", NEXT, "test"), respond(f"def f(x): return x + 1 + {i} - {i}")) for i in range(6)]
     before = scorer.num_errors
     for child in psutil.Process().children():
@@ -584,7 +584,7 @@ class TestProcessesThatAreKilled:
 
 
 def waited_for(condition: Callable[[], Any]) -> Any:
-    """Wait until a condition holds, and return it; only a hang fails."""
+    """Wait until a condition holds, and return its value; only a hang fails."""
     deadline_s = time.monotonic() + HANG_S
     while not (found := condition()):
         assert time.monotonic() < deadline_s
@@ -618,7 +618,7 @@ class TestAbandonedFolders:
         assert before - {path.name for path in tmp_path.iterdir()} == {"bapo-rewards-abandoned"}
         assert (elsewhere / "lock").exists()
 
-    @pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
+    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
     def test_those_of_other_users_stay(self, tmp_path: Path) -> None:
         folder = tmp_path / "bapo-rewards-theirs"
         folder.mkdir()
@@ -630,7 +630,7 @@ class TestAbandonedFolders:
     def test_a_folder_is_never_seen_with_a_lock_file_that_is_not_locked(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Another pool starts after each step of the making of a folder."""
+        """Another pool starts after each step of making a folder."""
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         for name in ("open", "rename", "mkdir"):
             real = getattr(os, name)
@@ -656,4 +656,4 @@ def test_a_folder_is_deleted_however_deep(tmp_path: Path) -> None:
     (top / "outside").symlink_to(tmp_path)
     delete_folder(str(top))
     assert list(tmp_path.iterdir()) == []
-    delete_folder(str(top))  # nothing to delete is no error
+    delete_folder(str(top))  # deleting nothing is not an error

@@ -1,4 +1,4 @@
-"""Several runs side by side: what is said of them, and what is refused."""
+"""Several runs side by side: what is said about them, and what is refused."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from tests.unit.run_folders import CONFIG, make_run, steps
 
 
 def with_settings(**settings: object) -> str:
-    """CONFIG with e.g. run_seed=1 changed."""
+    """Return CONFIG with changes such as run_seed=1."""
     text = CONFIG
     for name, value in settings.items():
         section, key = name.split("_", 1)
@@ -247,7 +247,7 @@ def test_named_sets_and_mixed_sources_have_figures_and_outcomes(tmp_path: Path) 
     assert [p.title for p in panels if p.title not in {q.title for q in PANELS}] == [
         "Reward by source", "Prompts by source", "Evaluation: aime", "Evaluation: gsm",
     ]  # fmt: skip
-    assert "Evaluation" not in [p.title for p in panels], "there is no set without a name"
+    assert "Evaluation" not in [p.title for p in panels], "every set has a name"
     assert "Evaluation" in [p.title for p in with_named(PANELS, [history, read_history(plain)])]
     assert with_named(PANELS, [read_history(plain)]) == PANELS
 
@@ -255,7 +255,7 @@ def test_named_sets_and_mixed_sources_have_figures_and_outcomes(tmp_path: Path) 
     assert aime is not None
     assert gsm is not None
     assert [line.label for line in aime.series] == ["mean reward, 95 % interval", "best of a group"]
-    (line,) = gsm.series  # of single responses, the best is the mean
+    (line,) = gsm.series  # with single responses, the best is the mean
     assert line.low is not None
     assert line.low[1] == pytest.approx(0.676, abs=1e-3), "8 of 8 prompts are right: Wilson's interval"
 

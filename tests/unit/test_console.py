@@ -1,4 +1,4 @@
-"""What a user reads while a run goes on."""
+"""What a user reads during a run."""
 
 import io
 import math
@@ -36,14 +36,14 @@ STEP = {
 
 
 class Terminal(io.StringIO):
-    """A terminal that does not tell its size, which counts as 80 columns."""
+    """A terminal that does not report its size, which counts as 80 columns."""
 
     def isatty(self) -> bool:
         return True
 
 
 def test_a_step_is_one_plain_line_in_a_file() -> None:
-    """With the time of day, the time to go, and what the search for bounds did as counts."""
+    """The line has the time of day, the time left, and the results of the search for bounds as counts."""
     stream = io.StringIO()
     with Console("auto", 100, stream=stream, heartbeat=Heartbeat()) as console:
         console.step(STEP)
@@ -152,7 +152,7 @@ def test_stages_of_the_start_are_lines_without_a_terminal() -> None:
 
 
 def test_without_a_terminal_a_minute_of_silence_ends_with_a_line() -> None:
-    """In the first step each stage has one, too."""
+    """In the first step, each stage also has a line."""
     stages = Stages()
     seen = {
         0.0: "sending the first weights",
@@ -196,7 +196,7 @@ def test_stages_of_the_first_step_are_lines_without_a_terminal() -> None:
 
 
 def test_a_bar_counts_the_row_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while nothing draws the bar again but the row itself; after the last step there is nothing to go."""
+    """This holds even if only the row itself redraws the bar; after the last step, no time is left."""
     monkeypatch.setattr("rich.live._RefreshThread.run", lambda _: None)
     stream, heartbeat = Terminal(), Heartbeat()
     with Console("bar", 13, history=[{"step": 11.0}], stream=stream, heartbeat=heartbeat) as console:

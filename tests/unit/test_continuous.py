@@ -1,4 +1,4 @@
-"""Sampling without rounds, with an engine that takes time of the test's own clock: over-sampling, overlap, fencing,
+"""Sampling without rounds, with an engine that takes time by the test's own clock: over-sampling, overlap, fencing,
 the staleness bound."""
 
 import asyncio
@@ -23,7 +23,7 @@ from tests.unit.test_scheduler import STOP, ClockLoop, ScriptedEngine, make, run
 
 
 class TimedEngine(ScriptedEngine):
-    """Samples a token of every request per tick of its clock; lengths are long-tailed; weights may change under way."""
+    """An engine that samples a token per request and tick; lengths are long-tailed; weights may change in between."""
 
     def __init__(self, url: str = "http://timed", token_s: float = 0.0005) -> None:
         super().__init__(url=url)
@@ -31,7 +31,7 @@ class TimedEngine(ScriptedEngine):
         self.num_running = 0
         self.max_running = 0
         self.is_hung = False
-        self.halt_at: int | None = None  # responses of this length wait there until they are aborted
+        self.halt_at: int | None = None  # responses of this length wait until they are aborted
         self._aborted: set[str] = set()
 
     def token(self, seed: int, position: int) -> int:
@@ -79,7 +79,7 @@ def expected(t: Sample, max_tokens: int = 48) -> tuple[int, ...]:
 
 
 def check(scheduler: Scheduler, trained: Sequence[Group]) -> None:
-    """Every response is what its seed says, was trained once, and no token is missing from the books."""
+    """Check that every response follows from its seed and was trained once, and that the books miss no token."""
     samples = [t for g in trained for t in g.samples]
     assert len({t.sample_id for t in samples}) == len(samples)
     for t in samples:
@@ -97,7 +97,7 @@ def check(scheduler: Scheduler, trained: Sequence[Group]) -> None:
 async def train(
     scheduler: Scheduler, engines: Sequence[TimedEngine], num_steps: int, updates: int, train_s: float = 0.004
 ) -> list[list[Group]]:
-    """A trainer that only takes time, and pushes weights to every engine after each step."""
+    """Train by taking time only; push weights to every engine after each step."""
     batches = []
     for step in range(num_steps):
         groups, _ = await scheduler.take(step, step * updates)
@@ -116,7 +116,7 @@ OPTIONS: dict[str, Any] = {"max_response_tokens": 48, "groups_in_flight": 4}
 
 
 def test_an_event_loop_that_ends_early_leaves_no_request_behind() -> None:
-    """Whatever the caller died of, no new request may be started while the running ones are cancelled."""
+    """Whatever ended the caller, no new request may start while the running ones are cancelled."""
     engine = TimedEngine(token_s=0.01)
 
     async def fail() -> None:
@@ -144,7 +144,7 @@ def test_the_tail_is_aborted_and_resumed_with_newer_weights(budget: int | None) 
 
 
 def test_a_step_does_not_wait_for_the_tail() -> None:
-    """The slow ones need 40 tokens and stop at 30; steps of over-sampled groups are ready after a few."""
+    """Slow responses need 40 tokens and stop at 30; steps of over-sampled groups are ready after a few tokens."""
     engine = TimedEngine()
     engine.halt_at = 30
     scheduler = make(engine, abort_tail=True, samples_per_prompt=1, groups_in_flight=16, max_response_tokens=48)
@@ -153,7 +153,7 @@ def test_a_step_does_not_wait_for_the_tail() -> None:
     assert groups is not None
     begun = [*(t for g in groups for t in g.samples), *scheduler.book.buffered()]
     assert all(t.num_sampled_tokens < 40 for t in begun)
-    assert any(len(expected(t)) > 40 for t in begun), "or none was slow"
+    assert any(len(expected(t)) > 40 for t in begun), "otherwise none was slow"
 
 
 @pytest.mark.parametrize("abort_tail", [False, True])
@@ -267,7 +267,7 @@ def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
             await asyncio.sleep(0.003)
             engine.version = step + 1
             scheduler.pool.expect(step + 1)
-        assert engine.num_running > 0, "requests are under way while the state is saved"
+        assert engine.num_running > 0, "requests are in progress while the state is saved"
         saved = through_checkpoint(scheduler.state_dict())
         await scheduler.close()
         return trained, saved
@@ -293,7 +293,7 @@ def test_state_saved_while_sampling_goes_on_loses_and_repeats_nothing() -> None:
 
 @pytest.mark.parametrize("judge_s", [0.0, 0.1])
 def test_a_bound_that_is_lowered_between_runs_holds_from_then_on(judge_s: float) -> None:
-    """What becomes stale while it is sampled or judged is dropped, and counted in the batch that comes next."""
+    """Responses that become stale while they are sampled or judged are dropped, and counted in the next batch."""
     options = {**OPTIONS, "overlap": True, "samples_per_prompt": 2, "groups_in_flight": 12, "tokens_per_round": 6}
     engine = TimedEngine()
     first = make(engine, max_staleness=12, **options)
@@ -359,13 +359,13 @@ def test_groups_dropped_while_the_trainer_trains_are_counted_in_the_next_batch()
 
 
 def test_the_trainer_waits_for_a_slow_request_before_its_tokens_are_too_old() -> None:
-    """Tokens that have not come back yet count, too."""
+    """Tokens that have not come back yet count too."""
 
     class SlowFirst(TimedEngine):
         async def sample(self, request: GenerateRequest) -> GenerateResult:
             if len(self.requests) == 0:
                 result = await super().sample(request)
-                await asyncio.sleep(0.3)  # some tens of steps
+                await asyncio.sleep(0.3)  # a few dozen steps
                 return result
             return await super().sample(request)
 

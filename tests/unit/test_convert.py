@@ -29,7 +29,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A Hugging Face folder with companions, and a file that is no part of it."""
+    """Make a Hugging Face folder with companions, and a file that does not belong to it."""
     folder = tmp_path / "source"
     save_model("qwen3-biases", folder, num_hidden_layers=2)
     for name, text in COMPANIONS.items():
@@ -39,7 +39,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    """Of a Hugging Face folder, or of a training checkpoint at version 0."""
+    """Return the weights of a Hugging Face folder, or of a training checkpoint at version 0."""
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     return {name.removeprefix(f"{WEIGHT}/"): tensor for name, tensor in tensors.items()}
 
@@ -72,7 +72,7 @@ def test_a_folder_goes_through_training_and_back_unchanged(source: Path, tmp_pat
 
 
 def test_bfloat16_survives_a_stay_in_float32(source: Path, tmp_path: Path) -> None:
-    """A trainer saves its float32 weights; converting back gives the bits that it started from."""
+    """A trainer saves its float32 weights; converting back gives the original bits."""
     convert(source, tmp_path / "bf16", dtype="bfloat16")
     convert(tmp_path / "bf16", tmp_path / "fp32", dtype="float32")
     summary = convert(tmp_path / "fp32", tmp_path / "again", dtype="bfloat16")
@@ -233,12 +233,12 @@ def test_a_checkpoint_of_the_first_format_is_refused(source: Path, tmp_path: Pat
 
 
 def in_child(prepare: Callable[[], None], action: Callable[[], object]) -> int:
-    """Exit code of `action` in a forked process: 2 for a CheckpointError, minus the signal that killed it."""
+    """Return the exit code of `action` in a forked process: 2 for a CheckpointError, minus the signal that ended it."""
     pid = os.fork()
     if pid == 0:
         try:
             signal.alarm(int(HANG_S))
-            torch.set_num_threads(1)  # a forked process waits for ever for threads that torch started before
+            torch.set_num_threads(1)  # a forked process waits forever for threads that torch started before
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             prepare()
             action()
@@ -251,7 +251,7 @@ def in_child(prepare: Callable[[], None], action: Callable[[], object]) -> int:
 
 
 def limit_file_size(num_bytes: int, reaction: signal.Handlers) -> Callable[[], None]:
-    """The kernel stops every write beyond `num_bytes` of a file, with an error or by killing the process."""
+    """Return a function that makes writes beyond `num_bytes` of a file fail with an error, or kill the process."""
 
     def prepare() -> None:
         signal.signal(signal.SIGXFSZ, reaction)
@@ -261,7 +261,7 @@ def limit_file_size(num_bytes: int, reaction: signal.Handlers) -> Callable[[], N
 
 
 def die_before_file_operation(number: int) -> Callable[[], None]:
-    """End without any clean-up before the `number`-th time that a file is opened, renamed, removed and so on."""
+    """Return a function that ends the process without clean-up before its `number`-th file operation."""
 
     def prepare() -> None:
         left = number
@@ -279,7 +279,7 @@ def die_before_file_operation(number: int) -> Callable[[], None]:
 
 
 def check_what_is_left(source: Path, target: Path) -> None:
-    """No target, or a whole one; what lies beside it is refused unless whole; the next attempt works."""
+    """Check for no target or a complete one; leftovers are refused unless complete, and the next attempt works."""
     if target.exists():
         assert_equal_weights(source, target)
     leftovers = [path for path in target.parent.iterdir() if path not in (source, target)]
@@ -341,7 +341,7 @@ def test_conversion_takes_the_memory_of_one_file_not_of_the_model(tmp_path: Path
     weight_bytes = (tmp_path / "source" / SINGLE).stat().st_size
     assert weight_bytes > 90e6
 
-    limit = weight_bytes + int(30e6)  # the source is mapped
+    limit = weight_bytes + int(30e6)  # the source is memory-mapped
     said = in_new_process(convert_within, limit, tmp_path / "source", tmp_path / "target", [int(1e9), int(10e6)])
     assert "memory" in said[0], "all in one file"
     assert said[1] == ""
@@ -349,8 +349,8 @@ def test_conversion_takes_the_memory_of_one_file_not_of_the_model(tmp_path: Path
 
 
 def convert_within(limit_bytes: int, source: Path, target: Path, sizes: list[int]) -> list[str]:
-    """Convert into files of these sizes, with so much more memory than this process has; return what was said."""
-    torch.set_num_threads(1)  # the stacks of more would count, one for each core
+    """Convert into files of these sizes, with `limit_bytes` more memory than now in use; return the errors."""
+    torch.set_num_threads(1)  # more threads would count with their stacks, one per core
     said = []
     for max_file_bytes in sizes:
         status = Path("/proc/self/status").read_text()

@@ -1,4 +1,4 @@
-"""The model that ships with the package, the script that makes it, and where model.path leads."""
+"""The model that ships with the package, the script that makes it, and what model.path means."""
 
 import importlib.util
 import json
@@ -81,7 +81,7 @@ class TestShippedModel:
         assert 0.2 < rate < 0.4  # measured 0.30; standard error 0.02
 
     def test_fails_by_what_it_believes_more_than_by_chance(self, tokenizer):
-        """Wrong facts carry most probability but leave some for the right result: what reinforcement needs."""
+        """Wrong facts carry most probability but leave some for the right result, as reinforcement needs."""
         model = AutoModelForCausalLM.from_pretrained(demo_model_path()).eval()
         probs: dict[str, list[float]] = {"believed": [], "right": []}
         for (operator, left, right), believed in ChainPupil(0).beliefs.wrong.items():
@@ -124,12 +124,12 @@ class TestScript:
     def test_the_shipped_tokenizer_is_the_scripts(self, script):
         made = json.loads(build_tokenizer(script.VOCABULARY).backend_tokenizer.to_str())
         shipped = json.loads((demo_model_path() / "tokenizer.json").read_text())
-        del made["padding"], shipped["padding"]  # of the last call before saving
+        del made["padding"], shipped["padding"]  # left over from the last call before saving
         assert made == shipped
 
     def test_demonstrations_fit_and_have_a_long_tail(self):
         pupil = ChainPupil(0)
-        lengths = [len(pupil.demonstrate()[1]) + 1 for _ in range(2000)]  # and the end token
+        lengths = [len(pupil.demonstrate()[1]) + 1 for _ in range(2000)]  # plus the end token
         assert max(lengths) <= CHAIN_RESPONSE_TOKENS
         assert min(lengths) < 16
         assert 0.05 < sum(length > 40 for length in lengths) / len(lengths) < 0.4

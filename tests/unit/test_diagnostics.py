@@ -27,20 +27,20 @@ ETAS = (1e-2, 1e-3, 1e-4)
 
 
 def entropy_change(log_probs_V: Tensor, logit_change_V: Tensor) -> Tensor:
-    """-Cov_pi(log pi, dz): the first-order change of the entropy of softmax(z), in nats, over the last axis."""
+    """Return -Cov_pi(log pi, dz), the first-order change of the entropy of softmax(z), in nats, over the last axis."""
     probs_V = log_probs_V.exp()
     deviation_V = log_probs_V - (probs_V * log_probs_V).sum(-1, keepdim=True)
     return -(probs_V * deviation_V * logit_change_V).sum(-1)
 
 
 def gradient_direction(log_probs_V: Tensor, kept_advantages_V: Tensor) -> Tensor:
-    """d J / dz = pi (A X - E_pi[A X]) of the clipped objective J = E_{y ~ mu} min(r A, clip(r) A) for a softmax."""
+    """Return d J / dz = pi (A X - E_pi[A X]) of the clipped J = E_{y ~ mu} min(r A, clip(r) A) for a softmax."""
     probs_V = log_probs_V.exp()
     return probs_V * (kept_advantages_V - (probs_V * kept_advantages_V).sum(-1, keepdim=True))
 
 
 class Tabular:
-    """A softmax policy over a few actions that has moved away from the one that samples; float64."""
+    """A softmax policy over a few actions that has moved away from the sampling policy, in float64."""
 
     def __init__(self, seed: int, distance: float = 0.7) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ class Tabular:
         self.kept_advantages_V = torch.where(self.clipped_V, 0.0, self.advantages_V)
 
     def loss_gradient(self) -> Tensor:
-        """Of the training's own loss, in expectation over the policy that samples."""
+        """Return the gradient of the training's own loss, in expectation over the sampling policy."""
         logits_V = self.logits_V.clone().requires_grad_()
         inputs = loss_inputs(
             log_probs_R=logits_V.log_softmax(0),
@@ -75,7 +75,7 @@ def entropy(log_probs_V: Tensor) -> float:
 
 
 def relative_errors(policy: Tabular, direction_V: Tensor, predicted: Tensor) -> list[float]:
-    """Of the predicted change of entropy, for a step of each length in ETAS along the direction."""
+    """Return errors of the predicted change of entropy, for a step of each length in ETAS along the direction."""
     errors = []
     for eta in ETAS:
         moved_V = (policy.logits_V + eta * direction_V).log_softmax(0)
@@ -204,7 +204,7 @@ def test_sums_do_not_depend_on_the_split_into_micro_batches(rows: list[tuple], c
 
 
 def test_the_loss_reports_what_it_clips() -> None:
-    """A > 0 beyond the upper bound, A < 0 under the lower one, A < 0 beyond the dual clip, and two that count."""
+    """A > 0 beyond the upper bound, A < 0 below the lower bound, A < 0 beyond the dual clip, and two that count."""
     ratios, advantages = [1.5, 0.5, 4.0, 1.0, 1.1], [1.0, -1.0, -1.0, 1.0, -1.0]
     log_probs_R = torch.full((5,), -2.0, dtype=torch.float64)
     inputs = loss_inputs(

@@ -1,4 +1,4 @@
-"""The Dockerfiles, as far as they can be judged without building them."""
+"""The Dockerfiles, as far as they can be checked without building them."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def test_hadolint_would_find_something() -> None:
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """(name, arguments), continued lines joined."""
+    """Return (name, arguments) of each instruction, with continued lines joined."""
     lines = re.sub(r"(?m)^#.*\n", "", path.read_text()).replace("\\\n", " ").splitlines()
     return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines if line.strip())]
 
@@ -72,7 +72,7 @@ def test_the_image_runs_without_rights(path: Path) -> None:
 
 
 def test_both_images_write_as_the_same_user() -> None:
-    """The first image that fills a named volume gives it an owner; docker/README.md says which one."""
+    """The first image that fills a named volume sets its owner; docker/README.md names that user."""
     numbers = set()
     for path in DOCKERFILES:
         (added,) = re.findall(r"useradd .*--uid (\d+)", path.read_text())

@@ -1,4 +1,4 @@
-"""`bapo doctor`: what it says of a fit machine, and of machines that lack something."""
+"""`bapo doctor`: what it says about a healthy machine, and about machines that lack something."""
 
 import contextlib
 import functools
@@ -45,8 +45,8 @@ FACTS: dict[str, Any] = {
     "nccl": "2.27.5",
     "capability": [9, 0],
 }
-MAX_CPU_S = 100  # of one process: it uses 4
-# What `bapo doctor` is, with deadlines that only a hang misses.
+MAX_CPU_S = 100  # per process: it uses 4
+# `bapo doctor`, with deadlines that only a hang misses.
 PATIENT = f"""
 import sys
 from bapo_megatron import cli
@@ -66,7 +66,7 @@ def taken_port() -> Iterator[int]:
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own."""
+    """Run the doctor in a process of its own."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
@@ -76,9 +76,9 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def with_replaced(replaced: dict[str, Any], function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a module-level function returns in a new process; attributes of `preflight` are replaced.
+    """Return the result of a module-level function in a new process, with attributes of `preflight` replaced.
 
-    The doctor forks its probes: they would hang where a test before had torch start threads or a process group.
+    The doctor forks its probes: they would hang if an earlier test made torch start threads or a process group.
     """
     return in_new_process(_replace_and_call, replaced, function, *arguments)
 
@@ -90,7 +90,7 @@ def _replace_and_call(replaced: dict[str, Any], function: Callable[..., Any], *a
 
 
 def outputs(*commands: list[str]) -> list[tuple[int, str]]:
-    """Exit code and output of each command."""
+    """Return exit code and output of each command."""
     done = []
     for command in commands:
         with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -110,7 +110,7 @@ def waited_for(num_gpus: int, timeout_s: float) -> Probes:
     return probes
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 def test_a_machine_without_gpus_is_fit_for_cpu_use() -> None:
     done = doctor()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -155,7 +155,7 @@ def fail(error: BaseException) -> dict[str, Any]:
     [
         (RuntimeError("CUDA error: all CUDA-capable devices are busy\nmore"), "CUDA error: all CUDA-capable devices"),
         (RuntimeError(), "RuntimeError"),
-        (SystemExit(3), "ended with exit code 3"),  # stands for one that a signal ends
+        (SystemExit(3), "ended with exit code 3"),  # stands for a process that a signal ends
     ],
 )
 def test_a_torch_that_cannot_answer_fails_without_a_traceback(error: BaseException, problem: str) -> None:
@@ -169,7 +169,7 @@ def test_a_torch_that_cannot_answer_fails_without_a_traceback(error: BaseExcepti
 
 
 def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at its deadline, before it has written anything."""
+    """The probe is killed at its deadline, before it has written anything."""
     probes = with_replaced({"group.torch_facts": signal.pause}, waited_for, 0, 0.2)
     (torch_finding,) = software.check_torch(probes.facts, NvidiaDriver(problem="none"))
     assert (torch_finding.verdict, torch_finding.what) == ("error", "not done after 0 s")
@@ -177,7 +177,7 @@ def test_a_probe_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch did not answer" in software.check_transformer_engine(probes.facts, needed=False).what
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a torch that sees no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch that sees no GPU")
 def test_a_torch_without_cuda_on_a_machine_with_gpus() -> None:
     probes = with_replaced({}, waited_for, 1, HANG_S)
     found = [*software.check_torch(probes.facts, DRIVER), *probes.findings(is_across_nodes=False)]
@@ -191,7 +191,7 @@ def two_over_gloo(num_gpus: int, *rest: Any) -> contextlib.AbstractContextManage
 
 
 def test_one_process_for_each_visible_gpu() -> None:
-    """Of eight, two: NCCL's ranks 2 to 7 would have no device."""
+    """Two of eight GPUs are visible, so NCCL's ranks 2 to 7 would have no device."""
     eight = functools.partial(NvidiaDriver, "570.1", (12, 8), 8 * DRIVER.gpus[:1], (0, 1))
     replaced = {"software_checks.read_driver": eight, "doctor.started_probes": two_over_gloo}
     found = {f.name: f for f in with_replaced(replaced, findings)}
@@ -207,7 +207,7 @@ def test_hidden_gpus_are_for_cpu_use() -> None:
     by_name = {f.name: f for f in found}
     assert (by_name["torch"].verdict, by_name["NCCL"].verdict) == ("ok", "absent")
     assert by_name["GPUs"].what == "2 x NVIDIA H100 (80 GiB), none visible (CUDA_VISIBLE_DEVICES): CPU use only"
-    text, code = verdict([f for f in found if f.name != "versions"])  # a GPU stack's, against which this one is held
+    text, code = verdict([f for f in found if f.name != "versions"])  # which expects the versions of a GPU stack
     assert code == 0
     assert text.startswith("fit for CPU use")
 
@@ -227,7 +227,7 @@ UUIDS = ["GPU-8932f937-d72c", "GPU-8f00a1b2-0000", "GPU-1c2d3e4f-1111"]
         ("1,1", ()),
         ("NoDevFiles", ()),
         ("GPU-1c,GPU-8932f937-d72c", (2, 0)),
-        ("GPU-8", ()),  # of two
+        ("GPU-8", ()),  # a prefix of two
         ("MIG-GPU-8932f937-d72c/1/0", ()),
     ],
 )
@@ -237,7 +237,7 @@ def test_visible_gpus(setting: str | None, indexes: tuple[int, ...], monkeypatch
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    entries = torch.cuda._parse_visible_devices()  # torch's reading, before it looks at the GPUs
+    entries = torch.cuda._parse_visible_devices()  # how torch reads it, before it looks at the GPUs
     if entries and isinstance(entries[0], int):
         assert tuple(itertools.takewhile(lambda i: i < len(UUIDS), entries)) == indexes
     elif not entries:
@@ -289,7 +289,7 @@ def test_two_nodes_meet() -> None:
     ("free_share", "severities"), [(0.99, ["error"]), (1.01, ["warning"]), (2.99, ["warning"]), (3.01, [])]
 )
 def test_room_for_checkpoints(tmp_path: Path, monkeypatch, free_share: float, severities: list[str]) -> None:
-    """The demo's, of 12 bytes a parameter: the two that are kept and the one that is written."""
+    """The demo's checkpoints, at 12 bytes per parameter: two are kept, and one is being written."""
     folder = demo_model_path()
     config = Config.model_validate({"run": {"dir": str(tmp_path / "runs")}})
     needed = 12 * sum(t.numel() for t in load_file(folder / "model.safetensors").values())
@@ -300,7 +300,7 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch, free_share: float, se
     assert all("of which there are up to 3" in v.problem for v in found if v.severity == "warning")
     (tmp_path / "runs/run/checkpoints/step-000001").mkdir(parents=True)
     later = list(machine.check_room(config, load_hf_config(folder)))
-    assert [v.severity for v in later] == [s for s in severities if s == "error"], "their room is taken already"
+    assert [v.severity for v in later] == [s for s in severities if s == "error"], "their room is already taken"
     only_if_stopped = config.model_copy(update={"checkpoint": CheckpointConfig(interval_steps=None)})
     assert not list(machine.check_room(only_if_stopped, load_hf_config(folder)))
 
@@ -320,7 +320,7 @@ def test_gpus() -> None:
     [
         (FACTS, DRIVER, ["ok", "ok"]),
         (FACTS | {"cuda": None}, DRIVER, ["error", "ok"]),
-        (FACTS | {"cuda": "13.0"}, DRIVER, ["error", "ok"]),  # newer than the driver runs
+        (FACTS | {"cuda": "13.0"}, DRIVER, ["error", "ok"]),  # newer than the driver supports
         ({"torch": "2.9.0", "cuda": "12.8", "num_gpus": 0}, DRIVER, ["error", "error"]),
         ({"torch": "2.9.0+cpu", "cuda": None, "num_gpus": 0}, NvidiaDriver(problem="none"), ["ok", "absent"]),
     ],
@@ -334,7 +334,7 @@ def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.check_transformer_engine(FACTS, needed=True).verdict == "error"
     assert software.check_transformer_engine(FACTS, needed=False).verdict == "absent"
     monkeypatch.setattr(software, "installed_version", lambda name: "2.9.0")
-    broken = software.check_transformer_engine(FACTS, needed=False)  # it is not there to be imported
+    broken = software.check_transformer_engine(FACTS, needed=False)  # it cannot be imported
     assert broken.verdict == "error"
     assert "No module named" in broken.what
     monkeypatch.setattr(software, "run_python", lambda code: ("", ""))

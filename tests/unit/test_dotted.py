@@ -1,4 +1,4 @@
-"""Functions of the user's own at dotted paths: what is wrong with one is one message of `bapo check`."""
+"""User functions at dotted paths: whatever is wrong with one is a single message of `bapo check`."""
 
 import inspect
 import json
@@ -165,7 +165,7 @@ def test_all_five_pass_and_fail_together(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_family_is_for_models_of_its_type(capsys: pytest.CaptureFixture[str], parts: Path) -> None:
-    """A wrong one is one message, and says nothing of what depends on it, such as an unknown model_type."""
+    """A wrong family gives one message, and none about what depends on it, such as an unknown model_type."""
     (line,) = check(capsys, "model.family=own_parts:OTHER")
     assert line == (
         "bapo: model.family=\"own_parts:OTHER\" is for model_type 'other', and the config.json of model.path='demo' "
@@ -203,7 +203,7 @@ def test_the_settings_that_an_engine_needs_are_those_that_act(capsys: pytest.Cap
 
 
 def test_looking_at_settings_imports_nothing(parts: Path) -> None:
-    """All that a section offers can be read while the modules that it names cannot be imported."""
+    """Every property of a section can be read while the modules that it names cannot be imported."""
     names = {"rollout.engine": "E", "model.family": "F", "advantage.kind": "f", "rollout.keep_group": "f"}
     config = load_config([], [f"{setting}=broken_parts:{name}" for setting, name in names.items()])
     for section in (config, *(getattr(config, name) for name in type(config).model_fields)):

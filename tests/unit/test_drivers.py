@@ -1,4 +1,4 @@
-"""Drivers in rounds, streams and evaluations: turns, ends, failures, resumed turns, and answers that are none."""
+"""Drivers in rounds, streams and evaluations: turns, ends, failures, resumed turns, and invalid answers."""
 
 import asyncio
 import json
@@ -25,19 +25,19 @@ from tests.states import through_checkpoint
 from tests.unit.test_continuous import TimedEngine, train
 from tests.unit.test_scheduler import STOP, ScriptedEngine, make, run_on_clock
 
-WORDS = (20, 21)  # of the environment: no engine samples them
+WORDS = (20, 21)  # the environment's: no engine samples them
 LIMIT = 40
 
 
 class Turns:
-    """Answers every turn but the third; what it has said is in its state alone."""
+    """An environment that answers every turn except the third; it remembers its answers only in its state."""
 
     deadline_s = 0.0
 
     def __init__(self, answer_s: float = 0.0, failing: int | None = None) -> None:
         self.asked: list[str] = []
         self._answer_s = answer_s
-        self._failing = failing  # one of so many samples
+        self._failing = failing  # one in this many samples fails
 
     async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
         self.asked.append(json.dumps([turn, state]))
@@ -69,7 +69,7 @@ def driver(environment: Any = None, **limits: Any) -> StepDriver:
 
 
 def check(scheduler: Scheduler, groups: Sequence[Group]) -> None:
-    """The books balance, and turns alternate with the environment's words as its state says."""
+    """Check that the books balance, and that turns alternate with the environment's words as its state says."""
     scheduler.ledger.check(scheduler.book.buffered())
     samples = [s for g in groups for s in g.samples]
     assert len({s.sample_id for s in samples}) == len(samples)
@@ -116,7 +116,7 @@ def test_a_slow_environment_is_no_broken_engine_and_holds_no_slot() -> None:
         taking = asyncio.create_task(scheduler.take(0, 0))
         await asyncio.sleep(10.0)
         waiting = [s for s in scheduler.book.buffered() if isinstance(s.need, NeedsEnvironment)]
-        assert len(waiting) == 10 * 2 * 3, "as many as the staleness bound lets begin"
+        assert len(waiting) == 10 * 2 * 3, "as many as the staleness bound admits"
         assert engine.num_running == 0
         groups, _ = await taking
         assert groups is not None
@@ -158,7 +158,7 @@ def test_streams_lose_no_turn(
 
 
 def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
-    """The state taken inside of a turn, and while the environment is asked, goes on to the same groups."""
+    """A state taken in the middle of a turn, or while the environment is asked, leads to the same groups."""
     options: dict[str, Any] = {"tokens_per_round": 2, "groups_in_flight": 5, "max_response_tokens": LIMIT}
 
     def take(scheduler: Scheduler, steps: range, states: list[Any] | None = None) -> list[Group]:
@@ -187,10 +187,10 @@ def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
     states.append(through_checkpoint(first.state_dict()))
     with pytest.raises(Killed):
         take(first, range(4), states)
-    killed = through_checkpoint(first.state_dict())  # as another task of the loop may save it now
+    killed = through_checkpoint(first.state_dict())  # another task of the loop may save it at this point
     num_taken = len(states) - 1
     needs = {s["need"]["needs"] for group in killed["active"] for s in group["samples"]}
-    assert {"tokens", "environment"} <= needs, "samples inside of a turn, and some that wait"
+    assert {"tokens", "environment"} <= needs, "samples in the middle of a turn, and waiting ones"
     assert any(s["state"] for group in killed["active"] for s in group["samples"])
     again = Turns()
     second = make(Rounds(), driver=driver(again), **options)
@@ -233,7 +233,7 @@ def test_samples_that_failed_have_no_reward_and_change_nothing_for_the_others() 
 
     scheduler, groups = take(failing=6)
     failed = [s for g in groups for s in g.samples if s.reward is None]
-    assert 0 < len(failed) < 24, "or nothing is tested"
+    assert 0 < len(failed) < 24, "otherwise nothing is tested"
     assert scheduler.ledger.dropped == {"failed": len(failed)}
     assert failed[0].need == Ended("failed", None, "error", "no browser")
     batch = BatchBuilder(Config()).build(groups, {})

@@ -29,7 +29,7 @@ def with_gradients(out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tens
 
 
 def assert_close(got: list[Tensor], wanted: list[Tensor], terms: list[Tensor] | None = None) -> None:
-    """Compare to a few roundings of the largest of `terms`, whose differences the results are; by default of these."""
+    """Compare to a few roundings of the largest of `terms`, whose differences are the results; default: `wanted`."""
     for a, b, term in zip(got, wanted, terms or wanted, strict=True):
         largest = float(term.abs().max()) if term.numel() else 0.0
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6 * largest)

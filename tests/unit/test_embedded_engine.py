@@ -1,5 +1,5 @@
 """What the embedded engine samples depends on the requests of one call and the weights, and on nothing before; a
-request that continues an earlier one finds what that one left in the cache."""
+request that continues an earlier one finds what the earlier one left in the cache."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def model() -> Model:
 
 
 def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """More than can run at once, of many lengths: they wait, move to other rows and are prefilled in groups."""
+    """Return more requests than can run together, of many lengths: they wait, move rows and are prefilled in groups."""
     rng = random.Random(seed)
     return [
         (
@@ -61,7 +61,7 @@ def serve_engine(engine: BatchingEngine, asked: list[tuple[list[int], SamplingPa
 
 
 def answer_to(server: Server, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the status and the reply of a server that is asked to generate."""
+    """Return status and reply of a server that is asked to generate."""
 
     async def post() -> tuple[int, dict[str, Any]]:
         async with TestClient(TestServer(server.app())) as client, client.post("/generate", json=body) as response:
@@ -77,7 +77,7 @@ def stop(engine: BatchingEngine) -> None:
 
 
 def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None:
-    """To the bit: a resumed run meets a new engine, or one that a killed trainer has left."""
+    """The bits are equal: a resumed run meets a new engine, or one that a killed trainer left behind."""
     fresh = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     used = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     try:
@@ -97,7 +97,7 @@ def test_log_probs_do_not_depend_on_what_was_served_before(model: Model) -> None
 
 
 def test_no_tensor_waits_for_the_garbage_collector(model: Model) -> None:
-    """Collections are rare in an engine."""
+    """Garbage collections are rare in an engine."""
     engine = BatchingEngine(model, max_running=MAX_RUNNING, max_context=64)
     try:
         assert tensors_in_cycles(lambda: serve_engine(engine, requests(0))) == []
@@ -106,7 +106,7 @@ def test_no_tensor_waits_for_the_garbage_collector(model: Model) -> None:
 
 
 def test_a_request_that_continues_another_needs_no_prefill(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds, as a partial rollout: the same tokens as in one go, while other requests end and free their rows."""
+    """Rounds, as in a partial rollout, give the same tokens as one request, while others end and free their rows."""
     prefilled: list[tuple[int, int]] = []
     prefill = model.prefill
     monkeypatch.setattr(model, "prefill", lambda ids, *a: prefilled.append(tuple(ids.shape)) or prefill(ids, *a))
@@ -177,7 +177,7 @@ def test_what_outlives_its_weights_is_not_continued(model: Model) -> None:
 
 
 def test_rows_that_are_needed_are_taken_from_what_could_be_continued(model: Model) -> None:
-    """Also aborted requests leave something; the next ones move into rows of others, and take them over."""
+    """Aborted requests also leave something; the next ones move into other rows, and take them over."""
     engine = BatchingEngine(model, max_running=8, max_context=64)
     rng = random.Random(1)
 
@@ -235,7 +235,7 @@ def test_samples_of_one_prompt_share_its_prefill(model: Model, monkeypatch: pyte
 
 
 def test_a_server_whose_engine_fails_answers_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would hold its port, answer 500 for ever, and nobody would start it again."""
+    """Otherwise it would hold its port and answer 500 forever, and nothing would restart it."""
     engine = BatchingEngine(Model.from_pretrained(demo_model_path(), max_len=64), max_running=4, max_context=64)
 
     def out_of_memory(*_: object) -> None:
@@ -398,7 +398,7 @@ def test_broken_weights_on_disk_are_refused(tmp_path: Path, value: float) -> Non
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list a process's threads")
 def test_the_engine_thread_alone_has_the_threads() -> None:
-    """With a second pool, OpenMP counts more threads than cores, and puts those that wait to sleep."""
+    """With a second pool, OpenMP counts more threads than cores, and puts waiting threads to sleep."""
     code = f"""if True:
         import os, torch
         torch.set_num_threads(1)
@@ -453,7 +453,7 @@ def test_scores_that_are_not_there_are_refused(
 
 
 def test_released_memory_is_given_back() -> None:
-    """The operating system then hands out zeros."""
+    """The operating system then provides zeros."""
     model = Model.from_pretrained(demo_model_path(), max_len=64)
     engine = BatchingEngine(model, max_running=1, max_context=64)
     try:

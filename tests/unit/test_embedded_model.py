@@ -66,7 +66,7 @@ def save(config: Any, folder: Path, **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # so that norms and biases are not trivially one and zero
+        for parameter in model.parameters():  # so that norms and biases are not just ones and zeros
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder, **options)
     return model
@@ -107,7 +107,7 @@ def test_a_moved_row_goes_on_as_before(tmp_path: Path) -> None:
 
 
 def test_a_new_cache_is_zero_whatever_its_memory_held(tmp_path: Path) -> None:
-    """A masked position counts 0 times what lies there, and 0 times nan is nan."""
+    """A masked position counts 0 times what is in memory there, and 0 times nan is nan."""
     save(CONFIGS["qwen3"], tmp_path)
     model = Model.from_pretrained(tmp_path, max_len=16)
     size = model.new_cache(num_rows=2, max_len=16).data.numel()

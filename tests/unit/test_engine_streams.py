@@ -1,4 +1,4 @@
-"""Rows of a model's streams: the embedded engine computes each once, for the tokens that were asked for."""
+"""Rows of a model's streams: the embedded engine computes each row once, for the tokens that were asked for."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from tests.unit.test_embedded_engine import answer_to
 
 
 def marks(tokens: ServedTokens) -> Tensor:
-    """Token and position, with layer and version: [B, T, 2]."""
+    """Return token and position, with layer and version: [B, T, 2]."""
     assert tokens.layer is not None
     assert tokens.hidden_BTE is not None
     assert tokens.hidden_BTE.shape[:2] == tokens.token_ids_BT.shape
@@ -43,7 +43,7 @@ def norms(tokens: ServedTokens) -> Tensor:
 
 
 def surprises(tokens: ServedTokens) -> Tensor:
-    """The log-probs of sampled tokens."""
+    """Return the log-probs of sampled tokens."""
     assert tokens.logits_BV is not None
     return tokens.logits_BV.log_softmax(-1).gather(1, tokens.token_ids_BT)
 
@@ -78,11 +78,11 @@ def prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 20, (count,), generator=generator).tolist()
     ids = [torch.randint(2, 16, (length,), generator=generator).tolist() for length in lengths]
-    return [*ids, *ids[:3]]  # some twice, which are prefilled once
+    return [*ids, *ids[:3]]  # some appear twice, and are prefilled once
 
 
 def grow(engine: BatchingEngine, asked: list[tuple[list[int], int]], num_tokens: int) -> list[Sequence]:
-    """Continue tokens of which the rows of so many inputs are known."""
+    """Continue each list of tokens, for which the rows of the first `num_fed` inputs are known."""
     streams = tuple(engine.model.streams)
     sequences = [
         engine.new_sequence(
@@ -101,7 +101,7 @@ def grow(engine: BatchingEngine, asked: list[tuple[list[int], int]], num_tokens:
 
 
 def versions_of(sequence: Sequence) -> list[int]:
-    """Of the pass that read each input: it sampled the token after it, or was the prefill before the first sample."""
+    """Return the version that read each input: it sampled the next token, or ran the prefill before the first."""
     sampled = [int(s["version"]) for s in sequence.spans for _ in range(s["start"], s["end"])]
     return [sampled[0]] * (len(sequence.prompt_ids) - 1) + sampled
 
@@ -120,7 +120,7 @@ def check(sequence: Sequence, num_fed: int) -> None:
 
 
 def test_each_input_has_one_row_whatever_happens_to_its_request(engine: BatchingEngine) -> None:
-    """Requests are continued from what was kept; weights change in the middle, and the cache is dropped."""
+    """Requests continue from what was kept; weights change in the middle, and the cache is dropped."""
     asked = [(ids, 0) for ids in prompts(9)]
     for num_tokens in (4, 7):
         sequences = grow(engine, asked, num_tokens)
@@ -153,12 +153,12 @@ def test_each_input_has_one_row_whatever_happens_to_its_request(engine: Batching
 def test_rows_that_a_client_has_lost_are_computed_again(engine: BatchingEngine) -> None:
     (first,) = grow(engine, [([5, 9, 4], 0)], 6)
     (again,) = grow(engine, [(first.token_ids, 2)], 3)
-    assert again.num_cached_tokens == 0, "what is kept has no rows"
+    assert again.num_cached_tokens == 0, "the kept cache has no rows"
     check(again, 2)
 
 
 class Scripted(HttpEngine):
-    """A client that is always given the same reply."""
+    """A client that always gets the same reply."""
 
     def __init__(self, reply: dict[str, Any]) -> None:
         super().__init__("http://engine:1", request_timeout_s=HANG_S, vocab_size=16)
@@ -169,7 +169,7 @@ class Scripted(HttpEngine):
 
 
 def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the client reads them."""
+    """The test sees the rows as the client reads them."""
     server, streams = Server(engine, model_path="", update_timeout_s=HANG_S), tuple(engine.model.streams)
     submit, submitted = engine.submit, []
     monkeypatch.setattr(engine, "submit", lambda sequences: submitted.extend(sequences) or submit(sequences))

@@ -1,4 +1,4 @@
-"""Evaluation inside a run: every prompt is answered whole, by live engines, and nothing of it is booked."""
+"""Evaluation inside a run: live engines answer every prompt completely, and nothing of it is booked."""
 
 import asyncio
 import math
@@ -111,7 +111,7 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
         made.evaluate(0)
     made.config = Config()
     watch = loop.submit(asked.pool.watch())
-    assert made.evaluate(0) is None, "the second failed, then the first in taking over, and one of them is back"
+    assert made.evaluate(0) is None, "the second failed, then the first as it took over; one is back"
     watch.cancel()
     for engine in (first, second):
         asked.pool.admit(engine)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     assert {t.sample_id: tuple(t.sampled_ids) for t in samples} == {t.sample_id: tuple(t.sampled_ids) for t in whole}
     assert len(first.requests) + len(second.requests) == 10, "what was answered is not asked again"
     assert (made.evaluate(0) or {})["eval/num_samples"] == 10
-    assert len(first.requests) + len(second.requests) == 20, "a new evaluation begins anew"
+    assert len(first.requests) + len(second.requests) == 20, "a new evaluation starts over"
 
 
 SETS = {
@@ -152,7 +152,7 @@ def test_sets_are_asked_together_each_with_its_own_settings() -> None:
 
 def test_an_engine_lost_in_the_middle_costs_no_set_its_answers(loop: LoopThread) -> None:
     class Loses(ScriptedEngine):
-        """Answers the first call, and is lost in the second."""
+        """An engine that answers the first call, and is lost in the second."""
 
         num_calls = 0
 
@@ -191,7 +191,7 @@ def rollouts(loop: LoopThread, asked: Evaluator) -> RolloutManager:
 
 
 class Deadlines:
-    """The deadlines under which a loop runs something at the moment, and all that there were."""
+    """The deadlines under which a loop is running something, and all deadlines so far."""
 
     def __init__(self, loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now: list[float] = []

@@ -1,4 +1,4 @@
-"""`bapo eval` from end to end on the demo model, and what it makes of bad responses and bad input."""
+"""`bapo eval` from end to end on the demo model, and how it handles bad responses and bad input."""
 
 import asyncio
 import itertools
@@ -40,7 +40,7 @@ def write_chains(path: Path) -> list[Chain]:
 
 def test_a_training_checkpoint_on_a_file_equals_brute_force(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     chains = write_chains(tmp_path / "chains.jsonl")
-    run = tmp_path / "run"  # as a training run leaves it: its settings count, its weights are converted
+    run = tmp_path / "run"  # as a training run leaves it: its settings apply, its weights are converted
     (run / "checkpoints").mkdir(parents=True)
     convert(demo_model_path(), run / "checkpoints" / "step-000001", to="training")
     (run / "config.toml").write_text('[reward]\nkind = "chains"\n[data]\nmax_prompt_tokens = 16\n')
@@ -61,7 +61,7 @@ def test_a_training_checkpoint_on_a_file_equals_brute_force(tmp_path: Path, caps
         votes[response["index"]].append(found[1] if found else None)
     assert {len(v) for v in verdicts.values()} == {NUM_SAMPLES}
     estimates = {name: e["value"] for name, e in result["estimates"].items()}
-    assert 0 < estimates["avg@4"] < 1, "or nothing is tested"
+    assert 0 < estimates["avg@4"] < 1, "otherwise nothing is tested"
     assert estimates["avg@4"] == pytest.approx(statistics.fmean(statistics.fmean(v) for v in verdicts.values()))
     pairs = [any(pair) for v in verdicts.values() for pair in itertools.combinations(v, 2)]
     assert estimates["pass@2"] == pytest.approx(statistics.fmean(pairs))
@@ -137,7 +137,7 @@ def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monk
             pass
 
     engine = Closable()
-    engine.version = -1  # the weights that it was started with
+    engine.version = -1  # the weights that it started with
     connected = ConnectedEngines([engine], LoopThread())  # type: ignore[list-item]
     deadlines = Deadlines(connected.loop, monkeypatch)
 

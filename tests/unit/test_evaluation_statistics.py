@@ -61,7 +61,7 @@ def test_a_vote_of_hundreds_agrees_with_draws(wrong: list[int]) -> None:
 
 def test_no_number_is_too_large() -> None:
     assert majority_at_k(4, [], 1096, [1, 1100]) == pytest.approx([4 / 1100, 1.0])
-    none = comb(1096, 550) / comb(1100, 550)  # that all 550 abstain; else it is even
+    none = comb(1096, 550) / comb(1100, 550)  # the chance that all 550 abstain; otherwise it is even
     assert majority_at_k(2, [2], 1096, [550]) == pytest.approx([(1 - none) / 2])
 
 
@@ -93,7 +93,7 @@ def test_one_problem_has_no_interval_and_equal_ones_have_none_to_show() -> None:
 
 
 def generated_problems(num: int, num_samples: int) -> tuple[Problem, ...]:
-    """Of all difficulties; wrong answers repeat."""
+    """Return problems of all difficulties; wrong answers repeat."""
     generator = random.Random(7)
 
     def respond(difficulty: float) -> Answered:
@@ -162,7 +162,7 @@ def test_estimates_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluation = Evaluation({}, generated_problems(5, 4), has_answers=True, seed=0)
     record = evaluation.to_json()
     evaluation.table()
-    assert len(asked) == 5, "once a problem, whoever asks"
+    assert len(asked) == 5, "once per problem, whoever asks"
     means = [statistics.fmean(p["maj@4"] for p in record["problems"]), evaluation.estimates["maj@4"].value]
     assert means[0] == pytest.approx(means[1])
 
@@ -191,7 +191,7 @@ def test_wilson_agrees_with_its_definition() -> None:
     for num, passed in [(8, 8), (8, 0), (30, 11)]:
         share = passed / num
         for edge in wilson_interval(share, num):
-            if 1e-9 < edge < 1 - 1e-9:  # the edge's own standard error away from the share, 1.96 times
+            if 1e-9 < edge < 1 - 1e-9:  # the edge is 1.96 of its own standard errors away from the share
                 assert abs(share - edge) == pytest.approx(1.959964 * (edge * (1 - edge) / num) ** 0.5, rel=1e-6)
     assert wilson_interval(1.0, 8)[1] == pytest.approx(1.0)
     assert wilson_interval(0.0, 8)[0] == pytest.approx(0.0)

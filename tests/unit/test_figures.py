@@ -1,4 +1,4 @@
-"""Figures: what is drawn, and that nothing of it hides anything else."""
+"""Figures: what is drawn, and that nothing hides anything else."""
 
 import itertools
 from pathlib import Path
@@ -27,7 +27,7 @@ COLOUR_VISION = np.array(
 XYZ = np.array(
     [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 )
-CARDS = {False: "#ffffff", True: "#1b212b"}  # background by whether the page is dark
+CARDS = {False: "#ffffff", True: "#1b212b"}  # background, by whether the page is dark
 
 
 def linear_rgb(colour: str) -> np.ndarray:

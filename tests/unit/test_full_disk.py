@@ -25,7 +25,7 @@ from tests.unit.saveable import TinyModel, save_whole, settings
 
 @contextlib.contextmanager
 def full_disk(after_bytes: int) -> Iterator[None]:
-    """No file grows beyond this size, as on a disk that is full by then."""
+    """Let no file grow beyond this size, as on a disk that is then full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (after_bytes, hard))
     try:
@@ -43,7 +43,7 @@ def full_disk(after_bytes: int) -> Iterator[None]:
         (60_000, "state.json: "),
         (3, "rank-00000-000.safetensors"),
     ],
-    ids=["at once", "in the weights", "in the state of the rollouts", "after three bytes"],
+    ids=["immediately", "in the weights", "in the state of the rollouts", "after three bytes"],
 )
 def test_a_full_disk_is_a_clear_error_and_the_previous_checkpoint_stays_the_latest(
     tmp_path: Path, after_bytes: int, what: str, asynchronous: bool
@@ -55,13 +55,13 @@ def test_a_full_disk_is_a_clear_error_and_the_previous_checkpoint_stays_the_late
         save_whole(store, 2, 2.0, 1000, state)
     assert what in str(raised.value)
     assert "the previous checkpoint is still the latest" in str(raised.value)
-    assert {p.name for p in tmp_path.iterdir()} == {"step-000001", "latest"}, "nothing half-written takes up room"
+    assert {p.name for p in tmp_path.iterdir()} == {"step-000001", "latest"}, "no half-written file takes up room"
 
     model = TinyModel(0.0, 1000)
     assert store.latest() == first
     assert store.load(first, {"learner": model})["rollout"] == state["rollout"]
     assert model.value == 1.0
-    assert save_whole(store, 2, 2.0, 1000, state) == store.latest(), "once there is room again"
+    assert save_whole(store, 2, 2.0, 1000, state) == store.latest(), "there is room again"
 
 
 def test_a_disk_that_is_full_from_the_start_has_no_previous_checkpoint(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_disk_that_is_full_from_the_start_has_no_previous_checkpoint(tmp_path:
 
 
 def test_a_pointer_that_cannot_be_written_leaves_the_previous_checkpoint_the_latest(tmp_path: Path) -> None:
-    """The new folder is complete by then."""
+    """By then, the new folder is complete."""
     store = CheckpointStore(tmp_path, settings())
     first = store.save(1, {"learner": TinyModel(1.0)}, None)
     (tmp_path / ".latest.new").mkdir()
@@ -82,7 +82,7 @@ def test_a_pointer_that_cannot_be_written_leaves_the_previous_checkpoint_the_lat
 
 
 def check_one_full_rank(rank: int, world_size: int, folder: Path) -> None:
-    """Also a file torn later, of which each rank verifies some, and a save of other ranks that is late."""
+    """Each rank verifies some files, one of which is torn later; and a save of other ranks is late."""
     for asynchronous in (False, True):
         store = CheckpointStore(folder / str(asynchronous), settings(asynchronous=asynchronous, keep_last=2))
         if rank == 0:
@@ -120,7 +120,7 @@ def test_a_run_that_cannot_be_written_does_not_start(tmp_path: Path) -> None:
     config = load_config(["demo"], [f"run.dir={tmp_path}", "run.name=full"])
     with full_disk(0), pytest.raises(UserError, match=r"cannot write .*/full: File too large; make room there"):
         RunDir.open(config)
-    (tmp_path / "other" / ".lock").mkdir(parents=True)  # as on a disk that is read-only: it cannot be opened
+    (tmp_path / "other" / ".lock").mkdir(parents=True)  # as on a read-only disk, it cannot be opened
     with pytest.raises(UserError, match=r"cannot write .*/other: Is a directory"):
         RunDir.open(load_config(["demo"], [f"run.dir={tmp_path}", "run.name=other"]))
 
@@ -137,7 +137,7 @@ def test_a_disk_that_fills_up_while_metrics_are_written_is_one_error(tmp_path: P
 
 def fail_to_train(folder: Path, told: int) -> None:
     os.environ["RANK"] = "0"
-    os.dup2(told, 1)  # a pipe, which is no file that the limit is for
+    os.dup2(told, 1)  # a pipe is not a file, so the limit does not apply
     load.load_config = lambda *_: (_ for _ in ()).throw(UserError("no room"))  # type: ignore[assignment]
     with full_disk(0):
         raise SystemExit(trainer.run_rank(RunDir.attach(folder), []))

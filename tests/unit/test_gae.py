@@ -37,7 +37,7 @@ def rewards_of(reward: float, length: int) -> list[float]:
 
 
 def literal_n_step(reward: float, values: list[float], gamma: float, n: int) -> list[float]:
-    """r_t + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n} - V_t, where V after the last token is 0."""
+    """Return r_t + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n} - V_t, where V after the last token is 0."""
     length, rewards = len(values), rewards_of(reward, len(values))
     advantages = []
     for t in range(length):
@@ -49,7 +49,7 @@ def literal_n_step(reward: float, values: list[float], gamma: float, n: int) -> 
 
 
 def literal_gae(reward: float, values: list[float], gamma: float, lam: float) -> list[float]:
-    """(1 - lam) sum_n lam^(n-1) A^(n), Eq. 16's exponentially weighted mean; all n from the end on are the same."""
+    """Return (1 - lam) sum_n lam^(n-1) A^(n), Eq. 16's exponentially weighted mean; all n past the end are the same."""
     length = len(values)
     by_n = [literal_n_step(reward, values, gamma, n) for n in range(1, length + 1)]
     advantages = []
@@ -79,7 +79,7 @@ def test_n_step_is_the_bootstrapped_return_less_the_value(batch, gamma, n):
 @settings(max_examples=100, deadline=None)
 @given(batch=sequences, gamma=discount)
 def test_the_ends_of_both_families(batch, gamma):
-    """lam = 0 and n = 1 are the TD error; lam = 1 and n = infinity the discounted reward less the value."""
+    """lam = 0 and n = 1 are the TD error; lam = 1 and n = infinity are the discounted reward minus the value."""
     errors_R, num_left_R = errors_of(batch, gamma)
     monte_carlo = [gamma ** (len(v) - 1 - t) * r - v[t] for _, r, v in batch for t in range(len(v))]
     assert torch.equal(gae(errors_R, num_left_R, gamma=gamma, lam=0.0), errors_R)
@@ -91,7 +91,7 @@ def test_the_ends_of_both_families(batch, gamma):
 @settings(max_examples=100, deadline=None)
 @given(batch=sequences, gamma=discount.filter(bool), data=st.data())
 def test_given_tokens_add_nothing_wherever_they_lie(batch, gamma, data):
-    """Values on given tokens are nan: nothing may depend on them."""
+    """Values on given tokens are nan, since nothing may depend on them."""
     sampled = [
         [False] * prompt + [here for _ in values for here in [False] * data.draw(st.integers(0, 2)) + [True]]
         for prompt, _, values in batch
@@ -132,7 +132,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(batch, lam, n):
 
 
 def test_a_long_response_is_summed_without_loss():
-    """64k tokens, a discount close to 1: against a loop in float64 with exact summation."""
+    """Compare 64k tokens, at a discount close to 1, with a float64 loop and exact summation."""
     length, decay = 65_536, 0.9999
     errors_R = torch.randn(length, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     got = gae(errors_R, torch.arange(length, 0, -1), gamma=1.0, lam=decay)

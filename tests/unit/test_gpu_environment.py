@@ -1,4 +1,4 @@
-"""Settings of processes on GPUs that can be seen without one: variables, SGLang's arguments, Adam's kernel."""
+"""Settings of processes on GPUs that can be checked without one: variables, SGLang's arguments, Adam's kernel."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def of_engine(**extra: object) -> dict[str, str]:
     [({}, "00"), ({"enable_nccl_nvls": True}, "01"), ({"enable_symm_mem": True}, "11")],
 )
 def test_trainer_and_engines_get_the_same_of_nccl(extra: dict[str, bool], values: str) -> None:
-    """SGLang's own rule, srt/entrypoints/engine.py."""
+    """This is SGLang's own rule, srt/entrypoints/engine.py."""
     same = nccl_variables(extra)
     assert "".join(same.values()) == values
     assert of_engine(**extra) == same
@@ -121,13 +121,13 @@ def test_megatron_does_not_turn_unfused_attention_on(monkeypatch: pytest.MonkeyP
 
 
 def test_adam_is_fused_and_counts_where_its_weights_are() -> None:
-    """The device "meta" stands for a GPU: torch's fused kernel takes its counts from there."""
+    """The device "meta" stands in for a GPU: torch's fused kernel takes its counts from there."""
     weight = torch.nn.Parameter(torch.empty(3, device="meta"))
     optimizer = SimpleNamespace(optimizer=torch.optim.AdamW([weight]))
     adam = AdamState(optimizer, None)  # type: ignore[arg-type]
     (group,) = optimizer.optimizer.param_groups
     assert group["fused"]
-    adam.local(weight, SQUARES)  # makes the state
+    adam.local(weight, SQUARES)  # creates the state
     assert optimizer.optimizer.state[weight]["step"].device.type == "meta"
     adam.set_steps(7)
     assert optimizer.optimizer.state[weight]["step"].device.type == "meta"

@@ -21,7 +21,7 @@ from bapo_megatron.learner.slicing import from_shards, to_shard
 def make_shape(family: str, **change: Any) -> ModelShape:
     config: dict[str, Any] = {
         "model_type": family,
-        "vocab_size": 11,  # divides by none of the tensor-parallel sizes
+        "vocab_size": 11,  # no tensor-parallel size divides it
         "hidden_size": 16,
         "intermediate_size": 24,
         "num_hidden_layers": 2,
@@ -199,7 +199,7 @@ def test_one_file_has_no_index_and_many_say_how_many_they_are(tmp_path: Path) ->
 
 
 def test_the_stream_is_copied(tmp_path: Path) -> None:
-    """A tensor may be overwritten as soon as the next one is asked for."""
+    """A tensor may be overwritten as soon as the next one is requested."""
     scratch = torch.empty(3)
     write_safetensors(((f"w{i}", scratch.fill_(i)) for i in range(3)), tmp_path)
     with HFReader(tmp_path) as read:

@@ -98,7 +98,7 @@ def test_a_window_that_no_layer_uses_is_accepted() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_a_config_is_silent_transformers_is_believed(family: str, tmp_path: Path) -> None:
-    """The smallest config.json of each family, read by transformers and by us."""
+    """transformers and our code read the smallest config.json of each family."""
     sizes = {"vocab_size": 11, "hidden_size": 64, "intermediate_size": 20, "num_hidden_layers": 2}
     silent: dict[str, Any] = {"model_type": family, "num_attention_heads": 32, "sliding_window": None, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(silent))

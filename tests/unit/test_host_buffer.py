@@ -1,4 +1,4 @@
-"""Copies kept in one block of CPU memory: what they hold, how much memory they take, and when it is used again."""
+"""Copies kept in one block of CPU memory: what they hold, how much memory they take, and when it is reused."""
 
 import gc
 from typing import Any
@@ -52,12 +52,12 @@ def test_memory_is_used_again_while_it_suffices() -> None:
     num_bytes = buffer.num_bytes
     (third,) = buffer.copy([torch.full((1000,), 3.0)])
     assert buffer.num_bytes > num_bytes
-    assert second[0] == 2, "who still reads the old block can"
+    assert second[0] == 2, "the old block can still be read"
     assert third[-1] == 3
 
 
 class OnGpu(Tensor):
-    """A tensor on the CPU that says that it is on a GPU."""
+    """A tensor on the CPU that claims to be on a GPU."""
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -65,7 +65,7 @@ class OnGpu(Tensor):
 
 
 class Cuda:
-    """Stands in for the parts of torch.cuda that lock pages; `locked` is bytes by address."""
+    """A stand-in for the parts of torch.cuda that lock pages; `locked` maps addresses to bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.locked: dict[int, int] = {}
@@ -110,14 +110,14 @@ def test_copies_from_a_gpu_lock_no_more_than_they_need(monkeypatch: pytest.Monke
     assert cuda.log == ["record", "synchronize"]
     buffer.copy(tensors)
     assert len(cuda.locked) == 1
-    assert cuda.log == ["record", "synchronize", "record"], "used again"
+    assert cuda.log == ["record", "synchronize", "record"], "reused"
 
 
 def test_pages_are_unlocked_before_they_are_freed_and_after_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, buffer = Cuda(monkeypatch), HostBuffer()
     buffer.copy([torch.ones(10).as_subclass(OnGpu)])
     buffer.copy([torch.ones(1000).as_subclass(OnGpu)])
-    assert list(cuda.locked.values()) == [buffer.num_bytes], "grown: the smaller block is free"
+    assert list(cuda.locked.values()) == [buffer.num_bytes], "it has grown, and the smaller block is free"
     assert cuda.log == ["record", "synchronize", "unlock", "record"]
     del buffer
     gc.collect()

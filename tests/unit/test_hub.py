@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face hub: downloaded, pinned, or refused with the command to run."""
+"""Models by their Hugging Face hub names: downloaded, pinned, or refused with the command to run."""
 
 import os
 import subprocess
@@ -95,7 +95,7 @@ def test_refusals_say_what_to_do(hub: FakeHub, tmp_path: Path) -> None:
     assert code == 2
     assert "HF_HUB_OFFLINE is set" in error
     assert command in error
-    with reserved_ports(1) as (port,):  # nobody listens there
+    with reserved_ports(1) as (port,):  # nothing listens there
         code, error = check(tmp_path, NAME, HF_ENDPOINT=f"http://127.0.0.1:{port}")
     assert (code, command in error) == (2, True), error
     assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The operations that CPUs compute in ways of their own against torch's, and the choice between them."""
+"""Operations that CPUs compute in their own ways, against torch's; and the choice between them."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_tables_of_all_ranks_combine(num_ranks: int) -> None:
 
 
 def check_combine(rank: int, world_size: int) -> None:
-    """Each rank has the same bits, those of a plain sum in rank order, whichever way the table took."""
+    """Each rank has the same bits, equal to a plain sum in rank order, whichever way the table took."""
     for shape in ((57,), (2, 3), (), (0,), (NUM_DIRECT,), (NUM_DIRECT + 1,)):
         tables = [torch.randn(shape, dtype=torch.float64, generator=_generator(i)).exp() for i in range(world_size)]
         mine = tables[rank].clone()
@@ -58,7 +58,7 @@ def check_combine(rank: int, world_size: int) -> None:
             of_all = [torch.empty_like(found) for _ in range(world_size)]
             dist.all_gather(of_all, found)
             assert all(torch.equal(found, other) for other in of_all), "the same bits on every rank"
-        assert torch.equal(mine, tables[rank]), "the argument stays as it was"
+        assert torch.equal(mine, tables[rank]), "the argument is unchanged"
     lost = torch.tensor([math.nan if rank == world_size - 1 else 1.0], dtype=torch.float64)
     assert CPUKernels().combine(lost).isnan().all()
     alone = dist.new_group([0])

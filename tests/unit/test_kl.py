@@ -25,7 +25,7 @@ tokens = st.lists(st.tuples(st.floats(-2, 2), st.floats(-4, 4), st.floats(-2, 2)
 
 
 def rounding(terms: list[float]) -> float:
-    """The most by which a float32 sum of terms, each of them rounded, may differ from the exact one."""
+    """Return the most by which a float32 sum of rounded terms may differ from the exact sum."""
     return (len(terms) + 1) * torch.finfo(torch.float32).eps * sum(map(abs, terms)) + 1e-12
 
 
@@ -44,7 +44,7 @@ def make_inputs(tokens, mask=None) -> LossInputs:
 
 
 def with_kl(inputs: LossInputs, config: LossConfig, coefficient: float) -> tuple[torch.Tensor, TokenLoss]:
-    """The loss of each token with its KL term, and the record, as in the learner."""
+    """Return each token's loss with its KL term, and the record, as in the learner."""
     tokens = config.tokens(inputs)
     reference_R = inputs.batch.reference_logprobs_R
     kl_R = reference_kl(inputs.log_probs_R, reference_R, inputs.batch.mask_R, config.kl_estimator)
@@ -77,7 +77,7 @@ def test_loss_and_gradient_equal_the_formula_with_every_loss(name, estimator, to
     logits=st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=6),
 )
 def test_expectations_over_a_whole_vocabulary(logits):
-    """What the table in kl.py promises, with every token visited and weighted with its probability."""
+    """The table in kl.py holds, with every token visited and weighted by its probability."""
     policy, other = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in zip(*logits, strict=True))
     log_p, log_q = policy.log_softmax(0), other.detach().log_softmax(0)
     p, everything = log_p.detach().exp(), torch.ones(len(logits), dtype=torch.bool)
@@ -130,7 +130,7 @@ def test_sums_add_up_over_micro_batches(tokens, cut, estimator):
 
 
 def ziegler(start: float, target: float, horizon: float, kls: list[float]) -> list[float]:
-    """The coefficient before each update and after the last, as the paper writes it."""
+    """Return the coefficient before each update and after the last, as the paper writes it."""
     values = [start]
     for kl in kls:
         error = (kl - target) / target

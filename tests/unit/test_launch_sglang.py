@@ -1,4 +1,4 @@
-"""How SGLang servers are started: command line, placing on CPUs, and what a user hears who has not installed it."""
+"""How SGLang servers are started: command line, placing on CPUs, and what a user without SGLang is told."""
 
 import importlib.metadata
 import signal
@@ -77,7 +77,7 @@ def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:
 
 
 def test_servers_and_trainer_ranks_share_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank r of the trainer takes visible GPU r (learner/parallel.py)."""
+    """Rank r of the trainer uses visible GPU r (learner/parallel.py)."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert sglang.visible_gpus(4) == ["0", "1", "2", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3,GPU-5,1")

@@ -1,4 +1,4 @@
-"""Layers one by one: parameters, FLOPs and memory are sums over them, with experts that a token meets in part."""
+"""Layers one by one: parameters, FLOPs and memory are sums over them, even with experts, of which tokens use few."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def with_experts(mlp: Experts, names: tuple[Parameter, ...] = EXPERTS) -> LayerS
 
 
 def qwen3_30b() -> ModelShape:
-    """Qwen3-30B-A3B."""
+    """Return the shape of Qwen3-30B-A3B."""
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
     config = {"model_type": "qwen3", "vocab_size": 151936, "num_hidden_layers": 1, "head_dim": 128, **sizes}
     layer = with_experts(Experts(num_experts=128, num_chosen=8, ffn_size=768), EXPERTS[:-1])
@@ -50,7 +50,7 @@ def test_a_dense_model_is_active_as_a_whole() -> None:
 
 
 def uneven() -> ModelShape:
-    """One dense layer, then two with shared experts."""
+    """Return one dense layer, then two with shared experts."""
     mlp = Experts(num_experts=4, num_chosen=2, ffn_size=10, shared_ffn_size=6)
     return replace(make_shape("llama"), layers=(DENSE, *(with_experts(mlp),) * 2))
 
@@ -68,7 +68,7 @@ def test_parameters_are_a_sum_over_layers_and_stages() -> None:
     stages = [rank_parameters(shape, tensor=1, pipeline=3, stage=stage) for stage in range(3)]
     assert sum(stages) == model_parameters(shape)
     assert stages[1] != stages[0] - 11 * 16, "the first layer has no experts"
-    assert largest_tensor(shape) == 48 * 16, "of the queries"
+    assert largest_tensor(shape) == 48 * 16, "the queries"
 
 
 def test_memory_of_layers_follows_the_widest_chunk() -> None:
@@ -83,7 +83,7 @@ def layouts_of(shape: ModelShape) -> list[tuple[LayerShape, ...]]:
 
 
 def test_the_agreed_facts_of_a_dense_model_are_as_ever() -> None:
-    """Checkpoints hold them: those of before layers were told apart can be read."""
+    """Checkpoints hold these facts; those saved before layers were told apart stay readable."""
     shape = make_shape("llama")
     facts = shape.to_json()
     assert (facts["num_layers"], facts["ffn_size"]) == (2, 24)

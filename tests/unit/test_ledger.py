@@ -1,4 +1,4 @@
-"""The ledger's conservation law, and that it notices when the books are wrong."""
+"""The ledger's conservation law, and that it notices wrong books."""
 
 import pytest
 

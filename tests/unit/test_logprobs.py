@@ -1,4 +1,4 @@
-"""Chunked, vocabulary-parallel log-probs and entropies against a whole fp64 log_softmax."""
+"""Chunked, vocabulary-parallel log-probs and entropies against a complete fp64 log_softmax."""
 
 import itertools
 import signal
@@ -21,7 +21,7 @@ def inputs(dtype=torch.float64, rows=ROWS, vocab=VOCAB):
     hidden_RH = 2 * torch.randn(rows, HIDDEN, generator=generator, dtype=torch.float64)
     weight_VH = torch.randn(vocab, HIDDEN, generator=generator, dtype=torch.float64)
     targets_R = torch.randint(vocab, (rows,), generator=generator)
-    edges = torch.tensor([0, vocab // 2 - 1, vocab // 2, vocab // 2 + 1, vocab - 1])  # of the shards of two ranks
+    edges = torch.tensor([0, vocab // 2 - 1, vocab // 2, vocab // 2 + 1, vocab - 1])  # the edges of two ranks' shards
     targets_R[: len(edges)] = edges[:rows]
     return hidden_RH.to(dtype).requires_grad_(), weight_VH.to(dtype).requires_grad_(), targets_R
 
@@ -36,7 +36,7 @@ def reference(hidden_RH, weight_VH, targets_R, temperature):
 
 
 def combined_loss(log_probs_R, entropy_R):
-    """A scalar that depends on every row of both outputs, differently."""
+    """Return a scalar that depends on every row of both outputs, in different ways."""
     factor_R = torch.linspace(-1, 2, log_probs_R.numel(), dtype=log_probs_R.dtype)
     return (factor_R * log_probs_R).sum() + 0.7 * (factor_R.cos() * entropy_R).sum()
 
@@ -79,7 +79,7 @@ def backward(hidden_RH, weight_VH, targets_R, **options):
 
 @pytest.mark.parametrize("hooks_need_grad", [False, True])
 def test_weight_gradient_goes_to_main_grad(hooks_need_grad):
-    """It is added to what is there; the gradient of another use of the weight, as of tied ones, stays autograd's."""
+    """It is added to what is there; the gradient of another use, as with tied weights, is left to autograd."""
     expected = reference_gradients(0.6)
     hidden_RH, weight_VH, targets_R = inputs()
     weight_VH.main_grad = before_VH = torch.linspace(-1, 1, VOCAB * HIDDEN, dtype=torch.float64).view(VOCAB, HIDDEN)
@@ -110,7 +110,7 @@ def test_main_grad_and_returned_gradient_agree():
 
 
 def test_main_grad_of_16_bit_weights_is_not_rounded():
-    """float32 sums of a bfloat16 weight's gradient equal those of its float64 value."""
+    """float32 sums of a bfloat16 weight's gradient equal the gradient of its float64 value."""
     hidden_RH, weight_VH, targets_R = inputs(torch.bfloat16)
     weight_VH.main_grad = torch.zeros(VOCAB, HIDDEN)
     backward(hidden_RH, weight_VH, targets_R)
@@ -121,7 +121,7 @@ def test_main_grad_of_16_bit_weights_is_not_rounded():
 
 
 def peak_bytes(run):
-    """The largest sum of what torch has allocated for `run`."""
+    """Return the largest sum of torch's allocations during `run`."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -129,7 +129,7 @@ def peak_bytes(run):
 
 
 def test_backward_to_main_grad_needs_one_chunk_of_logits():
-    """No tensor of the weight's size is made; before, its gradient was one."""
+    """No tensor of the weight's size is made; without main_grad, the gradient is one."""
     rows, hidden, vocab, chunk = 96, 64, 4096, 16
     peaks = {}
     for way in ("main_grad", "grad"):
@@ -223,7 +223,7 @@ def test_logits_of_one_chunk_at_a_time(monkeypatch):
 
 
 def check_shards(rank, world_size):
-    """Every split of the vocabulary, ranks that hold padding only, several chunks, and no rows at all."""
+    """Check every split of the vocabulary, ranks that hold only padding, several chunks, and no rows at all."""
     for size, rows, chunk_tokens in ((7, ROWS, 4), (13, ROWS, 1024), (20, ROWS, 3), (7, 0, 4)):
         expected = reference_gradients(0.7, rows=rows)
         hidden_RH, weight_VH, targets_R = inputs(rows=rows)

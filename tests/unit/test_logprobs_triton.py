@@ -1,4 +1,4 @@
-"""The Triton kernels against fp64 and against torch: on a GPU if there is one, else by Triton's interpreter."""
+"""The Triton kernels against fp64 and against torch: on a GPU if there is one, otherwise by Triton's interpreter."""
 
 import inspect
 import os
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks in a row of a small vocabulary."""
+    """Split each row of a small vocabulary into several blocks."""
     monkeypatch.setattr(logprobs_triton, "BLOCK", 32)
 
 
@@ -42,7 +42,7 @@ def combined_loss(log_probs_R: torch.Tensor, entropy_R: torch.Tensor) -> torch.T
 
 
 def brute_force(tensors: list[torch.Tensor], temperature: float) -> list[torch.Tensor]:
-    """Values and gradients in float64, from the whole matrix of logits."""
+    """Return values and gradients in float64, from the complete matrix of logits."""
     hidden_RH, weight_VH = (x.detach().double().requires_grad_() for x in tensors[:2])
     log_p_RV = torch.log_softmax(hidden_RH @ weight_VH.T / temperature, dim=1)
     log_probs_R = log_p_RV.gather(1, tensors[2][:, None])[:, 0]
@@ -93,7 +93,7 @@ def test_padding_has_no_probability_and_no_gradient() -> None:
 
 
 def test_one_output_alone_and_without_entropy() -> None:
-    """The kernels' branches without entropy, and without a pull on the log-probs."""
+    """Test the kernels' branches without entropy, and without a gradient on the log-probs."""
     for pick, with_entropy in ((0, True), (1, True), (0, False)):
         grads = []
         for backend in ("torch", "triton"):
@@ -165,7 +165,7 @@ for kernel, types, flag in (
 
 
 def test_the_kernels_compile_for_hopper() -> None:
-    """Down to machine code, which needs no GPU."""
+    """They compile down to machine code, which needs no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", _COMPILE], check=True, env=environment, timeout=HANG_S)
 

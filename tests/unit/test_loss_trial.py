@@ -1,4 +1,4 @@
-"""`bapo check` calls a loss of the user's own once; the last line of a dead rank's log."""
+"""`bapo check` calls a user's loss once; the last line of a dead rank's log."""
 
 import subprocess
 import sys

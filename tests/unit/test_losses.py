@@ -77,7 +77,7 @@ def test_gradient_is_exactly_zero_where_clipped_and_only_there():
     advantages = [1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 0.0, 0.0]
     inputs = make_inputs([0.0] * len(ratios), advantages)
     log_probs_R = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
-    low, high = log_probs_R.detach()[[4, 0]].exp().tolist()  # 0.5 and 1.5 as they come back from their logarithms
+    low, high = log_probs_R.detach()[[4, 0]].exp().tolist()  # 0.5 and 1.5 after a round trip through logarithms
     inputs = loss_inputs(
         log_probs_R=log_probs_R,
         behaviour_logprobs_R=torch.zeros(len(ratios), dtype=torch.float64),
@@ -100,7 +100,7 @@ def test_the_gradient_reading_counts_the_tokens_that_carry_gradient(tokens):
     bounds = ClipBounds(low=0.6, high=1.2, positive_share=0.4, saturated=False, num_moves=0)
     inputs = make_inputs(log_ratios, advantages, bounds=bounds)
     clipped_policy_loss(inputs, CONFIG).loss_R.sum().backward()
-    gradient_R = -inputs.log_probs_R.grad  # r A where it is not clipped
+    gradient_R = -inputs.log_probs_R.grad  # r A unless it is clipped
     ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.batch.behaviour_logprobs_R, inputs.batch.mask_R)
     table = contribution_table(ratio_R, inputs.batch.advantages_R, inputs.batch.mask_R, None, config)
     assert float(table[0]) == pytest.approx(float(gradient_R.clamp(min=0).sum()), abs=1e-9)
@@ -195,7 +195,7 @@ def test_sums_add_up_over_micro_batches(tokens, cut):
     covariance_R = whole.ratio_R * whole.inputs.log_probs_R * whole.advantages_R  # at least each token's term
     for name, value in sums[0].items():
         values_R = getattr(whole, METRICS[name].of) if METRICS[name].of else covariance_R
-        error = 3 * float32_sum_error(values_R, num_roundings=13)  # of three sums; of 12 tokens, or 12 cells of a table
+        error = 3 * float32_sum_error(values_R, num_roundings=13)  # three sums of 12 tokens, or 12 cells of a table
         assert sums[1][name] + sums[2][name] == pytest.approx(value, rel=0, abs=error)
     for name, value in maxima[0].items():
         assert max(maxima[1][name], maxima[2][name]) == value

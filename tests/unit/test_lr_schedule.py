@@ -34,7 +34,7 @@ def test_tables(options, num_updates, table):
 
 
 def brute_force(schedule: str, warmup: int, num_updates: int, floor: float) -> list[float]:
-    """Shares of the peak, built by walking: up in equal steps, then down by what each update takes off."""
+    """Return shares of the peak, built by walking: up in equal steps, then down by each update's share."""
     rates = [(n + 1) / warmup for n in range(warmup)] or [1.0]
     num_down = num_updates - len(rates)
     for n in range(1, num_down + 1):
@@ -48,11 +48,11 @@ def brute_force(schedule: str, warmup: int, num_updates: int, floor: float) -> l
     schedule=st.sampled_from(["constant", "linear", "cosine"]),
     warmup=st.integers(0, 30),
     num_down=st.integers(1, 60),
-    floor=st.just(0.0) | st.floats(1e-6, 1),  # a smaller one can underflow when it is multiplied by lr
+    floor=st.just(0.0) | st.floats(1e-6, 1),  # a smaller value can underflow when multiplied by lr
     lr=st.floats(1e-8, 10),
 )
 def test_properties(schedule, warmup, num_down, floor, lr):
-    """As walked; up, then never up again; within its range; at the peak once and at the floor in the end, for good."""
+    """Rates are as walked: up, then never up again; in range; at the peak once, and finally at the floor for good."""
     optimizer = OptimizerConfig(schedule=schedule, warmup_updates=warmup, min_lr_ratio=floor, lr=lr)
     num_updates = max(warmup, 1) + num_down
     rates = [learning_rate(n, optimizer, num_updates) / lr for n in range(num_updates + 3)]

@@ -1,4 +1,4 @@
-"""The registry of metrics against its documentation, the files they are kept in, and the sums drawn from them."""
+"""The registry of metrics against its documentation, the files that hold them, and the sums drawn from them."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def test_the_page_is_current_and_describes_exactly_the_declared_metrics() -> Non
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| .+ \|$", text, re.MULTILINE)
     assert len({name for name, *_ in rows}) == len(rows), "a metric is documented twice"
     ages = ["age_0", "age_1_3", "age_4_up"]
-    bins = [f"p{b}0" for b in range(10)]  # of probabilities: pNN in the table stands for all of them
+    bins = [f"p{b}0" for b in range(10)]  # bins of probabilities: pNN in the table stands for all of them
     names = {(name.replace("pNN", b).replace("AGE", age), unit) for name, unit in rows for b in bins for age in ages}
     assert names == {(name, metric.unit) for name, metric in (METRICS | METRIC_FAMILIES).items()}
 
@@ -141,7 +141,7 @@ def test_stopwatch_accounts_for_all_of_a_step() -> None:
             now += 2.0
     with contextlib.suppress(KeyError), watch.span("train"):
         now += 3.0
-        raise KeyError  # an error inside a span does not lose its time
+        raise KeyError  # an error inside a span must not lose its time
     now += 0.5
     assert watch.lap() == {"time/step_s": 7.5, "time/rollout_s": 4.0, "time/train_s": 3.0, "time/other_s": 0.5}
     now += 1.0

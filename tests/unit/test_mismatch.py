@@ -1,4 +1,4 @@
-"""Engine against trainer: sums, quantile and alarm, against straight definitions."""
+"""Engine against trainer: sums, quantile and alarm, against direct definitions."""
 
 import io
 import math
@@ -43,7 +43,7 @@ def test_every_number_equals_its_definition(values, share):
     bounded = np.clip(values, -20, 20)
     assert got.kl == pytest.approx(np.mean(np.expm1(bounded) - bounded), rel=1e-6, abs=1e-14)
     exact = np.quantile(size, share, method="inverted_cdf")
-    # A value on the edge between two bins may be counted in either one.
+    # A value on the edge between two bins may be counted in either.
     assert exact / BIN**3 <= got.quantile(share) <= exact * BIN**3
 
 
@@ -97,7 +97,7 @@ def test_a_step_weighs_its_updates_by_their_tokens():
     assert metrics["mismatch/logprob_p99"] == pytest.approx(1e-4, rel=0.012)  # not the mean of 1e-4 and 1e-2
     assert metrics["mismatch/logprob_max"] == pytest.approx(1e-2)
     assert metrics["mismatch/kl"] == pytest.approx((297 * 0.5e-8 + 3 * 0.5e-4) / 300, rel=0.01)
-    assert metrics["mismatch/alarms"] == 1  # of the second update alone
+    assert metrics["mismatch/alarms"] == 1  # only the second update raises one
 
 
 def test_a_step_without_tokens_of_age_0_has_no_mismatch_and_no_alarm():

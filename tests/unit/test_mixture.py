@@ -38,8 +38,8 @@ def test_each_source_has_its_share_of_every_window_of_the_stream(weights: list[f
     for i, weight in enumerate(weights):
         share = weight / sum(weights)
         for num in (start, start + length):
-            assert abs(names[:num].count(f"s{i}") - share * num) < 1 + 1e-9, "from the start: within one prompt"
-        assert abs(names[start:].count(f"s{i}") - share * length) < 2 + 1e-9, "in between: within one at each end"
+            assert abs(names[:num].count(f"s{i}") - share * num) < 1 + 1e-9, "from the start, within one prompt"
+        assert abs(names[start:].count(f"s{i}") - share * length) < 2 + 1e-9, "in between, within one at each end"
 
 
 def test_equal_weights_alternate_and_decimal_ones_are_exact() -> None:
@@ -72,7 +72,7 @@ def test_a_source_gives_the_prompts_that_it_gives_alone() -> None:
 
 
 def test_skipped_prompts_of_all_sources_are_counted() -> None:
-    mixed = mixture(1, 1, max_prompt_tokens=6, on_bad_prompt="skip")  # 3 terms only
+    mixed = mixture(1, 1, max_prompt_tokens=6, on_bad_prompt="skip")  # prompts of 3 terms only
     assert {len(mixed.next().token_ids) for _ in range(40)} == {6}
     assert mixed.num_skipped > 0
 

@@ -106,7 +106,7 @@ def test_a_completion_counts_its_tokens(client: openai.OpenAI, model: TextModel)
     assert want.startswith("3+5=")
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == (want, "stop")
     assert reply.usage.prompt_tokens == len(PROMPT)
-    assert reply.usage.completion_tokens == len(want) + 1  # with the end of the text
+    assert reply.usage.completion_tokens == len(want) + 1  # including the end of the text
     by_ids = client.completions.create(model="demo", prompt=model.encode(PROMPT), temperature=0, max_tokens=200)
     assert by_ids.choices[0].text == want
     assert client.completions.create(model="demo", prompt=PROMPT).usage.completion_tokens <= 16
@@ -148,7 +148,7 @@ def test_chat_and_its_limits(client: openai.OpenAI, model: TextModel) -> None:
     parts = [{"type": "text", "text": "3+5"}, {"type": "text", "text": "*2="}]
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": parts}]
     reply = client.chat.completions.create(model="demo", messages=messages, temperature=0)
-    assert reply.choices[0].message.content == greedy(model, PROMPT)  # without a template: the last message
+    assert reply.choices[0].message.content == greedy(model, PROMPT)  # without a template, the last message
     short = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_completion_tokens=3)
     assert (short.choices[0].message.content, short.choices[0].finish_reason) == (greedy(model, PROMPT)[:3], "length")
 
@@ -224,7 +224,7 @@ def test_the_banner_of_a_server_can_be_pasted(
     model: TextModel, url: str, monkeypatch: pytest.MonkeyPatch, template: str | None
 ) -> None:
     monkeypatch.setattr(model.tokenizer, "chat_template", template)
-    monkeypatch.setattr(model.tokenizer, "encode", lambda _: [3])  # "Hello" is no text of the demo's model
+    monkeypatch.setattr(model.tokenizer, "encode", lambda _: [3])  # the demo's model has no text "Hello"
     server = Server(model.engine, model_path="demo", update_timeout_s=HANG_S, text=model)
     lines = [line.split(maxsplit=1) for line in server.banner(url).splitlines()]
     assert [label for label, _ in lines] == ["serving", "model", "try", "end"]
@@ -275,8 +275,8 @@ def test_chat_in_a_terminal(
 
 @pytest.fixture
 def held(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Hold the engine after a reply's first token, until this event."""
-    model.engine.call(model.engine.flush_cache, when_still=True).result(HANG_S)  # so the first token is of the prefill
+    """Hold the engine after a reply's first token, until the returned event is set."""
+    model.engine.call(model.engine.flush_cache, when_still=True).result(HANG_S)  # so the prefill gives the first token
     go_on, decode = threading.Event(), model.engine.model.decode
 
     def hold(*args: Any) -> Tensor:
@@ -289,7 +289,7 @@ def held(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[threadin
 
 
 def go_on_after_a_command(model: TextModel, held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine go on once it has been sent the next command."""
+    """Let the engine continue once it has received the next command."""
     call = model.engine.call
 
     def call_and_go_on(*args: Any, **how: Any) -> Future[Any]:
@@ -308,9 +308,9 @@ def test_a_stream_that_is_left_frees_the_engine(
     next(iter(stream))
     go_on_after_a_command(model, held, monkeypatch)
     stream.close()
-    assert held.wait(HANG_S), "the engine is not told"
+    assert held.wait(HANG_S), "the engine was not told"
     assert model.engine.call(model.engine.load, when_still=True).result(HANG_S)["num_waiting_reqs"] == 0
-    assert model.engine.num_generated_tokens == before + 2, "one in the prefill, one until it hears of it"
+    assert model.engine.num_generated_tokens == before + 2, "one in the prefill, one before it hears of the end"
 
 
 @contextlib.contextmanager
@@ -325,7 +325,7 @@ def ctrl_c(prompt_ids: list[int]) -> Iterator[None]:
                 if reply.sequence.prompt_ids == prompt_ids:
                     signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in background
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background processes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Reply, "pieces", interrupted)
         try:
@@ -338,7 +338,7 @@ def test_ctrl_c_stops_a_reply_and_not_the_chat(
     model: TextModel, held: threading.Event, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Typed(io.StringIO):
-        """What is typed; the second message after the first reply has ended."""
+        """Return what is typed; the second message comes after the first reply has ended."""
 
         def readline(self, *args: Any) -> str:
             if self.tell():
@@ -368,7 +368,7 @@ def test_chat_ends_after_the_step_of_a_stopped_reply(
     monkeypatch.setattr("sys.stdin", Typed(f"{PROMPT}\n"))
     with ctrl_c(model.encode(PROMPT)):
         terminal.chat(model, temperature=0.0, system=None)
-    assert held.is_set(), "the chat has ended, and the engine is in the middle of a step"
+    assert held.is_set(), "the chat has ended in the middle of the engine's step"
     assert model.engine.load() == {"num_running_reqs": 0, "num_waiting_reqs": 0}
 
 
@@ -382,7 +382,7 @@ def test_replies_that_are_left_leave_no_exception_behind(model: TextModel, held:
             await anext(pieces)
 
     asyncio.run(leave())
-    gc.collect()  # an exception is told when its future goes
+    gc.collect()  # an exception is reported when its future is freed
     assert problems == []
 
 

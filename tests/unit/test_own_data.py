@@ -365,7 +365,7 @@ def test_bad_input_is_told_before_a_run(
     settings: list[str],
     messages: list[str],
 ) -> None:
-    """Each with the row, what was found there, and what is accepted."""
+    """Each error names the row, what was found there, and what is accepted."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     Path("my_judges.py").write_text(JUDGES)

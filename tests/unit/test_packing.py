@@ -29,7 +29,7 @@ from bapo_megatron.types import Batch, Ended, FinishReason, Group, MicroBatch, P
 
 
 def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
-    """Every token id, log-prob and version is unique, so that a misplaced one is seen."""
+    """Return a group in which every token id, log-prob and version is unique, so that a misplaced one shows."""
     prompt = Prompt(prompt_id, tuple(range(prompt_id * 1000, prompt_id * 1000 + prompt_len)), "", "", "test")
     samples = []
     for i, n in enumerate(lengths):
@@ -47,13 +47,13 @@ def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
 
 
 def build_batch(groups: list[Group], **settings_: object) -> Batch:
-    """Advantages are the rewards less their group's mean."""
+    """Build a batch whose advantages are the rewards minus their group's mean."""
     config = Config.model_validate({"advantage": {"kind": "dr_grpo"}} | settings_)
     return BatchBuilder(config).build(groups, {})
 
 
 def truncated(group: Group, *lengths: int) -> Group:
-    """Return the group with its responses of these lengths cut off, as `rollout.truncated` = "mask" leaves out."""
+    """Return the group with its responses of these lengths cut off, as `rollout.truncated` = "mask" leaves them out."""
     samples = group.samples
     reasons: list[FinishReason] = ["length" if s.num_sampled_tokens in lengths else "stop" for s in samples]
     cut = (replace(s, need=Ended(reason, s.reward)) for s, reason in zip(samples, reasons, strict=True))
@@ -81,7 +81,7 @@ def test_an_empty_response_counts_in_the_advantages_but_is_not_trained() -> None
     batch = build_batch([group(1, 2, [0, 4])])
     assert batch.num_sequences == 1
     assert batch.rewards_S is not None
-    assert batch.rewards_S.tolist() == [1], "of the responses that are there"
+    assert batch.rewards_S.tolist() == [1], "rewards of the responses that are there"
     assert batch.advantages_T[batch.mask_T].tolist() == [0.5] * 4
 
 
@@ -96,7 +96,7 @@ def test_advantages_are_of_shaped_rewards_and_masked_responses_still_count_in_th
     assert batch.num_trained_tokens == 4
     assert batch.rewards_S is not None
     assert batch.rewards_S.tolist() == [0, 9, 18]
-    assert batch.versions_T.tolist().count(-1) == 6, "masked tokens keep what is known about them"
+    assert batch.versions_T.tolist().count(-1) == 6, "masked tokens keep their facts"
 
 
 def test_a_critic_finds_rewards_instead_of_advantages() -> None:
@@ -123,7 +123,7 @@ def test_a_batch_can_be_masked_as_a_whole() -> None:
 
 
 def rows(mb: MicroBatch) -> list[tuple]:
-    """(token before, target, advantage, log-prob, version, position) of each response row."""
+    """Return (token before, target, advantage, log-prob, version, position) of each response row."""
     return [
         (
             int(mb.token_ids_T[r]),
@@ -204,7 +204,7 @@ SAMPLED = TokenStream("scores", "int64")
 def test_rows_of_a_stream_lie_with_their_token_and_those_of_inputs_with_the_input(
     shapes: list, max_tokens: int, layout: dict
 ) -> None:
-    """The rows of token i of the batch are made of i; tokens are numbered from 1, as padding is token 0."""
+    """The rows of the batch's token i are made from i; tokens are numbered from 1, since padding is token 0."""
     batch = build_batch([group(i + 1, p, [n or 1 for n in lengths]) for i, (p, lengths) in enumerate(shapes)])
     num_tokens = batch.token_ids_T.numel()
     index_T = torch.arange(num_tokens)
@@ -218,7 +218,7 @@ def test_rows_of_a_stream_lie_with_their_token_and_those_of_inputs_with_the_inpu
             for mb in one_minibatch(batch, max_tokens=max_tokens, share=share).micro_batches:
                 assert torch.equal(mb.extra[SAMPLED], 3 * mb.batch_rows_R)
                 for token, row in zip(mb.token_ids_T.tolist(), mb.extra[FED].tolist(), strict=True):
-                    is_followed = 0 < token < num_tokens and token not in starts  # the next one has index `token`
+                    is_followed = 0 < token < num_tokens and token not in starts  # the next token has index `token`
                     assert row == ([token, 10 * token] if is_followed else [-7, -7])
                     seen += [token] if is_followed else []
     assert sorted(seen) == [i for i in range(1, num_tokens) if i not in starts]
@@ -248,7 +248,7 @@ def test_context_ranks_share_every_sequence_evenly_by_tokens_and_by_cost(chunks:
     for start, length in zip(cu_seqlens_S1.tolist(), lengths, strict=False):
         mine = [part[(part >= start) & (part < start + length)] - start for part in parts]
         assert {m.numel() for m in mine} == {length // size}
-        assert len({int((m + 1).sum()) for m in mine}) == 1, "the keys that the queries of a rank see"
+        assert len({int((m + 1).sum()) for m in mine}) == 1, "the keys that a rank's queries see"
 
 
 def test_only_padding_that_the_layout_needs() -> None:
@@ -261,7 +261,7 @@ def test_only_padding_that_the_layout_needs() -> None:
     assert lengths() == [5, 10]
     assert lengths(tokens_multiple=4) == [8, 12]
     assert lengths(equal_lengths=True) == [10, 10]
-    assert lengths(context_size=2) == [10]  # 8 and 12 padded tokens fit in two ranks' 24: 10 on each
+    assert lengths(context_size=2) == [10]  # 8 and 12 padded tokens fit into the 24 of two ranks: 10 on each
     assert lengths(packs_multiple=3) == [1, 5, 10]
 
 
@@ -318,7 +318,7 @@ QWEN_32B = model_shape(KNOWN_MODELS["Qwen3-32B"])
 
 
 def lower_bound(costs: list[float], num_ranks: int) -> float:
-    """Return a time that no split over the ranks can beat: the mean, or sequences that two must share a rank."""
+    """Return a time that no split over the ranks can beat: the mean, or sequences that must share a rank."""
     falling = sorted(costs, reverse=True)
     pair = sum(falling[num_ranks - 1 : num_ranks + 1]) if len(falling) > num_ranks else 0.0
     return max(sum(costs) / num_ranks, falling[0], pair)
@@ -354,7 +354,7 @@ def test_data_ranks_have_equal_flops(
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 4), st.integers(50, 300))
 @settings(deadline=None)
 def test_with_packs_of_one_length_padding_counts(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
-    """Pipeline stages: no plan is worse than the fewest bins dealt in turn."""
+    """With pipeline stages, no plan is worse than the fewest bins dealt in turn."""
     share = Share(data_size=num_ranks, equal_lengths=True, pair_cost=0.01)
 
     def makespan(shares: list[list[list[int]]]) -> float:

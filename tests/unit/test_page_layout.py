@@ -1,4 +1,4 @@
-"""Reports in a real browser, as wide as a phone and as a desk: nothing overlaps, nothing is cut off, figures answer."""
+"""Reports in a real browser, as wide as a phone and as a desktop: nothing overlaps or is cut off, figures respond."""
 
 import contextlib
 import fcntl
@@ -72,9 +72,9 @@ def browser() -> Iterator[Browser]:
 def opened(
     browser: Browser, url: str, width_px: int = 1280, *, scripts: bool = True, is_impatient: bool = False
 ) -> Iterator[Page]:
-    """Open a page; fail on any error of its scripts. An impatient one asks often, and may lose its server.
+    """Open a page; fail on any error of its scripts. An impatient page polls often, and may lose its server.
 
-    How Chromium names the lost connection depends on what it was doing when the server ended.
+    Chromium's name for the lost connection depends on what it was doing when the server ended.
     """
     with browser.new_context(viewport={"width": width_px, "height": 900}, java_script_enabled=scripts) as context:
         context.set_default_timeout(TIMEOUT_MS)
@@ -90,7 +90,7 @@ def opened(
 
 
 def make_state(folder: Path, state: str) -> Path:
-    """Make a run of four of its 50 steps, or all, that has ended as `state`."""
+    """Make a run that ended as `state` after four of its 50 steps, or after all."""
     rows = [plain(i) | {"version": i} for i in range(1, 51 if state == "finished" else 5)]
     run = make_run(folder / f"{state}-a-run-with-a-long-name-that-says-all-of-its-settings", rows)
     logs = run / "logs" / "attempt-1"
@@ -112,7 +112,7 @@ def add_samples(run: Path) -> None:
 
 @contextlib.contextmanager
 def held(run: Path, state: str) -> Iterator[None]:
-    """Hold the run's lock as its process does while it is running."""
+    """Hold the run's lock if it is running, as its process does."""
     with (run / ".lock").open("a") as lock:
         if state == "running":
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -163,7 +163,7 @@ def test_a_figure_answers_the_pointer(browser: Browser, tmp_path: Path) -> None:
         middle = box["y"] + box["height"] / 2
 
         def across(step: float) -> float:
-            """Return the pixel of a step: the axis reaches from 0.5 to 50.5."""
+            """Return the pixel of a step: the axis runs from 0.5 to 50.5."""
             return box["x"] + box["width"] * (step - 0.5) / 50
 
         page.mouse.move(across(19.8), middle)
@@ -226,7 +226,7 @@ def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
             expect(page.locator(".badge")).to_have_text("running")
             expect(page.locator("header p").first).to_contain_text("4 of 50 steps")
             page.locator(".sample summary").nth(3).click()
-            page.locator(".sample summary").first.click()  # it was open
+            page.locator(".sample summary").first.click()  # this closes it
             with contextlib.closing(JsonlWriter(run / "metrics.jsonl")) as writer:
                 writer.write(plain(5) | {"reward/errors": 3})
             expect(page.locator("header p").first).to_contain_text("5 of 50 steps")
@@ -246,7 +246,7 @@ def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_a_page_that_is_older_than_its_run_follows_it_to_the_end(browser: Browser, tmp_path: Path) -> None:
-    """Figures get a line more with step 2 and step 11; in between, the run is killed and starts again."""
+    """Figures get another line at step 2 and step 11; in between, the run is killed and starts again."""
     run = make_run(tmp_path / "run", [])
     with served(run) as (server, url), opened(browser, url, is_impatient=True) as page:
         lost = page.locator("#lost")

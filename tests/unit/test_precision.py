@@ -1,4 +1,4 @@
-"""FP8: what is refused and why, and what becomes of the settings; all without a GPU."""
+"""FP8: what is refused and why, and what happens to the settings; all without a GPU."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ GOOD = Machine(HOPPER, (12, 9), (2, 11, 0))
 
 
 def shape(**change: Any) -> ModelShape:
-    """Qwen2.5-7B's sizes, unless changed."""
+    """Return Qwen2.5-7B's sizes, unless changed."""
     config = {
         "model_type": "qwen2",
         "vocab_size": 152064,
@@ -86,7 +86,7 @@ def test_one_refusal_of_sizes(overrides: str, change: dict[str, int], parts: lis
 
 
 def test_heads_count_on_each_rank() -> None:
-    """2 key-value heads of 8: 56 x 8 + 2 x 2 x 8 = 480 rows are 240 on each of two ranks, a multiple of 16."""
+    """2 key-value heads of size 8: 56 x 8 + 2 x 2 x 8 = 480 rows are 240 on each of two ranks, a multiple of 16."""
     change = {"num_attention_heads": 56, "num_key_value_heads": 2, "head_dim": 8}
     assert found("parallel.tensor=2", **change) == []
     query, all_heads = found("parallel.tensor=2", **(change | {"num_attention_heads": 58}))
@@ -125,7 +125,7 @@ def test_hardware(recipe: str, machine: Machine, part: str | None) -> None:
 
 
 def test_the_advice_works() -> None:
-    """What a refusal for hardware tells to set is accepted on that machine."""
+    """A machine accepts what the refusal of its hardware advises."""
     for machine in (
         Machine(HOPPER, (12, 4), (2, 11)),
         Machine((8, 0), (12, 4), (2, 11)),
@@ -213,7 +213,7 @@ def test_a_learner_refuses_in_one_message() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_megatron_takes_the_fields(recipe: str) -> None:
-    """Megatron's own checks pass, and its view of which layers are bfloat16 is ours."""
+    """Megatron's own checks pass, and it has the same layers in bfloat16 as we have."""
     from megatron.core.fp8_utils import is_first_last_bf16_layer
 
     from bapo_megatron.learner.policy import transformer_config
@@ -257,7 +257,7 @@ def test_versions() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("tensor", "context", "sequence"), [(1, 1, False), (2, 1, True), (2, 2, True), (1, 3, False)])
 def test_packs_are_padded_for_the_matrix_products(recipe: str, tensor: int, context: int, sequence: bool) -> None:
-    """A rank's tokens, and its part of them under sequence parallelism, are multiples; what is trained is the same."""
+    """A rank's tokens, and its part under sequence parallelism, are multiples; the trained tokens do not change."""
     from bapo_megatron.learner.parallel import ParallelLayout
 
     multiple = tokens_multiple(load_config([], f"{FP8} precision.recipe={recipe}".split()))
@@ -283,7 +283,7 @@ def test_packs_are_padded_for_the_matrix_products(recipe: str, tensor: int, cont
     [
         ("model.implementation=local", None, True),
         ("", GOOD, False),
-        ("", Machine(HOPPER, (12, 9), None), True),  # "auto" is local there
+        ("", Machine(HOPPER, (12, 9), None), True),  # "auto" means local there
         ("model.dtype=float32", None, True),
         ("model.implementation=local parallel.context=4 rollout.max_response_tokens=30000", None, False),
         ("model.implementation=local parallel.context=1", None, False),

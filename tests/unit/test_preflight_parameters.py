@@ -1,4 +1,4 @@
-"""Exact parameter counts: against Megatron's own model on the meta device, and against the names of checkpoints."""
+"""Exact parameter counts: against Megatron's own model on the meta device, and against the tensors of checkpoints."""
 
 import itertools
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow
 
 @contextmanager
 def fake_rank(config: Config, rank: int, world_size: int) -> Iterator[ParallelLayout]:
-    """This process as one rank of a group whose other members do not exist: collectives do nothing."""
+    """Make this process one rank of a group whose other members do not exist: collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         start_processes(config.parallel)
@@ -39,7 +39,7 @@ def fake_rank(config: Config, rank: int, world_size: int) -> Iterator[ParallelLa
 def megatron_count(
     shape: ModelShape, config: Config, rank: int, world_size: int, kind: type[PolicyModel] = PolicyModel
 ) -> tuple[int, int]:
-    """(pipeline stage, parameters) of one rank, as Megatron builds it; no memory is taken."""
+    """Return (pipeline stage, parameters) of one rank, as Megatron builds it, without taking memory."""
     with fake_rank(config, rank, world_size) as layout, torch.device("meta"):
         settings = transformer_config(shape, config)
         chunks = [kind(settings, shape, layout, chunk) for chunk in range(layout.num_chunks)]
@@ -60,7 +60,7 @@ def make_config(**parallel: object) -> Config:
 def _meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     apply_cpu_compat()
     monkeypatch.setattr(policy, "device", lambda: torch.device("meta"))
-    # plain numbers, which the scaled kinds compute from values that a meta tensor does not have
+    # plain numbers; the scaled kinds would compute them from values, which a meta tensor does not have
     monkeypatch.setattr(policy, "rotary_frequencies", lambda shape: (torch.empty(shape.head_dim // 2), 1.0))
 
 
@@ -77,7 +77,7 @@ R1_32B, QWEN3_32B = "DeepSeek-R1-Distill-Qwen-32B", "Qwen3-32B"
 @pytest.mark.parametrize(
     ("model", "world_size", "layout"),
     [
-        (R1_32B, 64, {"tensor": 8, "pipeline": 4, "data": 2}),  # 13 s, nearly all of it for Megatron's groups
+        (R1_32B, 64, {"tensor": 8, "pipeline": 4, "data": 2}),  # 13 s, nearly all of them for Megatron's groups
         pytest.param(
             QWEN3_32B, 64, {"tensor": 4, "pipeline": 4, "virtual_pipeline": 2, "context": 2, "data": 2}, marks=SLOW
         ),
@@ -94,7 +94,7 @@ def test_every_rank_of_a_32b_model_holds_what_the_plan_says(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_and_option(name: str) -> None:
-    """Odd head dimensions, biases, norms of queries, tied embeddings (twice where two stages need them), padding."""
+    """Odd head dimensions, biases, norms of queries, tied embeddings (twice if two stages need them), padding."""
     shape = model_shape(make_model_config(name).to_dict())
     for tensor, pipeline, chunks in ((1, 1, 1), (2, 1, 1), (2, 3, 2), (1, 6, 1)):
         config = make_config(tensor=tensor, pipeline=pipeline, virtual_pipeline=chunks)
@@ -118,7 +118,7 @@ def test_the_ranks_of_a_replica_hold_the_model(name: str) -> None:
 
 
 def test_published_sizes() -> None:
-    """Billions of parameters, as the model cards say."""
+    """The sizes are billions of parameters, from the model cards."""
     sizes = {name: model_parameters(model_shape(config)) / 1e9 for name, config in KNOWN_MODELS.items()}
     expected = {
         "DeepSeek-R1-Distill-Qwen-7B": 7.62,

@@ -34,7 +34,7 @@ def recipe(*overrides: str) -> Config:
 
 
 def test_six_flops_per_weight_and_token() -> None:
-    """Of a model whose attention and embedding are small beside its matrices, the usual rule."""
+    """The usual rule holds for a model whose attention and embedding are small compared with its matrices."""
     tokens = work.StepTokens(num_sequences=1, prompt=1, response=63)
     config = recipe("train.recompute=false")
     rule = 6 * (model_parameters(SHAPE) - 2 * SHAPE.vocab_size * SHAPE.hidden_size) * tokens.total
@@ -73,7 +73,7 @@ def test_whole_layers_and_parts_of_all_layers_exclude_each_other() -> None:
 
 
 def test_attention_counts_each_pair_of_tokens_once() -> None:
-    """Against the sum over positions: a query at position i meets i keys, in two products."""
+    """The sum over positions gives the same: a query at position i meets i keys, in two products."""
     tokens = work.StepTokens(num_sequences=3, prompt=50, response=950)
     layers, _ = work.forward_flops(SHAPE, tokens)
     without, _ = work.forward_flops(SHAPE, work.StepTokens(tokens.total, prompt=1, response=0))
@@ -122,8 +122,8 @@ def test_forward_passes_first_keep_every_micro_batch() -> None:
     auto = trainer_memory(recipe(), SHAPE, gpu_bytes=GPU_BYTES)
     assert by_turns.activations < auto.activations < all_first.activations
     kept = forwards_under_way(recipe(), SHAPE, GPU_BYTES)
-    inputs = 34816 // 4 * SHAPE.hidden_size * 2 * SHAPE.num_layers  # of one micro-batch
-    assert kept == int(0.1 * GPU_BYTES / inputs) > 1, "auto: layer inputs of a tenth of the memory"
+    inputs = 34816 // 4 * SHAPE.hidden_size * 2 * SHAPE.num_layers  # inputs of one micro-batch
+    assert kept == int(0.1 * GPU_BYTES / inputs) > 1, "auto: layer inputs take a tenth of the memory"
 
 
 def test_a_reference_policy_costs_its_weights() -> None:
@@ -134,7 +134,7 @@ def test_a_reference_policy_costs_its_weights() -> None:
 
 
 def test_a_critic_costs_nearly_as_much_as_the_policy() -> None:
-    """The same layers; an output layer less."""
+    """It has the same layers, without the output layer."""
     config = recipe("advantage.kind=gae")
     memory = trainer_memory(config, SHAPE, gpu_bytes=GPU_BYTES)
     policy = memory.weights + memory.gradients + memory.optimizer
@@ -142,7 +142,7 @@ def test_a_critic_costs_nearly_as_much_as_the_policy() -> None:
 
 
 def test_kv_cache_of_a_server() -> None:
-    """2 x 28 layers x 4 heads x 128 x bfloat16 are 57,344 bytes a token, shared by 4 ranks."""
+    """2 x 28 layers x 4 heads x 128 x bfloat16 are 57,344 bytes per token, shared by 4 ranks."""
     memory = server_memory(recipe(), SHAPE, 80.0)
     assert memory.kv_bytes_per_token == 57_344 // 4
     assert memory.kv_cache == int(0.85 * 80 * GIB) - model_parameters(SHAPE) * 2 // 4
@@ -194,7 +194,7 @@ def test_suggestions_fit_and_are_faster() -> None:
         assert changed.train.expected < present.train.expected
         fitting = recipe(*s.overrides)
         assert [*check_machines(fitting), *check_memory(fitting, HF_CONFIG), *check_unused(fitting)] == []
-        assert changed.train == s.plan.train, "the overrides give what was promised"
+        assert changed.train == s.plan.train, "the overrides deliver what was promised"
 
 
 def test_a_layout_that_does_not_fit_gets_one_that_does() -> None:
@@ -210,7 +210,7 @@ def test_a_layout_that_does_not_fit_gets_one_that_does() -> None:
     "settings", ["train.schedule=forwards_first rollout.max_response_tokens=8192", "slurm.rollout_nodes=0"]
 )
 def test_suggestions_pass_the_check(settings: str) -> None:
-    """forwards_first knows no pipeline stages, which are in the fastest layouts."""
+    """forwards_first does not support pipeline stages, which the fastest layouts have."""
     start = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16", *settings.split()]
     config = recipe(*start)
     found = suggest(config, HF_CONFIG, make_plan(config, SHAPE))
@@ -222,7 +222,7 @@ def test_suggestions_pass_the_check(settings: str) -> None:
 
 
 def test_a_layout_must_fit_the_nodes() -> None:
-    """Eight trainer ranks a node beside nodes of servers; four, where they share them."""
+    """With separate nodes for servers, a node takes eight trainer ranks; with shared nodes, four."""
     files, hf_config = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/4x8-h200"], KNOWN_MODELS["Qwen3-32B-64k"]
     layout = ["parallel.tensor=8", "parallel.pipeline=1", "parallel.data=2"]
     assert accepts_layout(load_config(files, layout), hf_config, on_gpus=True)
@@ -235,7 +235,7 @@ def test_a_server_beside_fewer_ranks_than_it_has_gpus() -> None:
 
 
 def test_no_accepted_layout_splits_a_server_or_a_tensor_group() -> None:
-    """GPU by GPU, as place() spreads them."""
+    """The layouts are checked GPU by GPU, as place() spreads them."""
     base, accepted = recipe(), 0
     sizes = itertools.product((1, 2, 3), (6, 8), (1, 2, 3, 4), (1, 2, 3, 4, 6), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8))
     for nodes, gpus, tensor, data, servers, server_tensor in sizes:
@@ -263,7 +263,7 @@ def test_no_accepted_layout_splits_a_server_or_a_tensor_group() -> None:
 
 @pytest.mark.parametrize("sharing", ["", "slurm.rollout_nodes=0"])
 def test_groups_that_are_on_two_machines(sharing: str) -> None:
-    """Rank by rank, in the order of learner/parallel.py, on nodes of the trainer's own and on nodes with servers."""
+    """Check rank by rank, in the order of learner/parallel.py, on the trainer's own nodes and on nodes with servers."""
     base, seen = recipe(*sharing.split()), set()
     for tensor, context, data, pipeline in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
         layout = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline, "num_ranks": None}
@@ -286,14 +286,14 @@ def test_groups_that_are_on_two_machines(sharing: str) -> None:
 
 
 def test_what_goes_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two stages of eight data ranks on a node each: hidden states, and no gradients. On shared nodes, both."""
+    """Two stages of eight data ranks, on a node each, send hidden states but no gradients; on shared nodes, both."""
     stages = ["parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=2", "parallel.data=8"]
 
     def seconds(bytes_per_s: float, *more: str) -> float:
         monkeypatch.setattr(plan, "NETWORK_BYTES_PER_S", bytes_per_s)
         return make_plan(recipe(*stages, *more), SHAPE).train.least
 
-    # (1/1e9 - 1/2e9) of the bytes
+    # the bytes times (1/1e9 - 1/2e9)
     sent = [seconds(1e9, *more) - seconds(2e9, *more) for more in ([], ["slurm.rollout_nodes=0"])]
     tokens, config = 512 * (2048 + 32768), recipe(*stages)
     passes = 2 + work.num_scoring_passes(config, forwards_first=False)
@@ -333,7 +333,7 @@ def test_the_best_split_shortens_the_step(files: list[str], overrides: tuple[str
     before, best = step_balance(config, present), best_split(config, hf_config)
     assert before is not None
     assert best is not None
-    assert best.balance.step_s < factor / 0.9 * before.step_s  # the plainest within a tenth wins
+    assert best.balance.step_s < factor / 0.9 * before.step_s  # within a tenth, the plainest wins
     assert best.plan.fits
     assert accepts_layout(best.config, hf_config, on_gpus=True)
     num_gpus = config.cluster.nodes * config.cluster.gpus_per_node

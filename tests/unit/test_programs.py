@@ -1,4 +1,4 @@
-"""Programs from examples: the task, and what its judge makes of right, wrong, hostile and endless programs."""
+"""Programs from examples: the task, and how its judge treats right, wrong, hostile and endless programs."""
 
 import itertools
 import random
@@ -86,7 +86,7 @@ def scorer_of(timeout_s: float) -> RewardScorer:
 
 
 def test_the_judge_of_programs() -> None:
-    """reward.kind = "auto" runs them."""
+    """reward.kind = "auto" runs programs."""
     config = Config.model_validate({"data": {"source": "programs", "size": 3}})
     question = build_source(config)[0]
     task = ProgramTask.random(random.Random("programs/0/0"), 3)
@@ -98,7 +98,7 @@ def test_the_judge_of_programs() -> None:
         solution(f"{right}+1"): 0.0,
         f"def f(x): return {right}": 0.0,  # no block
         solution(right).removesuffix("```"): 0.0,  # cut off
-        solution(f"{right} if x in {task.inputs} else 0"): 0.0,  # learnt by heart
+        solution(f"{right} if x in {task.inputs} else 0"): 0.0,  # memorised
         solution("__import__('os')._exit(0)"): 0.0,
         solution("f(x)"): 0.0,
     }
@@ -106,5 +106,5 @@ def test_the_judge_of_programs() -> None:
     with scorer_of(timeout_s=HANG_S) as scorer:
         assert scorer.score(items) == list(verdicts.values())
         assert scorer.num_timeouts == 0
-    with scorer_of(timeout_s=1) as scorer:  # which a power like this may need or not
+    with scorer_of(timeout_s=1) as scorer:  # a power like this may or may not need that long
         assert scorer.score([(items[0][0], solution("9**9**9**9"))]) == [0.0]

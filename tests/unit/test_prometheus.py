@@ -15,7 +15,7 @@ from tests.distributed import HANG_S
 
 
 def scrape(url: str) -> dict[str, float]:
-    """Samples by name and labels."""
+    """Return samples by name and labels."""
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=HANG_S) as reply:
         lines = reply.read().decode().splitlines()
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
@@ -32,7 +32,7 @@ def test_the_endpoint_serves_the_latest_of_each_metric_and_counts() -> None:
     finally:
         endpoint.close()
     assert found['bapo_step{run="demo"}'] == 2
-    assert found['bapo_eval_reward{run="demo"}'] == 0.25, "of the step before"
+    assert found['bapo_eval_reward{run="demo"}'] == 0.25, "from the step before"
     assert found['bapo_time_step_seconds{run="demo"}'] == 2
     assert found['bapo_my_own_metric{run="demo"}'] == 1.5
     assert found['bapo_trained_tokens_total{run="demo"}'] == 150

@@ -34,7 +34,7 @@ SpellBackward = tuple[Any, Callable[[Any, str], float], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def spell_backward() -> SpellBackward:
-    """The data set "esenihC" for "Chinese", its judge, and the answer of its first item."""
+    """Return the data set "esenihC" for "Chinese", its judge, and the answer to its first item."""
     source = ReasoningGymSource("spell_backward", 1, 0, {})
     return source.data, gym_judge("spell_backward", 1, 0, {}), source[0].answer
 

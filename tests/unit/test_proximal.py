@@ -94,7 +94,7 @@ def test_with_proximal_equal_to_behaviour_it_is_the_plain_loss_bit_for_bit(token
 @settings(max_examples=100, deadline=None)
 @given(tokens=tokens)
 def test_an_uncapped_unclipped_token_has_the_plain_gradient(tokens):
-    """w r = pi_theta / pi_behaviour: the weights change where it is clipped, not what an unclipped token is worth."""
+    """w r = pi_theta / pi_behaviour: the weights change what is clipped, not what an unclipped token is worth."""
     inside = [(max(min(x, 0.3), -0.3), w, a) for x, w, a in tokens]
     inputs = make_inputs(inside)
     clipped_policy_loss(inputs, BapoLoss(importance_cap=1e9)).loss_R.sum().backward()
@@ -105,7 +105,7 @@ def test_an_uncapped_unclipped_token_has_the_plain_gradient(tokens):
 @settings(max_examples=100, deadline=None)
 @given(tokens=tokens)
 def test_the_search_counts_the_masses_of_the_loss(tokens):
-    """gradient: P and N are the gradient that the loss lets through; surrogate: they are the loss's own terms."""
+    """gradient: P and N are the gradient that the loss lets through. surrogate: they are the loss's own terms."""
     inputs = make_inputs(tokens)
     result = clipped_policy_loss(replace(inputs, found=ClipBounds(LOW, 1.2, 0, False, 0)), BapoLoss(importance_cap=CAP))
     result.loss_R.sum().backward()
@@ -143,7 +143,7 @@ def literal_weights(
     advantages: Sequence[float],
     sequence: Sequence[int],
 ) -> list[float]:
-    """w of every trained token, from log(pi_prox / pi_behaviour) and log(pi_behaviour / pi)."""
+    """Return w of every trained token, from log(pi_prox / pi_behaviour) and log(pi_behaviour / pi)."""
     weights = []
     for i, s in enumerate(sequence):
         mine = [j for j, other in enumerate(sequence) if other == s]
@@ -216,7 +216,7 @@ def test_the_search_and_other_losses_weight_a_token_alike(responses, correction)
 
 
 def test_sums_over_context_ranks_make_the_weights_of_a_response():
-    """Two ranks hold the tokens of the responses in turn, one of them none of the last response."""
+    """Two ranks hold the responses' tokens alternately; one of them has none of the last response."""
     tokens = [[(0.5, 0.9, -1.0), (0.1, -0.2, -1.0), (0.4, 0.3, -1.0)], [(-0.9, 0.1, -1.0), (-0.3, 0.6, -1.0)]]
     options = {"proximal": "learner", "importance_level": "sequence", "importance_cap": 9.0, "max_drift": 0.2}
     config = GrpoLoss.model_validate(options)

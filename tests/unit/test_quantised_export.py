@@ -1,4 +1,4 @@
-"""What engines get of FP8 parameters, with stand-ins for Transformer Engine's modules and tensors."""
+"""What engines receive for FP8 parameters, with stand-ins for Transformer Engine's modules and tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUT: Any = SimpleNamespace(
     },
     stage_of_layer=lambda *_: 0,
 )
-# Transformer Engine's names of what a layer holds (module/layernorm_linear.py, linear.py, rmsnorm.py)
+# Transformer Engine's names for the parts of a layer (module/layernorm_linear.py, linear.py, rmsnorm.py)
 ENGINE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -37,7 +37,7 @@ ENGINE_NAMES = {
 
 
 class Quantised(torch.Tensor):
-    """Says bfloat16, as Transformer Engine's tensors do; holds what is left of a weight in float8_e4m3."""
+    """A tensor that claims bfloat16, as Transformer Engine's do, and holds a weight rounded to float8_e4m3."""
 
     @staticmethod
     def of(tensor: Tensor) -> Quantised:
@@ -73,7 +73,7 @@ def add(root: Module, name: str, parameter: Parameter) -> None:
 
 
 def engine_tree(shape: ModelShape, weights: dict[str, Tensor]) -> tuple[ModuleList, dict[Parameter, Tensor]]:
-    """Parameters under Transformer Engine's names, the layers' matrices quantised, and the float32 weights of those."""
+    """Return parameters under Transformer Engine's names, with quantised matrices, and the float32 weights of these."""
     chunk, main = Module(), {}
     layers = ModuleList(Module() for _ in range(shape.num_layers))
     for number, layer in enumerate(layers, start=1):
@@ -105,7 +105,7 @@ def engine_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("engine_tensors")
 def test_engines_get_the_main_weights_rounded_to_bfloat16() -> None:
-    """With FP8 parameters or without: the same bits."""
+    """With and without FP8 parameters, the bits are the same."""
     torch.manual_seed(0)
     shape = make_shape()
     weights = {name: torch.randn(size) for name, size in hf_tensors(shape).items()}
@@ -146,4 +146,4 @@ def test_norms_inside_linears_have_their_own_names() -> None:
     engine = {name for name, _ in model[0].named_parameters()}
     assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in engine
     assert parameters_by_global_name(model).keys() == {entry.megatron_name for entry in entries(shape)}
-    assert not any(map(fp8_utils.is_float8tensor, model.parameters()))  # where Transformer Engine is not installed
+    assert not any(map(fp8_utils.is_float8tensor, model.parameters()))  # as without Transformer Engine

@@ -1,4 +1,4 @@
-"""The cores of a process, and their division between trainer and engines."""
+"""The cores of a process, and how trainer and engines share them."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every shipped combination of model, algorithm and cluster: passes `bapo check`, and stands in docs/recipes.md."""
+"""Every shipped combination of model, algorithm and cluster passes `bapo check`, and is in docs/recipes.md."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_the_command_says_so_without_the_weights(capsys: pytest.CaptureFixture[s
 def test_32b_on_one_node_is_refused_with_the_numbers(
     model: str, cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its weights, gradients and Adam's state do not fit in the four GPUs that are not servers."""
+    """The weights, gradients and Adam's state do not fit in the four GPUs that are not servers."""
     layout = ["parallel.tensor=4", "parallel.pipeline=1"]
     assert cli.main(["check", model, "algorithms/bapo", cluster, *layout]) == 2
     error = capsys.readouterr().err
@@ -66,7 +66,7 @@ def test_a_recipes_run_has_its_name() -> None:
 
 
 def test_octothinker_searches_in_the_papers_ranges() -> None:
-    """Set by the model, over the preset that the algorithm names."""
+    """The model sets them, overriding the preset that the algorithm names."""
     bapo = planned("recipes/octothinker-3b-8k", "BAPO", "clusters/1x8-h100").bapo
     assert (bapo.preset, bapo.rho0) == ("paper", 0.45)
     assert (bapo.low.start, bapo.low.stop, bapo.high.start, bapo.high.stop) == (0.8, 0.9, 1.2, 2.0)

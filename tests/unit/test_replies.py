@@ -1,4 +1,4 @@
-"""Replies of many tokens, decoded and checked as arrays, are what their fields mean."""
+"""Replies of many tokens, decoded and checked as arrays, mean what their fields say."""
 
 import asyncio
 import json
@@ -57,8 +57,8 @@ logprobs = st.floats(max_value=1e-4, allow_nan=False, allow_infinity=False) | st
 
 @st.composite
 def replies(draw: st.DrawFn) -> Any:
-    """A good reply, in which at most two values are replaced by odd ones."""
-    ids = draw(st.lists(st.integers(0, 9), max_size=7))  # one more than asked for
+    """Return a good reply in which at most two values are replaced by odd ones."""
+    ids = draw(st.lists(st.integers(0, 9), max_size=7))  # one more than requested
     ends = sorted({*draw(st.lists(st.integers(0, len(ids)), max_size=2)), len(ids)})
     starts = [0, *ends][: len(ends)]
     versions = st.sampled_from(["default", "0", "12", 3])
@@ -86,13 +86,13 @@ def replies(draw: st.DrawFn) -> Any:
 
 
 def bits(result: GenerateResult) -> Any:
-    """Return what makes two results the same, -0.0 and 0.0 told apart."""
+    """Return a key that is equal for equal results, and tells -0.0 from 0.0."""
     signs = [math.copysign(1, x) for x in result.behaviour_logprobs]
     return result, signs, {*map(type, result.token_ids)}, {*map(type, result.behaviour_logprobs)}
 
 
 def right(num_tokens: int, *, logprob: float = -0.5, ends: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return a right reply, but for a log-prob above 0, or ranges that each begin where the one before ends."""
+    """Return a right reply, except for a log-prob above 0 if asked, with adjacent ranges that end at `ends`."""
     ends = ends or (num_tokens,)
     spans = [{"version": "3", "start": start, "end": end} for start, end in zip((0, *ends), ends, strict=False)]
     meta = {"id": "r", "finish_reason": {"type": "stop"}, "prompt_tokens": 2, "weight_versions": spans}

@@ -55,7 +55,7 @@ def num_drawings(html: str) -> int:
 @pytest.mark.slow
 def test_a_single_step_is_drawn(tmp_path: Path) -> None:
     html, _ = read_page(make_run(tmp_path / "run", steps(1)))
-    without = {"Evaluation", "Entropy-Clip Rule"}  # not due yet; the measured change needs a next step
+    without = {"Evaluation", "Entropy-Clip Rule"}  # not due yet; the measured change needs a following step
     assert num_drawings(html) >= len(PANELS) - len(without)
 
 
@@ -143,7 +143,7 @@ def test_alarms_are_shown(tmp_path: Path) -> None:
     (rule,) = [rule for rule in RULES if rule.name == "inert bounds"]
     text = " ".join(page.text.split())
     assert "inert bounds, step 5 to 10: no search of the last 5 steps moved the clip bounds" in text
-    assert f"Usual cause: {rule.cause} Change: {rule.change}" in text, "also once it is over"
+    assert f"Usual cause: {rule.cause} Change: {rule.change}" in text, "even after it is over"
 
 
 @pytest.mark.parametrize("samples", ["", '{"step": 1, "prompt": "p", "response": "r"}\n'])
@@ -225,7 +225,7 @@ TRACEBACK = "Traceback (most recent call last):\n  File 'a.py', line 1, in f\n  
     [
         ("", Standing.INTERRUPTED, ""),
         (TRACEBACK, Standing.FAILED, "ValueError: bad"),
-        (TRACEBACK + "2026-11-22 01:00:00 INFO went on\n", Standing.INTERRUPTED, ""),
+        (TRACEBACK + "2026-11-22 01:00:00 INFO continued\n", Standing.INTERRUPTED, ""),
     ],
 )
 def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, state: Standing, error: str) -> None:
@@ -263,7 +263,7 @@ def test_a_restarted_run_shows_the_time_to_recover_and_the_logs_of_engines_that_
 
 
 def test_a_steps_time_is_stacked_by_its_parts(tmp_path: Path) -> None:
-    """Older runs recorded training as a whole."""
+    """Older runs recorded training as one part."""
     parts = ["time/forward_s", "time/backward_s", "time/optimizer_s", "time/checkpoint_s"]
     (panel,) = [panel for panel in PANELS if panel.title == "Time per step"]
     assert panel.stacked
@@ -319,7 +319,7 @@ LEFT_OUT = SEGMENTS | {"surrogate", "brackets"}
 
 
 def test_odd_lines_of_metrics_are_skipped_or_shown_as_far_as_they_can_be(tmp_path: Path) -> None:
-    """Each alone, since a later line may hide what an earlier one breaks; and all figures of all of them at once."""
+    """Each line is tested alone, since a later one may hide what it breaks; then all together in all figures."""
     rows = {}
     for name, line in ODD_METRICS.items():
         run = make_run(tmp_path / name, steps(1))

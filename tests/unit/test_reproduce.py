@@ -1,4 +1,4 @@
-"""Studies as files, and what is computed from their runs' metrics."""
+"""Studies as files, and what is computed from the metrics of their runs."""
 
 import csv
 import io
@@ -60,7 +60,7 @@ def test_a_shipped_study_is_whole(name: str, tmp_path: Path) -> None:
 
 
 def test_the_shipped_configuration_of_smollm2_repeats_a_run_of_its_study(tmp_path: Path) -> None:
-    """In another layout, and with the books of a single run."""
+    """It has another layout, and the book-keeping of a single run."""
     ours = load_config(["smollm2_135m"], []).model_dump(exclude={"run", "parallel", "checkpoint", "monitor"})
     runs = plan_runs(load_study("smollm2"), quick=False, runs_dir=tmp_path)
     (run,) = [r for r in runs if (r.variant, r.seed) == ("BAPO", 0)]
@@ -101,7 +101,7 @@ def test_equal_settings_are_one_run_and_others_are_not(tmp_path: Path) -> None:
     renamed = MINIMAL.replace('"narrow"', '"thin"')
     there = plan_runs(study_from(tmp_path, renamed), quick=False, runs_dir=tmp_path / "b")
     assert [r.config.run.name for r in here] == [r.config.run.name for r in there]
-    assert len({r.config.run.name for r in here}) == 4  # what else makes two runs one: test_run_identity.py
+    assert len({r.config.run.name for r in here}) == 4  # what else makes two runs the same: test_run_identity.py
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def row(step: int, reward: float, clipped: float) -> dict[str, float | None]:
 
 
 def finish(run: Run, rows: Sequence[Mapping[str, float | None]], *, torch: str = "2.0", **environment: object) -> None:
-    """As if the run had been trained."""
+    """Leave files as if the run had been trained."""
     folder = run_path(run.config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -185,7 +185,7 @@ def test_results_are_those_of_numpy(tmp_path: Path) -> None:
     assert wide.curves["reward/mean"].x == [10, 20, 30, 40]
     assert narrow.finals["pass rate"].mean == pytest.approx(evaluated[[0, 2]].mean())
     assert narrow.finals["pass rate"].std == pytest.approx(evaluated[[0, 2]].std(ddof=1))
-    assert narrow.finals["reward at the end"].by_seed == pytest.approx(rewards[[0, 2], 3]), "of seed 3, then 1"
+    assert narrow.finals["reward at the end"].by_seed == pytest.approx(rewards[[0, 2], 3]), "seed 3, then seed 1"
     assert narrow.finals["clipped"].mean == pytest.approx(3 * clipped[[0, 2]].mean())
     assert "c_low" not in narrow.finals, "it was never a number"
     (comparison,) = result.comparisons
@@ -262,7 +262,7 @@ def test_a_page_names_the_study_as_the_user_did(typed: str, tmp_path: Path, monk
 def test_skipped_updates_do_not_count_in_the_median(tmp_path: Path) -> None:
     study = study_from(tmp_path, MINIMAL.replace("seeds = [3, 1]", "seeds = [3]"))
     runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
-    norms = {"narrow": [4.0, None, 1.0, 2.0], "wide": [None] * 4}  # None: all updates of the step were skipped
+    norms = {"narrow": [4.0, None, 1.0, 2.0], "wide": [None] * 4}  # None means that all updates were skipped
     for run in runs:
         rows = [row(i + 1, 0.5, 0.1) | {"optimizer/grad_norm": norm} for i, norm in enumerate(norms[run.variant])]
         finish(run, rows)

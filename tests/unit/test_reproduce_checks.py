@@ -34,7 +34,7 @@ SETTINGS = "settings = { train = { num_steps = 1 } }"
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory of a command that must not train or write."""
+    """Return the working directory of a command that must not train or write."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     assert not (tmp_path / "runs").exists()
@@ -81,7 +81,7 @@ def test_a_mistake_is_told_before_training(refused: Path, old: str, new: str, me
     with pytest.raises(ConfigError, match=message) as error:
         run_all("mine.toml")
     lines = str(error.value).splitlines()
-    assert len(lines) == len(set(lines)), "each once, not for every seed"
+    assert len(lines) == len(set(lines)), "once each, not for every seed"
 
 
 def test_a_study_without_comparison_needs_no_evaluation(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_study_without_comparison_needs_no_evaluation(tmp_path: Path) -> None:
     [
         pytest.param(
             name, marks=[pytest.mark.gym, pytest.mark.slow] if name == "domains" else ()
-        )  # judges of its domains
+        )  # its domains' judges
         for name in shipped_studies()
         if name != "smollm2"
     ],

@@ -1,4 +1,4 @@
-"""Restarts of the trainer ranks: when the run starts them again, when it gives up, and what it says."""
+"""Restarts of the trainer ranks: when the run restarts them, when it gives up, and what it says."""
 
 import json
 import re
@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt that failed: the steps that it completed, and how many of them it saved."""
+    """A failed attempt: the steps that it completed, and how many of them it saved."""
 
     num_completed: int
     num_saved: int
@@ -39,7 +39,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
 
 
 def fail(run_dir: RunDir, attempt: Attempt) -> None:
-    """Leave what an attempt leaves; one that has not trained leaves the metrics of the one before."""
+    """Leave the files of an attempt; one that has not trained leaves the metrics of the one before."""
     first_step = run_dir.num_steps_saved()
     if attempt.has_trained:
         run_dir.mark_training(first_step)
@@ -50,7 +50,7 @@ def fail(run_dir: RunDir, attempt: Attempt) -> None:
 
 
 def expected(failed: list[Attempt], max_restarts: int) -> int | str:
-    """The number of the next restart, or a word of the reason why there is none."""
+    """Return the number of the next restart, or words of the reason why there is none."""
     if len(failed) > 1 and failed[-1].num_completed == failed[-2].num_completed == 0:
         return "completed no step"
     good = [index for index, attempt in enumerate(failed) if attempt.num_saved >= 3]
@@ -86,7 +86,7 @@ def test_restarts_end_after_two_attempts_in_vain_or_too_many_without_progress(
 
 
 def ran(folder: Path, kind: str, max_restarts: int, *settings: str) -> Launched:
-    """A launcher whose ranks are of a kind, see launched.py, once it has ended."""
+    """Return a launcher whose ranks are of a kind (see launched.py), once it has ended."""
     with launched(folder, kind, settings=(f"run.max_restarts={max_restarts}", *settings)) as run:
         run.end()
     return run
@@ -98,7 +98,7 @@ def num_attempts(folder: Path) -> int:
 
 @SLOW
 def test_processes_on_standby_that_have_ended_are_no_ranks(tmp_path: Path) -> None:
-    """There is no such run, which ends them."""
+    """The run that they look for does not exist, so they end."""
     with StandbyRanks(tmp_path / "missing", 2, {}) as standby:
         standby.fill()
         waiting = [child for child in psutil.Process().children() if "--standby" in child.cmdline()]
@@ -142,7 +142,7 @@ def test_restarts_run_out(tmp_path: Path) -> None:
     assert num_attempts(tmp_path) == 2
     assert "bapo: no restart is left (run.max_restarts=1)" in run.stderr
     again = ran(tmp_path, "faltering", 1)
-    assert again.process.returncode == 0, "the same command has as many again"
+    assert again.process.returncode == 0, "the same command has the full number again"
 
 
 @SLOW
@@ -201,7 +201,7 @@ def test_without_an_engine_left_nothing_is_restarted(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_with_the_failure_after_which_no_restart_is_possible(tmp_path: Path) -> None:
     run = ran(tmp_path, "crowded", 3)
     assert run.process.returncode == 2
-    assert num_attempts(tmp_path) == 1, "the one that could not begin leaves no folder"
+    assert num_attempts(tmp_path) == 1, "an attempt that could not begin leaves no folder"
     assert run.run_dir.attempt == 1
     killed, full = run.stderr.splitlines()
     assert killed == f"bapo: {KILLED.format(tmp_path)}"

@@ -1,4 +1,4 @@
-"""Judges of users: found by dotted path, kept from harming each other or the trainer. With real processes."""
+"""User judges: found by dotted path, kept from harming each other or the trainer. With real processes."""
 
 import contextlib
 import math
@@ -48,7 +48,7 @@ def deadlines_are_for_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The pipe through which judges speak to the test."""
+    """Return the pipe through which judges speak to the test."""
     os.mkfifo(tmp_path / "said")
     reader = os.open(tmp_path / "said", os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setenv("SAID", str(tmp_path / "said"))
@@ -58,7 +58,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.fixture
 def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the responses that were judged before."""
+    """Return the folder that records which responses were judged before."""
     (tmp_path / "seen").mkdir()
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     return tmp_path / "seen"
@@ -66,7 +66,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The judge processes that a test starts."""
+    """Return the judge processes that a test starts."""
     processes, start = [], subprocess.Popen
 
     def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
@@ -78,10 +78,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
 
 def read_line(reader: int) -> str:
-    """Return what a judge says next; "" once all that have spoken are dead."""
+    """Return the next line of any judge; "" once all that have spoken are dead."""
     line = b""
     while not line.endswith(b"\n"):
-        assert select.select([reader], [], [], HANG_S)[0], "no judge says a word"
+        assert select.select([reader], [], [], HANG_S)[0], "no judge says anything"
         if not (byte := os.read(reader, 1)):
             break
         line += byte
@@ -89,7 +89,7 @@ def read_line(reader: int) -> str:
 
 
 def strike_only(response: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set a short deadline for this response, which is never answered; a busy machine costs the others nothing."""
+    """Set a short deadline for this response, which is never answered; the others do not suffer from a busy machine."""
     ask = Worker.ask
 
     async def ask_with(worker: Worker, fields: dict[str, Any], limit_s: float) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def judges() -> set[psutil.Process]:
 def is_judge(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE and "bapo_megatron.rewards.worker" in process.cmdline()
-    except psutil.NoSuchProcess:  # gone, or a zombie, meanwhile
+    except psutil.NoSuchProcess:  # gone meanwhile, or a zombie
         return False
 
 
@@ -148,7 +148,7 @@ class TestStart:
     def test_a_judge_that_cannot_be_built_has_ended(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
     ) -> None:
-        """Also if it does not end by itself."""
+        """This holds even if it does not end by itself."""
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
         (tmp_path / "stubborn_hooks.py").write_text(
             "import os, signal\nos._exit = lambda code: signal.pause()\n1 / 0\n"
@@ -168,7 +168,7 @@ class TestStart:
             assert scorer.score(items("3")) == [reward]
 
     def test_its_process_starts_without_torch(self) -> None:
-        """Importing torch takes seconds, at each start of a judge."""
+        """Importing torch takes seconds at each start of a judge."""
         with scorer_of("with_torch") as scorer:
             assert scorer.score(items("")) == [0.0]
 
@@ -192,10 +192,10 @@ class TestPlain:
             assert metrics["reward/judged"] == len(mixed)
             assert metrics["reward/pending"] == 0
             assert metrics["reward/wait_s"] > 0
-            assert scorer.metrics()["reward/wait_s"] == 0, "the mean is since the last call"
+            assert scorer.metrics()["reward/wait_s"] == 0, "the mean covers the time since the last call"
 
     def test_processes_that_die_while_they_are_idle_cost_no_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """One with several threads takes a moment, in which it looks alive."""
+        """A process with several threads takes a moment to die, in which it looks alive."""
         ask, idle = Worker.ask, set()
 
         async def ask_with(worker: Worker, fields: dict[str, Any], limit_s: float) -> dict[str, Any]:
@@ -253,12 +253,12 @@ class TestPlain:
     def test_callers_in_many_threads_keep_their_verdicts_while_processes_are_killed(
         self, said: int, seen: Path
     ) -> None:
-        """One process of each caller is killed while it judges; and at the end all of them, while they do not."""
+        """One process per caller is killed while it judges; at the end, all of them are killed while idle."""
         parts = [[100 * caller + i for i in range(100)] for caller in range(12)]
         responses = [[f"{x}: wait to be killed" if x % 100 == 50 else str(x) for x in part] for part in parts]
 
         def kill_each() -> None:
-            with open(os.environ["SAID"], "w"):  # the pipe does not end with a judge
+            with open(os.environ["SAID"], "w"):  # keeps the pipe open when a judge ends
                 for _ in parts:
                     os.kill(int(read_line(said)), signal.SIGKILL)
 
@@ -291,7 +291,7 @@ class TestPlain:
         at_the_gate = threading.Event()
 
         class Gate:
-            """A lock that tells when a thread must wait for it."""
+            """A lock that reports when a thread must wait for it."""
 
             def __init__(self) -> None:
                 self._lock = threading.Lock()
@@ -337,7 +337,7 @@ class TestPlain:
             judge = read_line(said)
             assert [str(process.pid) for process in psutil.Process(trainer.pid).children()] == [judge]
             trainer.kill()
-        assert read_line(said) == "", "it ends, and with it what it says"
+        assert read_line(said) == "", "it has ended, and closed the pipe"
 
 
 class TestParts:
@@ -416,7 +416,7 @@ class TestOnlyFailures:
         }
         config["rollout"] = {"prompts_per_step": 1, "samples_per_prompt": 4}
         with RewardScorer(Config.model_validate(config)) as scorer:
-            assert scorer.score(items(text, text)) == [0.0, 0.0], "not yet as many as the first step has"
+            assert scorer.score(items(text, text)) == [0.0, 0.0], "not yet as many as in the first step"
             with pytest.raises(UserError, match=r"failed on all of the first 4 responses.*\n") as caught:
                 scorer.score(items(text, text))
         assert re.search(said, str(caught.value)), str(caught.value)
@@ -434,7 +434,7 @@ class TestOnlyFailures:
                 r"RuntimeError\('on purpose'\) \(reward_hooks.py, line \d+\)", scorer.recent_failure.message
             )
             scorer.score(items("raise", "nothing", "text", "raise"))
-            assert scorer.metrics()["reward/failed_share"] == 1.0, "no first batch any more"
+            assert scorer.metrics()["reward/failed_share"] == 1.0, "the first batch is over"
             scorer.score(items("1"))
             assert scorer.metrics()["reward/failed_share"] == 0.0
             assert scorer.recent_failure is None
@@ -474,7 +474,7 @@ class TestAsync:
         with scorer_of("networked", timeout_s=0.5) as scorer:
             assert scorer.score(items("wait", "1", "raise", "wait", "2", "nan")) == [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]
             assert (scorer.num_timeouts, scorer.num_errors) == (2, 2)
-            assert len(judges()) == 1, "a deadline that the judge keeps costs no process"
+            assert len(judges()) == 1, "a deadline that the judge meets costs no process"
 
     def test_a_crash_costs_its_own_sample_only(self, seen: Path) -> None:
         with scorer_of("beside_a_crash") as scorer:

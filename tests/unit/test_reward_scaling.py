@@ -135,7 +135,7 @@ def test_groups_without_a_difference_keep_their_zeros(kind):
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.lists(st.tuples(st.floats(0.1, 4), st.floats(-2, 2)), min_size=1, max_size=20),
-    factor=st.sampled_from([0.25, 2.0, 8.0]),  # powers of two: no rounding decides a probe
+    factor=st.sampled_from([0.25, 2.0, 8.0]),  # powers of two, so that no rounding decides a probe
     contribution=st.sampled_from(["gradient", "surrogate", "net", "official"]),
 )
 def test_a_factor_does_not_move_bapos_bounds(tokens, factor, contribution):

@@ -73,9 +73,9 @@ def test_chain_judge_accepts_the_source_s_answers():
         ("12", "\\frac{", 0.0),
         ("12", "\x00 \ud800 $$ $\\frac{}{}$", 0.0),
         ("12", "1" * 200_000 + " so the answer is 12", 1.0),  # only the end is read
-        ("?", "\\boxed{?}", 1.0),  # no expression, but equal
+        ("?", "\\boxed{?}", 1.0),  # not an expression, but equal
         (True, "\\boxed{True}", 1.0),
-        (8, "1 + 7: A simple addition", 0.0),  # the question, not its answer
+        (8, "1 + 7: A simple addition", 0.0),  # the question, not the answer
         (8, "\\boxed{1+7}", 0.0),
         (8, "$1+7=4+4$", 0.0),
         (8, "$1+7=8$", 1.0),
@@ -86,7 +86,7 @@ def test_chain_judge_accepts_the_source_s_answers():
         (1200, "$1.2 \\times 10^3$", 1.0),
         ("\\frac{1}{8}", "-(-1/8) = 0.125", 1.0),
         (-0.5, "-1/2", 1.0),
-        ("2^{10}", "$2^{10}$", 1.0),  # a reference that is a calculation
+        ("2^{10}", "$2^{10}$", 1.0),  # the reference is a calculation
     ],
 )
 def test_math_judge(answer, response, reward):
@@ -139,7 +139,7 @@ def test_lack_of_memory_is_no_fault_of_the_reference(monkeypatch):
 @settings(deadline=None)  # other processes may hold the cores
 @given(st.text(alphabet="\\{}$^_()[]0123456789+-*/=xyfracbosqt ,.", max_size=40))
 def test_math_judge_survives_malformed_latex(response):
-    if "^" in response or "!" in response:  # a tower of powers may take for ever: the scorer's business
+    if "^" in response or "!" in response:  # a tower of powers may take forever, which is the scorer's job to stop
         response = response.replace("^", "").replace("!", "")
     assert judge_math("7919", response) in (0.0, 1.0)
 
@@ -178,7 +178,7 @@ class TestReasoningGymJudge:
             answer = source[i].answer
             assert judge(answer, f"Let me see: 9 * 99, so {answer['answer']}.") == 1.0
             assert judge(answer, "") == 0.0
-            assert judge(answer, f"1{answer['answer'].lstrip('-')}") == 0.0  # no part of the score for more digits
+            assert judge(answer, f"1{answer['answer'].lstrip('-')}") == 0.0  # more digits must earn no partial score
 
     def test_words_keep_the_data_set_s_partial_score(self):
         source = ReasoningGymSource("letter_counting", 10, 0, {})

@@ -31,13 +31,13 @@ def sign(number: float) -> float:
 
 
 def gspo(ratios: Tensor, advantage: float, config: BoundedLoss, log_probs: Tensor) -> Tensor:
-    """Eq. 5 and 7 of arXiv 2507.18071, times the length."""
+    """Return Eq. 5 and 7 of arXiv 2507.18071, times the length."""
     s = ratios.log().mean().exp()
     return len(ratios) * torch.minimum(s * advantage, s.clamp(config.clip_low, config.clip_high) * advantage)
 
 
 def gmpo(ratios: Tensor, advantage: float, config: BoundedLoss, log_probs: Tensor) -> Tensor:
-    """Eq. 4 of arXiv 2507.20673, times the length; its clip is over r^sgn(A), with the bounds of either sign."""
+    """Return Eq. 4 of arXiv 2507.20673, times the length; its clip is over r^sgn(A), with the bounds of either sign."""
     signed = ratios ** sign(advantage)
     low, high = config.clip_low ** sign(advantage), config.clip_high ** sign(advantage)
     held = torch.minimum(signed, signed.clamp(min(low, high), max(low, high)))
@@ -45,18 +45,18 @@ def gmpo(ratios: Tensor, advantage: float, config: BoundedLoss, log_probs: Tenso
 
 
 def cispo(ratios: Tensor, advantage: float, config: BoundedLoss, log_probs: Tensor) -> Tensor:
-    """Eq. 4 of arXiv 2506.13585."""
+    """Return Eq. 4 of arXiv 2506.13585."""
     return (ratios.detach().clamp(config.clip_low, config.clip_high) * advantage * log_probs).sum()
 
 
 def sapo(ratios: Tensor, advantage: float, config: SapoLoss, log_probs: Tensor) -> Tensor:
-    """Eq. 5 and 6 of arXiv 2511.20347."""
+    """Return Eq. 5 and 6 of arXiv 2511.20347."""
     tau = config.temperature_positive if advantage > 0 else config.temperature_negative
     return (4 / tau / (1 + torch.exp(-tau * (ratios - 1))) * advantage).sum()
 
 
 def m2po_keeps(ratios: Sequence[float], advantages: Sequence[float], limit: float) -> list[bool]:
-    """Algorithm 1 of arXiv 2510.01161; tokens whose |log r| are equal in float32 are masked together."""
+    """Run Algorithm 1 of arXiv 2510.01161; tokens with equal float32 |log r| are masked together."""
     moment = {
         i: abs(math.log(ratio))
         for i, (ratio, advantage) in enumerate(zip(ratios, advantages, strict=True))
@@ -78,7 +78,7 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {"gspo": gspo, "gmpo": gmpo, "cis
 def objective_of(
     config: RatioLoss, ratio_R: Tensor, advantages_R: Tensor, sequence_R: Tensor, log_probs_R: Tensor
 ) -> Tensor:
-    """Sum over all tokens of an update, response by response; `advantages_R` has one value for each response."""
+    """Sum over all tokens of an update, response by response; `advantages_R` has one value per response."""
     if isinstance(config, M2poLoss):
         kept = m2po_keeps(ratio_R.tolist(), advantages_R.tolist(), config.max_second_moment)
         return (torch.tensor(kept) * ratio_R * advantages_R).sum()
@@ -117,14 +117,14 @@ def inputs_of(responses: Sequence[Response], config: RatioLoss, weights: Tensor 
 
 
 def away_of(inputs: LossInputs) -> Tensor:
-    """|log r| of the tokens whose second moment M2PO limits."""
+    """Return |log r| of the tokens whose second moment M2PO limits."""
     batch = inputs.batch
     ratios = token_ratios(batch, inputs.log_probs_R.detach(), config_of("m2po"))
     return moving_away(ratios.ratio_R, batch.advantages_R, batch.mask_R)
 
 
 def reference(inputs: LossInputs, config: RatioLoss) -> tuple[Tensor, Tensor]:
-    """Loss and gradient."""
+    """Return loss and gradient."""
     batch, log_probs_R = inputs.batch, inputs.log_probs_R.detach().requires_grad_()
     ratio_R = (log_probs_R - batch.behaviour_logprobs_R).exp()
     loss = -objective_of(config, ratio_R, batch.advantages_R, batch.sequence_R, log_probs_R)
@@ -133,7 +133,7 @@ def reference(inputs: LossInputs, config: RatioLoss) -> tuple[Tensor, Tensor]:
 
 
 def is_off_the_kinks(inputs: LossInputs, config: RatioLoss) -> bool:
-    """Whether no ratio is on a bound, where either side's gradient is right."""
+    """Return whether no ratio is on a bound, where the gradient of either side is right."""
     if not isinstance(config, BoundedLoss):
         return True
     log_ratio_R = (inputs.log_probs_R - inputs.batch.behaviour_logprobs_R).detach()
@@ -143,7 +143,7 @@ def is_off_the_kinks(inputs: LossInputs, config: RatioLoss) -> bool:
 
 
 def is_off_the_limit(away: Tensor, limit: float) -> bool:
-    """Whether no mean that M2PO compares with its limit is so near that a rounding error decides."""
+    """Return whether no mean that M2PO compares is so near its limit that a rounding error decides."""
     squares = away.square().sort().values
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
     return bool(((means - limit).abs() > 1e-9).all())

@@ -1,4 +1,4 @@
-"""The bound that benchmarks/rollout.py prints, against cases that can be worked out by hand; and that it runs."""
+"""The bound that benchmarks/rollout.py prints, against cases worked out by hand; and that it runs."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def test_a_synchronous_step_pays_for_its_longest_response() -> None:
 
 
 def test_full_slots_replace_a_response_at_once() -> None:
-    # Two slots: [3 | 1], [1 | 2 ...]: the third response begins when the first of one token ends.
+    # Two slots: [3 | 1], [1 | 2 ...]: the third response begins when the one-token response before it ends.
     calls: list[tuple[int, int]] = []
 
     def cost(num_rows: int, context: int) -> float:

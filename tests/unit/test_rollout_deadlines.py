@@ -1,4 +1,4 @@
-"""Who is waited for may take as long as it shows progress, and no longer than its deadline without."""
+"""A wait may last as long as it shows progress, and without progress no longer than its deadline."""
 
 import asyncio
 import concurrent.futures
@@ -30,7 +30,7 @@ def loop() -> Iterator[LoopThread]:
 
 
 class Progress:
-    """Counts up each time that somebody looks, `num_steps` times."""
+    """A counter that counts up at each look, `num_steps` times."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_looks = 0
@@ -87,7 +87,7 @@ def test_an_error_of_the_coroutine_is_its_own(loop: LoopThread) -> None:
 
 
 def manager(loop: LoopThread, take: Any, **counts: Any) -> RolloutManager:
-    """As much of one as asks for a batch; its longest wait without progress is below a second."""
+    """Return a manager that can only ask for a batch; its longest wait without progress is below a second."""
     quick = {"request_timeout_s": 2 * SHORT_S, "startup_timeout_s": SHORT_S, "max_retries": 0, "samples_per_prompt": 1}
     config = Config.model_validate({"rollout": quick, "reward": {"timeout_s": SHORT_S / 2}})
     now = dict.fromkeys(("tokens", "judged", "fenced"), lambda: 0) | counts
@@ -100,7 +100,7 @@ def manager(loop: LoopThread, take: Any, **counts: Any) -> RolloutManager:
 
 
 class _Counts:
-    """Attributes that are asked of functions."""
+    """An object whose attributes are computed by functions."""
 
     def __init__(self, **functions: Any) -> None:
         self._functions = functions

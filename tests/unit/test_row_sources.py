@@ -1,4 +1,4 @@
-"""Rows of a function of the user's own and of a data set on the hub, which become questions as those of a file do."""
+"""Rows from a user's function and from a data set on the hub, which become questions as the rows of a file do."""
 
 import sys
 import tomllib
@@ -74,14 +74,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """Let a module be imported anew, and be gone after the test unless it was there before."""
+    """Let a module be imported again, and be gone after the test unless it was there before."""
     monkeypatch.setitem(sys.modules, module, sys)
     del sys.modules[module]
 
 
 @pytest.fixture
 def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """A library `datasets` that gives one data set; return what was asked of it."""
+    """Make a library `datasets` that gives one data set; return a function that tells what it was asked for."""
     (folder / "datasets.py").write_text(DATASETS)
     monkeypatch.syspath_prepend(str(folder))
     forget(monkeypatch, "datasets")
@@ -265,7 +265,7 @@ def test_without_the_library_the_extra_is_named(
 
 
 def test_on_another_machine_the_hub_is_a_warning(hub: Callable[[], str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A run for a cluster is checked where the hub may not be reached."""
+    """A run for a cluster is checked on a machine that may not reach the hub."""
     for name, code in (("gpu", 0), ("nodes", 2)):
         value = {"gpu": "h100", "nodes": 1}[name]
         assert (

@@ -90,7 +90,7 @@ def test_other_settings_are_refused_by_name_and_nothing_changes(tmp_path: Path) 
     assert "num_steps" not in message
     assert run.config_path.read_text() == CONFIG
     assert not (run.path / "logs" / "attempt-2").exists()
-    RunDir.open_path(tmp_path / "demo", CONFIG).close()  # the refused attempt gave the lock back
+    RunDir.open_path(tmp_path / "demo", CONFIG).close()  # the refused attempt released the lock
 
 
 def test_a_checkpoint_alone_is_enough_to_refuse(tmp_path: Path) -> None:
@@ -165,9 +165,9 @@ def test_a_second_process_is_told_who_holds_the_run_until_that_one_ends(tmp_path
             RunDir.open_path(tmp_path / "demo", CONFIG)
         config = load_config(["demo"], [f"run.dir={tmp_path}", "run.name=demo"])
         with pytest.raises(UserError, match=rf"in use by process {holder.pid} on "):
-            RunDir.preview(config)  # which other settings a run of that name has does not matter then
+            RunDir.preview(config)  # the other settings of a run of that name do not matter yet
     finally:
-        holder.kill()  # a crash must give the lock back too
+        holder.kill()  # a crash must release the lock too
         holder.communicate(timeout=HANG_S)
     with RunDir.open_path(tmp_path / "demo", CONFIG) as run:
         assert run.attempt == 2
@@ -198,7 +198,7 @@ def test_a_run_directory_that_cannot_be_created_says_so(tmp_path: Path) -> None:
 
 def test_git_state_holds_commit_and_bounded_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "GIT_TIMEOUT_S", HANG_S)
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # of whoever runs the tests
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # not the settings of whoever runs the tests
 
     def git(*args: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")

@@ -1,4 +1,4 @@
-"""What makes two runs of a study one run, and what makes them two."""
+"""What makes two runs of a study the same, and what makes them different."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The scheduler's decisions are those of a plain one, over random histories."""
+"""The scheduler makes the same decisions as a plain one, over random histories."""
 
 import asyncio
 import random
@@ -44,7 +44,7 @@ def keep(group: Group) -> bool:
 
 
 class Twins:
-    """A book and a plain one that live through the same history, and must agree after each event."""
+    """A book and a plain book that go through the same history, and must agree after each event."""
 
     def __init__(self, bound: StalenessBound, by_group: bool, in_flight: int) -> None:
         self.version, self.by_group, self.in_flight, self.bound = 0, by_group, in_flight, bound
@@ -60,7 +60,7 @@ class Twins:
         return books[0], PlainBook.like(books[1], config)
 
     def both(self, name: str, *args: Any) -> Any:
-        """Call a method of both books; return what both return."""
+        """Call a method of both books; return their common result."""
         ours, plain = (getattr(book, name)(*args) for book in self.books)
         assert ours == plain, name
         return ours
@@ -80,7 +80,7 @@ class Twins:
         ours.check_changes()
 
     def happen(self, event: str, number: int) -> None:
-        """Let an event happen; `number` decides which samples it is about, and how."""
+        """Let an event happen; `number` decides which samples it affects, and how."""
         getattr(self, event)(random.Random(number))
         self.agree()
 
@@ -102,7 +102,7 @@ class Twins:
             self.both("release", sample_id)
 
     def fail(self, rng: random.Random) -> None:
-        """Requests are withdrawn, or fail with their engine."""
+        """Withdraw requests, or let them fail with their engine."""
         for sample_id in [i for i in self.running if rng.random() < 0.3]:
             del self.running[sample_id]
             self.both("release", sample_id)
@@ -140,7 +140,7 @@ class Twins:
         assert self.running.keys() <= held
 
     def resume(self, rng: random.Random) -> None:
-        """A new attempt, perhaps with another bound."""
+        """Begin a new attempt, perhaps with another bound."""
         state, theirs = (through_checkpoint(book.state_dict()) for book in self.books)
         np.testing.assert_equal(state, theirs)
         if self.first_max_age is not None:
@@ -208,7 +208,7 @@ def test_a_long_history_has_every_decision(by_group: bool) -> None:
 
 
 class Logged(Timed):  # type: ignore[misc, valid-type]
-    """An engine whose requests are logged together with those of others."""
+    """An engine that logs its requests together with the other engines' requests."""
 
     def __init__(self, url: str, token_s: float, log: list[Any]) -> None:
         super().__init__(url, token_s)
@@ -227,7 +227,7 @@ class Logged(Timed):  # type: ignore[misc, valid-type]
 
 
 def history(is_plain: bool, seed: int, options: dict[str, Any], is_multi_turn: bool) -> tuple[list[Any], int]:
-    """Train, fence engines, stop, resume; return all requests, batches and accounts, and how often one was fenced."""
+    """Train, fence engines, stop, resume; return all requests, batches and accounts, and the number of fencings."""
     rng, log = random.Random(seed), []
     engines = [Logged(f"http://{i}", rng.choice([0.01, 0.03, 0.2]), log) for i in range(3)]
     answer_s, spare, num_fenced = rng.choice([0.0, 0.02, 0.4]), 0, 0

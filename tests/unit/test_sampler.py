@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
 
-LOGITS = st.integers(-80, 80).map(lambda quarters: quarters / 4)  # ties, and no two that are equal in float32 only
+LOGITS = st.integers(-80, 80).map(lambda quarters: quarters / 4)  # ties, but no two that are equal in float32 only
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
@@ -21,16 +21,16 @@ PARAMS = st.builds(
 
 
 def tempered(logits: list[float], params: SamplingParams) -> list[float]:
-    """Probabilities of all tokens."""
+    """Return probabilities of all tokens."""
     peak = max(logits)
     weights = [math.exp((logit - peak) / (params.temperature or 1.0)) for logit in logits]
     return [weight / sum(weights) for weight in weights]
 
 
 def sampled_from(logits: list[float], params: SamplingParams) -> list[float]:
-    """Probabilities of all tokens when one is drawn: tempered, cut, renormalised."""
+    """Return probabilities of all tokens when one is drawn: tempered, cut, renormalised."""
     probs = tempered(logits, params)
-    ordered = sorted(range(len(probs)), key=lambda token_id: -probs[token_id])  # stable: of equals, the first
+    ordered = sorted(range(len(probs)), key=lambda token_id: -probs[token_id])  # stable: among equals, the first
     if params.temperature == 0:
         return [float(token_id == ordered[0]) for token_id in range(len(probs))]
     kept, before = set(), 0.0
@@ -45,7 +45,7 @@ def sampled_from(logits: list[float], params: SamplingParams) -> list[float]:
 
 
 def is_on_edge(logits: list[float], params: SamplingParams) -> bool:
-    """Whether rounding decides about a token: in float32 the sums and quotients differ from those here."""
+    """Return whether rounding decides about a token: float32 sums and quotients differ from ours."""
     probs = sorted(tempered(logits, params), reverse=True)
     before = [sum(probs[:rank]) for rank in range(len(probs))]
     near_p = any(abs(b - params.top_p) < 1e-5 for b in before) and params.top_p < 1

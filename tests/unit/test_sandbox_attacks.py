@@ -1,4 +1,4 @@
-"""Hostile programs against the sandbox, as a table: the attack of each, and the verdict it must get.
+"""Hostile programs against the sandbox, as a table: each attack, and the verdict that it must get.
 
 Every attack runs as root (where the tests do) and as an ordinary user, with the newest Landlock, with one that lacks
 signal scopes, and with the one of Linux 6.1. After each, a victim process of the same user must live on with its limits
@@ -131,7 +131,7 @@ def refused(*attempts):
 
 @dataclass(frozen=True)
 class Attack:
-    """A program that must get `reward`; None: it must run out of time."""
+    """A program that must get `reward`; None means that it must run out of time."""
 
     kind: str
     name: str
@@ -157,7 +157,7 @@ def fails(kind: str, name: str, program: str, **more: Any) -> Attack:
 
 
 def holds(name: str, program: str) -> Attack:
-    """Return an attack that the judge must end, though it waits for ever."""
+    """Return an attack that the judge must end, though it waits forever."""
     return Attack("holding", name, f"{program}\nwhile True: signal.pause()", 0.0)
 
 
@@ -194,8 +194,8 @@ def mapped(fd, flags, length=4096, protection=3):
     if fd >= 0: os.close(fd)
     return found
 """
-# Calls past libc, from pages below 4 GiB: int80() makes a 32-bit call from 64-bit code, raw() a 64-bit call by a number
-# of 64 bits, and kill_by() kills a process from a 32-bit code segment, after which the program crashes.
+# Calls past libc, from pages below 4 GiB: int80() makes a 32-bit call from 64-bit code, raw() a 64-bit call by a
+# 64-bit number, and kill_by() kills a process from a 32-bit code segment, after which the program crashes.
 MACHINE_CODE = """
 def low_page():
     page = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40, prot=7)
@@ -243,8 +243,8 @@ ATTACKS = (
     refuse("files", "chown", "os.chown(PRECIOUS, os.getuid(), -1)", "os.lchown(PRECIOUS, os.getuid(), -1)"),
     refuse("files", "timestamps", "os.utime(PRECIOUS)", "call('futimesat', -100, PRECIOUS.encode(), None)"),
     refuse("files", "attributes", "call('setxattr', PRECIOUS.encode(), b'user.a', b'x', 1, 0)"),
-    refuse("files", "create beside", "open(PRECIOUS + '2', 'x')", "os.mkdir(PRECIOUS + '2')"),
-    refuse("files", "link beside", "os.symlink('/', PRECIOUS + '2')", "os.mkfifo(PRECIOUS + '2')"),
+    refuse("files", "create next to it", "open(PRECIOUS + '2', 'x')", "os.mkdir(PRECIOUS + '2')"),
+    refuse("files", "link next to it", "os.symlink('/', PRECIOUS + '2')", "os.mkfifo(PRECIOUS + '2')"),
     refuse("files", "write through a link", "open('link', 'w')", setup="os.symlink(PRECIOUS, 'link')"),
     refuse("files", "reopen standard output of the judge", "open(f'/proc/{JUDGE}/fd/1', 'w')"),
     refuse("files", "shared memory", "open('/dev/shm/bapo-attack', 'w')"),
@@ -485,7 +485,7 @@ ATTACKS = (
         assert os.path.getsize("big") <= 16 << 20
         """,
     ),
-    # The watch must end those that hold more than they may: each of them then waits for ever.
+    # The watch must end programs that hold more than they may; each of them then waits forever.
     holds("large files", "for i in range(10): open(str(i), 'wb').write(bytes(8 << 20))"),
     holds("deleted files", f"{UNLINKED}kept = [unlinked() for _ in range(10)]"),
     holds("mapped files", f"{UNLINKED}for i in range(10): mapped(unlinked(), 1)"),
@@ -527,7 +527,7 @@ ATTACKS = (
     hangs("caught exceptions", "while True:\n  try:\n    while True: pass\n  except BaseException: pass"),
     # verdict
     fails("verdict", "exit", "sys.exit(0)"),
-    fails("verdict", "exit at once", "os._exit(0)"),
+    fails("verdict", "exit immediately", "os._exit(0)"),
     fails("verdict", "exit in a test", "def f(x): os._exit(0)"),
     fails("verdict", "exit at the end", "import atexit\natexit.register(os._exit, 0)\n1 / 0"),
     fails(
@@ -615,7 +615,7 @@ ATTACKS = (
 
 
 def victim_state(pid: int) -> dict[str, Any]:
-    """Return what an attack on a process may change."""
+    """Return the parts of a process's state that an attack may change."""
     limits = ("CPU", "NOFILE", "AS", "FSIZE", "NPROC")
     return {
         "limits": [resource.prlimit(pid, getattr(resource, f"RLIMIT_{name}")) for name in limits],
@@ -627,13 +627,13 @@ def victim_state(pid: int) -> dict[str, Any]:
 
 
 def file_state(file: Path) -> tuple[int, ...]:
-    """Return a file's metadata, except when it was last read."""
+    """Return a file's metadata, except the time of the last read."""
     status = file.stat()
     return status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class Objects:
-    """SysV objects, a POSIX queue and a datagram socket of this process, as a neighbour of the programs has them."""
+    """SysV objects, a POSIX queue and a datagram socket of this process, as a neighbour may have them."""
 
     def __init__(self, folder: str) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -655,7 +655,7 @@ class Objects:
         self._socket.setblocking(False)
 
     def harm(self) -> str:
-        """Return what an attack did to them, "" for nothing."""
+        """Return what an attack did to the objects, "" for nothing."""
         message, buffer, status = map(ctypes.create_string_buffer, (64, 8192, 256))
         taken = self._libc.msgrcv(self.ids["msg"], message, 16, 0, 0o4000), message.raw[8:16]
         received = self._libc.mq_receive(self._queue, buffer, 8192, None), buffer.raw[:8]
@@ -679,7 +679,7 @@ class Objects:
         assert self._libc.mq_send(self._queue, b"precious", 8, 0) == 0
 
     def close(self) -> None:
-        """Remove them."""
+        """Remove the objects."""
         self._libc.shmctl(self.ids["shm"], 0, None)
         self._libc.semctl(self.ids["sem"], 0, 0)
         self._libc.msgctl(self.ids["msg"], 0, None)
@@ -694,7 +694,7 @@ def started_victim() -> subprocess.Popen[bytes]:
 
 
 def answers(victim: subprocess.Popen[bytes]) -> bool:
-    """Return whether a victim echoes a line: then no signal that ends it is on its way."""
+    """Return whether a victim echoes a line, which shows that no signal is about to end it."""
     assert victim.stdin is not None
     assert victim.stdout is not None
     with contextlib.suppress(BrokenPipeError):
@@ -746,7 +746,7 @@ def main(abi: int) -> None:
         assert f"MAX_LANDLOCK_ABI = {NEWEST_ABI}" in source
         sandbox.write_text(source.replace(f"MAX_LANDLOCK_ABI = {NEWEST_ABI}", f"MAX_LANDLOCK_ABI = {abi}"))
         code_module.SANDBOX = str(sandbox)
-        code_module.MORE_CPU_S = int(HANG_S)  # the judge ends what does not end, however late it is
+        code_module.MORE_CPU_S = int(HANG_S)  # the judge ends endless programs, however late
         port, outcomes = server.getsockname()[1], {}
         for attack in ATTACKS:
             with started_victim() as victim:
@@ -762,7 +762,7 @@ VARIANTS = [(user, abi) for user in USERS for abi in (NEWEST_ABI, ABI_WITHOUT_SC
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[dict[tuple[str, int], subprocess.Popen[str]]]:
-    """The table once per variant, all at the same time."""
+    """Run the table once per variant, all at the same time."""
     started = {}
     for user, abi in VARIANTS:
         command = [sys.executable, "-B", "-m", "tests.unit.test_sandbox_attacks", str(abi)]
@@ -795,12 +795,12 @@ def test_an_attack_fails(attack: Attack, outcomes: dict[str, tuple[str, str]]) -
 
 @functools.cache
 def has_32_bit_calls() -> bool:
-    """Return whether this kernel makes 32-bit calls: it may have been built or started without them."""
+    """Return whether this kernel makes 32-bit calls: it may have been built or booted without them."""
     code = f"import ctypes, mmap, os\n{MACHINE_CODE}\nassert int80(20) == os.getpid()"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code is for x86-64")
 def test_outside_the_sandbox_the_machine_code_kills() -> None:
     if not has_32_bit_calls():
         pytest.skip("this kernel makes no 32-bit calls")

@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 class ClockLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock of its own, which jumps to the next timer when nothing else is left to do.
+    """An event loop with its own clock, which jumps to the next timer when nothing else is left to do.
 
-    What is sent to a thread is done at once, and its result comes as many seconds later as it said with `work`.
+    Work for a thread is done immediately, and its result comes after the seconds that it announced with `work`.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class _ClockSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-typ
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> Any:
-        assert timeout is not None, "all wait for each other"
+        assert timeout is not None, "all are waiting for each other"
         self._loop.now_s += timeout
         return super().select(0)
 
 
 def run_on_clock(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run it on a `ClockLoop`: what comes first depends on the coroutine alone, not on the machine."""
+    """Run it on a `ClockLoop`: the order of events depends on the coroutine alone, not on the machine."""
     with asyncio.Runner(loop_factory=ClockLoop) as runner:
         return runner.run(coroutine)
 
@@ -93,7 +93,7 @@ class CountingPrompts:
 
 
 class ScriptedEngine:
-    """Deterministic: tokens, log-probs and length of a response depend on the request's seed only."""
+    """A deterministic engine: tokens, log-probs and length of a response depend only on the request's seed."""
 
     def __init__(self, chaos: random.Random | None = None, url: str = "http://scripted") -> None:
         self.url = url
@@ -263,7 +263,7 @@ def test_an_engine_that_is_back_gets_weights_before_it_is_asked() -> None:
         watch = asyncio.create_task(scheduler.pool.watch())
         groups, stats = await scheduler.take(0, 0)
         assert stats == RolloutStats()
-        assert groups is None, "the only engine failed, and is healthy again: the trainer has to push"
+        assert groups is None, "the only engine failed and recovered: the trainer has to push"
         assert not engine.requests
         scheduler.pool.admit(engine)  # type: ignore[arg-type]
         groups, stats = await scheduler.take(0, 0)
@@ -359,7 +359,7 @@ def test_stale_groups_are_dropped_and_counted() -> None:
     engine = ScriptedEngine()
     before = make(engine, groups_in_flight=8)
     run_on_clock(before.take(0, 0))
-    after = make(engine, groups_in_flight=8, max_staleness=2)  # the bound is new in the resumed run
+    after = make(engine, groups_in_flight=8, max_staleness=2)  # the resumed run has a new bound
     after.load_state_dict(before.state_dict())
     engine.version = 3
     groups, stats = run_on_clock(after.take(1, 3))
@@ -384,7 +384,7 @@ def test_the_bound_holds_for_groups_that_are_running_or_being_judged_when_they_b
     book.settle(book.group(0), 1)
     assert book.num_dropped == {"stale": 1}
     book.grow(running.extended([Segment.sampled(0, 0, (6, 7), (-1.0, -1.0))], "length"))
-    assert not book.is_urgent(running, 1), "no hurry: it is too late"
+    assert not book.is_urgent(running, 1), "it is too late to hurry"
     ((waiting,),) = book.waiting()
     book.answer(replace(waiting, need=Ended("length", 1.0)))
     book.settle(book.group(1), 1)

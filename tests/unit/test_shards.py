@@ -29,7 +29,7 @@ FACTS: Facts = {"version": 3, "skipped_updates": 0, "model": {}}
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, list[list[int]], tuple[slice, ...]]:
-    """A tensor, where it is cut along each dimension, and a slice of it."""
+    """Return a tensor, its cuts along each dimension, and a slice of it."""
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=3))}) for n in shape]
     bounds = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
@@ -60,7 +60,7 @@ def test_any_slice_is_read_from_any_boxes(
 
 
 def write_split(folder: Path, shape: ModelShape, weights: dict[str, Tensor], size: int, **change: Tensor) -> None:
-    """As `size` tensor-parallel ranks would."""
+    """Write the tensors as `size` tensor-parallel ranks would."""
 
     def read(name: str, index: tuple[slice, ...]) -> Tensor:
         return weights[name][index]
@@ -95,7 +95,7 @@ def test_one_split_is_read_at_any_other_bit_by_bit(family: str, writers: int, tm
 
 
 def test_a_slice_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 boxes of 10 rows, rows 35 to 52 touch three, and of these the wanted rows only."""
+    """With 8 boxes of 10 rows, rows 35 to 52 touch three boxes; only the wanted rows of these are read."""
     tensor = torch.randn(80, 3)
     manifests = [
         Snapshot(
@@ -107,7 +107,7 @@ def test_a_slice_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.Mo
     taken: list[tuple[str, list[int]]] = []
 
     class Spy:
-        """An open file, or a tensor in it, that notes what is taken."""
+        """An open file, or a tensor in it, that records what is taken."""
 
         def __init__(self, file: Path, opened: Any) -> None:
             self.file, self.opened = file, opened
@@ -156,7 +156,7 @@ def test_names_and_shapes_must_fit_the_model(
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Change the one file, and the digest of it in the index."""
+    """Change the one file, and its digest in the index."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     change(tensors)
@@ -206,7 +206,7 @@ def test_boxes_must_cover_a_tensor_once(rows: tuple[int, ...], tmp_path: Path) -
 
 
 def test_what_is_written_later_is_what_was_there_at_the_snapshot(tmp_path: Path) -> None:
-    """Also of a piece that is a strided view, as those of fused query, key and value are."""
+    """This includes a piece that is a strided view, as in fused query, key and value."""
     values = torch.arange(24.0).view(2, 3, 4)
     snapshot = Snapshot([Piece(WEIGHT, "w", (4, 4), (0, 0), (4, 4), values[:, :2])], FACTS)
     want = values[:, :2].flatten(0, 1).clone()
@@ -218,7 +218,7 @@ def test_what_is_written_later_is_what_was_there_at_the_snapshot(tmp_path: Path)
 
 
 def test_snapshots_may_share_a_buffer_one_after_the_other(tmp_path: Path) -> None:
-    """Also of several types and files: pieces are views of one block."""
+    """This includes several types and files: pieces are views of one block."""
     buffer = HostBuffer()
     for number, size in enumerate((7, 5, 9)):
         tensors = {f"w{i}": torch.rand(size, i + 1).to([torch.float32, torch.bfloat16][i % 2]) for i in range(6)}

@@ -1,4 +1,4 @@
-"""The batch that rank 0 makes reaches every rank, or its error does."""
+"""The batch that rank 0 makes reaches every rank, or else its error does."""
 
 import threading
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def fail() -> Batch:
 
 
 def once_all_have_heard(made: Callable[[], Batch]) -> Callable[[], Batch]:
-    """Make what takes as long as three signs of life to the other ranks."""
+    """Return a maker that waits until the other ranks have received three signs of life."""
     num_sent, are_sent, broadcast = 0, threading.Event(), dist.broadcast
 
     def count(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
@@ -71,10 +71,10 @@ def everything(batch: Batch) -> list[torch.Tensor]:
 
 
 def rollouts_of(first: Any, config: Config | None = None) -> SharedRollouts:
-    """The rollouts of ranks that all belong to one data rank."""
+    """Return the rollouts of ranks that all belong to one data rank."""
     shares = BatchShares(0, 0, lambda stage, num_layers: [*range(num_layers)], HANG_S)
     config = config or Config()
-    parallel = config.parallel.model_copy(update={"timeout_s": 0.04})  # rank 0 gives four signs of life in it
+    parallel = config.parallel.model_copy(update={"timeout_s": 0.04})  # time for four signs of life from rank 0
     return SharedRollouts(config.model_copy(update={"parallel": parallel}), first, lambda *_: None, shares)
 
 
@@ -96,7 +96,7 @@ def on_every_rank(rank: int, world_size: int) -> None:
 
 
 class Interrupted:
-    """Rollouts whose last engine fails twice in everything."""
+    """Rollouts whose last engine fails twice at everything."""
 
     def __init__(self) -> None:
         self.num_asked = 0

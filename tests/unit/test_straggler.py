@@ -20,7 +20,7 @@ def test_only_a_rank_that_stays_slow_is_told_and_once() -> None:
     slow, fast, other = straggler_metrics([1, 1, 2]), straggler_metrics([1, 1, 1.1]), straggler_metrics([2, 1, 1])
     steps = [slow, other, slow, fast, other, slow, slow, slow, fast, fast, fast, fast, fast, slow, slow, slow]
     told = [alarm.observe(step) is not None for step in steps]
-    assert [i for i, t in enumerate(told) if t] == [6, 15], "3 of 5 at the seventh; again after five fast ones"
+    assert [i for i, t in enumerate(told) if t] == [6, 15], "3 of 5 at the seventh, and again after five fast ones"
     assert alarm.observe({}) is None
     again = StragglerAlarm()
     warning = [again.observe(slow) for _ in range(3)][-1]

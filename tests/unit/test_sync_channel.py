@@ -1,6 +1,6 @@
 """Pushes to scripted engines that refuse, are late, die or hold other weights, at every stage.
 
-The process group is replaced by one inside this process; what is tested is who is fenced, who goes on, and with what.
+A group inside this process replaces the process group. The tests ask who is fenced, who continues, and with what.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Clock:
     sleep = staticmethod(time.sleep)
 
     def wait(self, futures: Collection[Future[Any]], timeout_s: float, return_when: str) -> None:
-        """Stand in for that of concurrent.futures."""
+        """Stand in for `concurrent.futures.wait`."""
         deadline = self.monotonic() + timeout_s
         while self.monotonic() < deadline:
             _, missing = concurrent.futures.wait(futures, 0.001, return_when)
@@ -58,7 +58,7 @@ class Clock:
         """Skip some time if no other call is on its way."""
         self._num_waiting += 1
         try:
-            for _ in range(3):  # one that has just been submitted becomes a task in between
+            for _ in range(3):  # a call that has just been submitted becomes a task in between
                 await asyncio.sleep(0.001)
                 if len(asyncio.all_tasks()) > self._num_waiting:
                     return
@@ -75,7 +75,7 @@ clock = Clock()
 
 
 class FakeGroup:
-    """Hands what is sent to every engine in it."""
+    """A group that hands every broadcast to every engine in it."""
 
     backend = "gloo"
     name = "fake"
@@ -108,7 +108,7 @@ class FakeGroup:
 
 
 class ScriptedEngine:
-    """Holds weights like an embedded engine. `faults`: stage -> what happens there, once."""
+    """An engine that holds weights like an embedded one. `faults`: stage -> what happens there, once."""
 
     def __init__(self, name: str) -> None:
         self.url = f"http://{name}"
@@ -211,7 +211,7 @@ class ScriptedEngine:
 
     async def resume(self) -> None:
         await self.stage("resume")
-        assert not self.is_torn, "a torn engine must not go on"
+        assert not self.is_torn, "a torn engine must not continue"
         self.paused = False
 
     async def health(self) -> bool:
@@ -219,7 +219,7 @@ class ScriptedEngine:
 
 
 class FakeLearner:
-    """Six weights that all hold the version; counts how many were read."""
+    """Six weights that all equal the version; counts how many were read."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -253,7 +253,7 @@ class World:
         assert engine in self.pool.back()
 
     def assert_goes_on(self, *names: str) -> None:
-        """These hold the learner's weights and generate; no other one may be asked."""
+        """Check that these engines, and no others, hold the learner's weights and generate."""
         assert [engine.url for engine in self.pool.live()] == [f"http://{name}" for name in names]
         for engine in self.engines:
             if self.pool.is_live(engine):  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ def test_an_engine_that_only_lost_the_broadcast_is_not_to_blame(loop: LoopThread
 def test_an_engine_that_confirms_what_it_did_not_receive_is_fenced_and_not_who_lost_it(
     loop: LoopThread, proves: bool, stage: str
 ) -> None:
-    """An SGLang server gives no proof: the one that confirms is suspected if others lost the broadcast."""
+    """An SGLang server gives no proof: an engine that confirms is suspected if others lost the broadcast."""
     world = World(loop, 2)
     healthy, liar = world.engines
     if not proves:
@@ -434,7 +434,7 @@ def test_no_engine_left_says_why(loop: LoopThread) -> None:
 
 @pytest.mark.parametrize("stage", ["pause", "middle bucket", "end"])
 def test_the_last_engine_may_fail_in_a_push_and_come_back(loop: LoopThread, stage: str) -> None:
-    """The push is over, for the time being: the next step waits for an engine, and has the weights pushed again."""
+    """The push is over for now: the next step waits for an engine, and has the weights pushed again."""
     world = World(loop, 1)
     world.push()
     world.learner.version = 2
@@ -492,7 +492,7 @@ def test_an_engine_back_with_another_model_is_fenced_before_anything_is_sent(loo
 def test_an_engine_that_no_push_can_bring_in_is_given_up_and_said_so(
     loop: LoopThread, num_engines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was started again with another model, and is healthy: a run of one engine must not push for ever."""
+    """It was restarted with another model, and is healthy: a run of one engine must not push forever."""
     world = World(loop, num_engines)
     world.push()
     other = world.engines[-1]
@@ -500,7 +500,7 @@ def test_an_engine_that_no_push_can_bring_in_is_given_up_and_said_so(
     world.pool.fence(other, "it was started again")  # type: ignore[arg-type]
     world.find_back(other)
     world.push()
-    assert "w2" in caplog.messages[-1], "told each time"
+    assert "w2" in caplog.messages[-1], "reported each time"
     assert caplog.messages[-1].startswith(f"{other.url} is fenced off")
     world.find_back(other)
     if num_engines == 1:
@@ -514,14 +514,14 @@ def test_an_engine_that_no_push_can_bring_in_is_given_up_and_said_so(
 
 
 def test_a_flapping_engine_does_not_keep_a_push_from_ending(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is back at once and fails in every broadcast: repeated pushes leave it out."""
+    """It comes back immediately and fails in every broadcast: repeated pushes leave it out."""
     world = World(loop, 2)
     flapping = world.engines[1]
     fence = world.pool.fence
 
     def fence_and_come_back(engine: Any, reason: str) -> None:
         fence(engine, reason)
-        world.pool.replied(engine)  # or it would be given up
+        world.pool.replied(engine)  # otherwise it would be given up
         world.find_back(engine)
 
     monkeypatch.setattr(world.pool, "fence", fence_and_come_back)

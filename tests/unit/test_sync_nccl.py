@@ -1,6 +1,6 @@
-"""Pushes over a group that, like NCCL's, forms without its ranks and meets them in the first broadcast, which blocks.
+"""Pushes over a group that forms without its ranks, as in NCCL, and meets them in the first broadcast, which blocks.
 
-The process group is a stand-in inside this process; everything above it is what runs over NCCL.
+The process group is a stand-in inside this process; everything above it is the code that runs over NCCL.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class LazyGroup:
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
-    """Those that were formed; all are left at the end of the test."""
+    """Return the groups that were formed; all of them end with the test."""
     formed: list[LazyGroup] = []
 
     def new_group(world_size: int, *_: Any, group_name: str, timeout: timedelta) -> tuple[LazyGroup, None]:
@@ -84,7 +84,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LazyGroup]]:
     monkeypatch.setattr(update_group.dist, "destroy_process_group", destroy)
     use_clock(monkeypatch)
     monkeypatch.setattr(broadcast.BucketSender, "device", "cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # else the group is gloo's
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # otherwise the group would be gloo's
     yield formed
     for lazy in formed:
         lazy.is_met.set()
@@ -99,7 +99,7 @@ def loop() -> Iterator[LoopThread]:
 
 
 class NcclEngine(ScriptedEngine):
-    """Takes flat buckets, and is stuck in the first broadcast while another rank does not come."""
+    """An engine that takes flat buckets, and is stuck in the first broadcast until all ranks have come."""
 
     groups: list[LazyGroup]
 
@@ -162,7 +162,7 @@ def test_every_engine_gets_every_version(loop: LoopThread, groups: list[LazyGrou
         world.assert_goes_on(*"abc"[:num_engines])
     (lazy,) = groups
     assert "aborted" not in lazy.events
-    assert lazy.timeout.total_seconds() > 5 * TIMEOUT_S, "torch's watchdog ends the process: it must not be first"
+    assert lazy.timeout.total_seconds() > 5 * TIMEOUT_S, "torch's watchdog ends the process, so it must not be first"
     world.channel.close()
 
 
@@ -171,7 +171,7 @@ def test_every_engine_gets_every_version(loop: LoopThread, groups: list[LazyGrou
 def test_an_engine_that_never_enters_the_first_broadcast_ends_the_push_in_time(
     loop: LoopThread, groups: list[LazyGroup], num_engines: int, fault: str
 ) -> None:
-    """The other engine is stuck in the broadcast, and fenced with it: what blocks in it cannot be let go."""
+    """The other engine is stuck in the broadcast, and fenced with it: a blocked engine cannot be released."""
     world = NcclWorld(loop, groups, num_engines)
     world.engines[-1].faults = {"first bucket": fault}
     began_s = clock.monotonic()
@@ -203,7 +203,7 @@ def test_a_broadcast_that_fails_to_start_says_why_to_who_waits() -> None:
 
 
 def test_a_broadcast_is_ordered_after_what_the_caller_issued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launching thread has a current device and stream of its own."""
+    """The launching thread has its own current device and stream."""
     calls: list[tuple[str, ...]] = []
     caller = threading.current_thread().name
 

@@ -39,7 +39,7 @@ class Filter:
             self._code = sandbox_module.filter_code(machine, calls_of(machine, ()), refused=1, unknown=2)
 
     def answer(self, number: int, *arguments: int, architecture: int | None = None) -> str:
-        """Return what a call gets."""
+        """Return the answer to a call."""
         words = [number, self.architecture if architecture is None else architecture, 0, 0]
         for argument in (*arguments, *[0] * 6)[:6]:
             words += [argument & 0xFFFFFFFF, argument >> 32 & 0xFFFFFFFF]
@@ -74,7 +74,7 @@ class TestNumbers:
     def test_they_are_those_of_the_headers_here(self, machine: str) -> None:
         found = [path for name in HEADERS[machine] if (path := Path("/usr/include", name)).exists()]
         if not found:
-            pytest.skip("no headers of the kernel: apt-get install linux-libc-dev")
+            pytest.skip("no kernel headers: apt-get install linux-libc-dev")
         lines = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", found[0].read_text(), re.MULTILINE)
         numbers, table = {name: int(number) for name, number in lines}, self.table(machine)
         common = numbers.keys() & table.keys()
@@ -84,7 +84,7 @@ class TestNumbers:
 
 @pytest.mark.parametrize("machine", MACHINES)
 class TestFilter:
-    """What the kernel would run, interpreted here for both machines."""
+    """The filter is interpreted here for both machines, as the kernel would run it."""
 
     def test_every_number_gets_the_answer_of_the_table(self, machine: str) -> None:
         calls = calls_of(machine, ())
@@ -154,12 +154,12 @@ class TestHonestPrograms:
     def test_the_list_has_every_call_that_it_makes_without_the_sandbox(
         self, uses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Those that get ENOSYS are in no record of the sandbox's own."""
+        """The sandbox itself records no call that gets ENOSYS."""
         require(["strace"], ["strace"])
         made = set(calls_made(HONEST[uses], tmp_path, monkeypatch))
         assert ("exit_group", ALLOW) in made
         assert {name for name, answer in made if answer == MISSING} <= {"clone3", "mbind"}  # glibc, OpenBLAS
-        follow = {"connect", "execve"}  # a socket, a fork
+        follow = {"connect", "execve"}  # after a socket, after a fork
         assert {name for name, answer in made if answer == REFUSE} <= TOLERATED.get(uses, set()) | follow
         assert {answer for _, answer in made} <= {ALLOW, MISSING, REFUSE}
 
@@ -182,7 +182,7 @@ def calls_made(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     for old, new in (
         ("if not calls or", "if True or"),  # no seccomp
         ("if abi < 1:", "if True:"),  # no Landlock
-        ('os.getppid() != job["judge"]', "False"),  # strace stands between
+        ('os.getppid() != job["judge"]', "False"),  # strace is in between
         ("resource.RLIMIT_NPROC, (256, 256)", "resource.RLIMIT_NPROC, (-1, -1)"),
     ):
         assert old in source

@@ -24,7 +24,7 @@ BOUNDS = ClipBounds(low=0.75, high=1.5, positive_share=0.5, saturated=False, num
 
 tokens = st.lists(
     st.tuples(
-        st.integers(0, 999).map(lambda n: (n + 0.5) / 1000),  # probability, on no edge of a bin
+        st.integers(0, 999).map(lambda n: (n + 0.5) / 1000),  # probability, not on the edge of a bin
         st.floats(-1.5, 1.5).filter(lambda x: min(abs(x - math.log(b)) for b in (0.75, 1.5)) > 1e-6),  # log-ratio
         st.sampled_from([-1.0, 0.0, 2.0]),  # advantage
         st.floats(0, 3),  # entropy
@@ -59,7 +59,7 @@ def sums_of(rows: list[tuple]) -> dict[str, float]:
 
 
 def means_of(rows: list[tuple]) -> dict[str, float]:
-    """From the definition, bin by bin."""
+    """Return the profile from its definition, bin by bin."""
     found, num_trained = {}, sum(row[4] for row in rows)
     for b, name in enumerate(BINS):
         mine = [row for row in rows if row[4] and b / 10 <= row[0] < (b + 1) / 10]
@@ -97,7 +97,7 @@ def test_the_ends_of_the_scale_belong_to_the_outer_bins() -> None:
 
 
 def test_a_step_pools_the_tokens_of_its_updates() -> None:
-    """Two updates of four tokens each, whose bins are filled unequally."""
+    """Two updates of four tokens each fill their bins unequally."""
     update_a = [(0.05, 1.0, 2.0, 1.0, True)] * 3 + [(0.95, 0.0, -1.0, 0.1, True)]
     update_b = [(0.05, -1.0, -1.0, 2.0, True)] * 1 + [(0.95, 0.2, 2.0, 0.2, True)] * 3
     step = UpdateMetrics(Config())

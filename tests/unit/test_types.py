@@ -75,7 +75,7 @@ def test_a_group_comes_back_bit_for_bit(way: Callable[[Group], Any]) -> None:
 def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
     way: Callable[[Group], Any], pieces: list[tuple[int, bool, int]], num_prompt_tokens: int
 ) -> None:
-    """Row i, of any stream, is made of i: so each row tells whose it is."""
+    """Row i of any stream is made from i, so that each row shows where it belongs."""
     prompt = replace(PROMPT, token_ids=tuple(range(num_prompt_tokens)))
     begun = Group.begun(prompt, 2)
     sample = begun.samples[1]
@@ -108,12 +108,12 @@ def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
         assert not segment.token_ids.flags.writeable
         at += segment.num_tokens
     assert sum(s.num_tokens for s in found.segments if ROUTES in s.rows) in (0, found.num_fed([ROUTES]))
-    assert group.samples[0].trajectories[0].segments[0] is found.segments[0], "rows of the prompt are kept once"
+    assert group.samples[0].trajectories[0].segments[0] is found.segments[0], "the prompt's rows are kept once"
 
 
 @WAYS
 def test_a_response_that_lacks_rows_is_named(way: Callable[[Group], Any]) -> None:
-    """Rows of tokens that a reply has not yet brought may be missing, and those that have a value for it."""
+    """Rows may be missing for tokens whose reply has not come yet, and in streams with a value for them."""
     needed = replace(ROUTES, missing=None)
     sampled = Segment.sampled(0, 0, (3, 4), (-1.0, -1.0), {needed: rows_of(5, 2)})
     given_in_between = Segment.given("environment", (5, 6, 7), {needed: rows_of(7, 3)})
@@ -159,7 +159,7 @@ def test_each_sampled_token_is_trained_in_one_trajectory(
     assert sample.versions.tolist() == [4] * 4 + [5] + [6] * 3
     group = GROUP.grown(sample)
     assert Group.from_json(way(group), [ROUTES, SCORES]) == group
-    own = Segment.given("prompt", [40, 41])  # of a helper of the policy's own
+    own = Segment.given("prompt", [40, 41])  # the prompt of the policy's own helper
     group = GROUP.grown(sample.with_trajectory(3, replace(whole, segments=(own, *branch.segments[1:]))))
     assert Group.from_json(way(group), [ROUTES, SCORES]) == group
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""The versions of requirements/, and the files that repeat or read them."""
+"""The versions in requirements/, and the files that repeat or read them."""
 
 import ast
 import importlib.metadata
@@ -54,7 +54,7 @@ def canonical(name: str) -> str:
 
 
 def asked(extras: set[str]) -> list[Requirement]:
-    """What bapo-megatron itself asks for on the machines of the locks."""
+    """Return what bapo-megatron itself needs on the machines of the locks."""
     declared = map(Requirement, importlib.metadata.requires("bapo-megatron") or [])
     return [r for r in declared if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in extras)]
 
@@ -85,9 +85,9 @@ def test_a_lock_has_what_setup_asks_for_in_the_tested_versions(extra: str) -> No
 
 @pytest.mark.parametrize("extra", LOCKED)
 def test_a_lock_has_what_its_packages_ask_for(extra: str) -> None:
-    """As far as they are installed: their metadata says it."""
+    """Check the installed packages, whose metadata says what they need."""
     locked = LOCKED["train"] | LOCKED[extra]
-    alone = {canonical(r.name) for r in requirements("sglang")}  # installed without what they ask for
+    alone = {canonical(r.name) for r in requirements("sglang")}  # installed without their dependencies
     wanted = {(canonical(r.name), frozenset(r.extras)) for r in asked({"train", extra})}
     seen: set[tuple[str, frozenset[str]]] = set()
     while wanted:
@@ -105,7 +105,7 @@ def test_a_lock_has_what_its_packages_ask_for(extra: str) -> None:
 
 
 def common(folder: Path, script: str, python: str = sys.executable) -> tuple[int, str]:
-    """Exit code and output of a script that has sourced common.sh, for an environment in `folder`."""
+    """Return exit code and output of a script that has sourced common.sh, for an environment in `folder`."""
     done = subprocess.run(
         ["bash", "-c", f'set -euo pipefail; source "{ROOT}/scripts/common.sh"; PY="{python}"; {script}'],
         env={**os.environ, "VIRTUAL_ENV": str(folder)},
@@ -152,7 +152,7 @@ def test_the_locks_hold_for_one_python_and_the_tested_torch(tmp_path: Path) -> N
 
 
 def test_the_outcome_of_mypy_depends_on_no_package_beyond_train() -> None:
-    """mypy does not follow imports of what may be there or not."""
+    """mypy does not follow imports of packages that may be missing."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     skipped = {
         module.removesuffix(".*")
@@ -247,7 +247,7 @@ def test_an_installed_version_against_its_range_and_pin(
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, **other: str | None) -> None:
-    """An environment with the tested versions, but for `other`."""
+    """Fake an environment with the tested versions, except for `other`."""
     installed: dict[str, str | None] = {r.name: pins("cpu")[r.name] for r in requirements("core")}
     installed |= {name.replace("_", "-"): version for name, version in other.items()}
     monkeypatch.setattr(packages, "installed_version", installed.get)
@@ -255,7 +255,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, **other: str | None) -> None:
 
 def test_the_doctors_line_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch)
-    num = len([r for r in requirements("core") if r.name != "megatron-core"])  # which has a check of its own
+    num = len([r for r in requirements("core") if r.name != "megatron-core"])  # it has a check of its own
     assert (packages.check_versions("cpu").verdict, packages.check_versions("cpu").what) == (
         "ok",
         f"{num} of {num} as tested",
@@ -276,7 +276,7 @@ def test_the_doctors_line_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.advice == "pip install 'transformers>=5'"
 
     fake(monkeypatch, tokenizers="0.1.0")
-    assert packages.check_versions("cpu").verdict == "ok", "it is SGLang that needs another, and SGLang is not there"
+    assert packages.check_versions("cpu").verdict == "ok", "only SGLang needs another one, and SGLang is not installed"
     fake(monkeypatch, tokenizers="0.1.0", sglang="0.5.23")
     line = packages.check_versions("cpu")
     assert (line.verdict, "tokenizers 0.1.0 (==0.23.2)" in line.what) == ("warning", True)

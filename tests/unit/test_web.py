@@ -30,7 +30,7 @@ from tests.unit.run_folders import make_run, plain
 KEY = "a-key"
 JSON = {"Content-Type": "application/json"}
 BEARER = {"Authorization": f"Bearer {KEY}"}
-PAGES = {  # headers of requests that a browser sends for a page of another site -> what the answer says
+PAGES = {  # headers that a browser sends for a page of another site -> what the answer says
     "a page's form": ({"Origin": "http://evil.test"}, '"http://evil.test"'),
     "a page without a name": ({"Origin": "null"}, '"null"'),
     "a page on another port": ({"Origin": "http://127.0.0.1:1"}, '"http://127.0.0.1:1"'),
@@ -92,7 +92,7 @@ def test_without_the_key_nothing_is_answered(given: str | None) -> None:
 
 
 class Asked:
-    """A server of ours, asked through a connection of its own each time."""
+    """One of our servers, asked through a new connection each time."""
 
     def __init__(self, port: int, headers: dict[str, str], path: str) -> None:
         self.port, self.headers, self.path = port, headers, path
@@ -111,7 +111,7 @@ class Asked:
             return answer.status, answer.read().decode()
 
     def raw(self, request: bytes) -> bytes:
-        """Return all that comes back until the server hangs up."""
+        """Return everything that comes back until the server hangs up."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=HANG_S) as connection:
             connection.sendall(request)
             connection.shutdown(socket.SHUT_WR)
@@ -157,7 +157,7 @@ def served(server: Server, folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def reported(run: Path, before: Callable[[int], None] = lambda port: None) -> Iterator[int]:
-    """Run the server of `bapo report --serve`; call `before` with its port while who connects still has to wait."""
+    """Run the server of `bapo report --serve`; first call `before` with its port, while clients still have to wait."""
     with GuardedServer("127.0.0.1", 0, partial(PageHandler, LivePage(run))) as server:
         before(server.server_port)
         thread = threading.Thread(target=server.serve_forever)
@@ -259,7 +259,7 @@ CONTROL = {
 
 
 def test_a_page_changes_nothing_in_an_engine(engine: BatchingEngine, tmp_path: Path) -> None:
-    """The requests of the attack: what a page sends without asking first, and the same as JSON without the key."""
+    """The attack sends what a page can send without a preflight, and the same as JSON without the key."""
     server = Server(engine, model_path="demo", update_timeout_s=HANG_S, guard=Guard("127.0.0.1", KEY))
     with served(server, tmp_path) as port:
         for path, body in CONTROL.items():
@@ -276,11 +276,11 @@ def test_bapo_serve_has_no_route_that_changes_the_engine(model: TextModel, tmp_p
     with served(server, tmp_path) as port:
         for path, body in CONTROL.items():
             assert Asked(port, {}, path)("POST", headers=JSON, body=json.dumps(body))[0] == 404, path
-        for key in ({}, BEARER, {"Authorization": "Bearer any"}):  # OpenAI's clients have to send one
+        for key in ({}, BEARER, {"Authorization": "Bearer any"}):  # OpenAI's clients always send one
             assert Asked(port, key, "/v1/models")()[0] == 200
 
 
-ODD = {  # raw requests -> the status of the answer; None: any or no answer
+ODD = {  # raw requests -> the status of the answer; None means any answer or none
     b"GET /logs/%00.log HTTP/1.1\r\nHost: localhost\r\n\r\n": 404,
     b"GET /logs/" + b"x" * 300 + b".log HTTP/1.1\r\nHost: localhost\r\n\r\n": 404,
     b"GET /logs/" + b"x/" * 5000 + b".log HTTP/1.1\r\nHost: localhost\r\n\r\n": 404,

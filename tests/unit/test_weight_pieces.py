@@ -1,4 +1,4 @@
-"""The boxes that all ranks own of a model's weights, for layouts that a test of processes has no time for."""
+"""The boxes that all ranks own of a model's weights, for layouts that tests with processes have no time for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bapo_megatron.learner.weight_source import ModelWeights
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[ModelShape, int, int, int]:
-    """A model, and how many tensor ranks, stages and copies it can have."""
+    """Return a model, and how many tensor ranks, stages and copies it can have."""
     tensor, stages, copies = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     kv_heads = tensor * draw(st.integers(1, 2))
     config = {
@@ -39,7 +39,7 @@ def layouts(draw: st.DrawFn) -> tuple[ModelShape, int, int, int]:
 def rank_of(
     shape: ModelShape, weights: dict[str, Tensor], ranks: tuple[int, int, int], sizes: tuple[int, int, int]
 ) -> ModelWeights:
-    """The source of one rank: tensor rank, stage and copy."""
+    """Return the source of one rank: tensor rank, stage and copy."""
     (rank, stage, copy), (size, num_stages, num_copies) = ranks, sizes
     layers_per_stage = shape.num_layers // num_stages
     chunk, layers = Module(), ModuleList(Module() for _ in range(layers_per_stage))
@@ -66,7 +66,7 @@ def rank_of(
         elif stage == (0 if entry.megatron_name == EMBEDDING.name else num_stages - 1):
             put(entry.megatron_name, values)
         elif shape.tied_embeddings and entry.megatron_name == EMBEDDING.name and stage == num_stages - 1:
-            put(OUTPUT.name, values)  # a copy that nobody sends
+            put(OUTPUT.name, values)  # a copy that no rank sends
     copies = SimpleNamespace(rank=lambda: copy, size=lambda: num_copies)
     layout: Any = SimpleNamespace(axes={"dense": SimpleNamespace(rank=rank, size=size, copies=copies)})
     return ModelWeights(ModuleList([chunk]), shape, layout, version=0)
