@@ -26,6 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from bapo_megatron.errors import plural
 from bapo_megatron.report.style import INK, RC, look
 from bapo_megatron.runtime.files import read_jsonl
 
@@ -168,7 +169,7 @@ def check_processes(by_role: dict[str, list[Life]]) -> Iterator[Check]:
         longest = max(float(age(life).max()) for life in by_role[role])
         yield Check(
             f"resident memory, {role}",
-            f"{growth:+.1f} MiB per 1,000 steps, of {mean:.0f} MiB; {len(memory)} processes, up to {longest:.0f} steps",
+            f"{growth:+.1f} MiB per 1,000 steps, of {mean:.0f} MiB; {plural(len(memory), 'process')}, up to {longest:.0f} steps",
             f"{MAX_MEMORY_GROWTH:.0%}",
             growth <= MAX_MEMORY_GROWTH * mean,
         )
@@ -292,7 +293,7 @@ def checks_of(folder: Path) -> list[Check]:
 def fault_table(outcome: Outcome) -> list[str]:
     """Tabulate the faults by kind."""
     lines = [
-        "| fault | times | exit codes | steps made again | seconds to the next new step, median (most) |",
+        "| fault | times | exit codes | steps repeated | seconds to the next new step, median (most) |",
         "|---" * 5 + "|",
     ]
     by_kind: dict[str, list[Fault]] = defaultdict(list)
@@ -301,7 +302,7 @@ def fault_table(outcome: Outcome) -> list[str]:
     for kind, some in sorted(by_kind.items(), key=lambda item: (item[0] in ENDING_RUN, item[0])):
         codes = (
             ", ".join(str(n) for n in sorted({f.exit_code for f in some if f.exit_code is not None}))
-            or "the run goes on"
+            or "the run continues"
         )
         again = sum(f.step - f.resumed_after_step for f in some if f.resumed_after_step is not None)
         times = [f.recovered_after_s for f in some if f.recovered_after_s is not None]
