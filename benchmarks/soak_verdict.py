@@ -169,7 +169,8 @@ def check_processes(by_role: dict[str, list[Life]]) -> Iterator[Check]:
         longest = max(float(age(life).max()) for life in by_role[role])
         yield Check(
             f"resident memory, {role}",
-            f"{growth:+.1f} MiB per 1,000 steps, of {mean:.0f} MiB; {plural(len(memory), 'process')}, up to {longest:.0f} steps",
+            f"{growth:+.1f} MiB per 1,000 steps, of {mean:.0f} MiB; {plural(len(memory), 'process')}, "
+            f"up to {longest:.0f} steps",
             f"{MAX_MEMORY_GROWTH:.0%}",
             growth <= MAX_MEMORY_GROWTH * mean,
         )
