@@ -26,6 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from bapo_megatron.errors import plural
 from bapo_megatron.report.style import INK, RC, look
 from bapo_megatron.runtime.files import read_jsonl
 
@@ -168,7 +169,8 @@ def check_processes(by_role: dict[str, list[Life]]) -> Iterator[Check]:
         longest = max(float(age(life).max()) for life in by_role[role])
         yield Check(
             f"resident memory, {role}",
-            f"{growth:+.1f} MiB per 1,000 steps, of {mean:.0f} MiB; {len(memory)} processes, up to {longest:.0f} steps",
+            f"{growth:+.1f} MiB per 1,000 steps, of {mean:.0f} MiB; {plural(len(memory), 'process')}, "
+            f"up to {longest:.0f} steps",
             f"{MAX_MEMORY_GROWTH:.0%}",
             growth <= MAX_MEMORY_GROWTH * mean,
         )
@@ -292,7 +294,7 @@ def checks_of(folder: Path) -> list[Check]:
 def fault_table(outcome: Outcome) -> list[str]:
     """Tabulate the faults by kind."""
     lines = [
-        "| fault | times | exit codes | steps made again | seconds to the next new step, median (most) |",
+        "| fault | times | exit codes | steps repeated | seconds to the next new step, median (most) |",
         "|---" * 5 + "|",
     ]
     by_kind: dict[str, list[Fault]] = defaultdict(list)

@@ -53,7 +53,7 @@ class KeepNear(UpdateRule[Near]):
 
 
 def keep_near(inputs: LossInputs[Near], options: KeepNearOptions) -> TokenLoss:
-    """Compute -w r A per token; the mask of the micro-batch is that of the rule."""
+    """Compute -w r A per token; the rule sets the micro-batch's mask."""
     ratios = inputs.ratios(options)
     return inputs.weighted(ratios, ratios.ratio_R)
 
