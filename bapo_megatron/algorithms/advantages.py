@@ -83,7 +83,7 @@ def rloo(group: GroupView) -> Tensor:
     return dr_grpo(group) * num / max(num - 1, 1)
 
 
-ADVANTAGES = {
+ESTIMATORS = {
     "grpo": Advantage(grpo, divides_by_std=True),
     "dr_grpo": Advantage(dr_grpo),
     "rloo": Advantage(rloo),

@@ -5,13 +5,13 @@ from typing import Any
 
 from bapo_megatron.config.dotted import Seam, imported
 
-ADVANTAGES = imported("bapo_megatron.algorithms.advantages:ADVANTAGES")
+ESTIMATORS = imported("bapo_megatron.algorithms.advantages:ESTIMATORS")
 WITH_CRITIC = ("gae", "n_step")
 """Per-token advantages from a critic's values (`algorithms/gae.py`)."""
 
 ADVANTAGE = Seam(
     "advantage.kind",
-    (*ADVANTAGES, *WITH_CRITIC),
+    (*ESTIMATORS, *WITH_CRITIC),
     "def advantage(group: GroupView) -> list[float], one for each sample; or a list for each, one for each turn",
     ("group",),
 )
@@ -23,7 +23,7 @@ def advantage_function(kind: str) -> Callable[[Any], list[list[float]]]:
     Raises:
         UserError: the dotted path does not lead to such a function, or (when called) the result does not fit.
     """
-    function = ADVANTAGES[kind].function if kind in ADVANTAGES else ADVANTAGE.load(kind)
+    function = ESTIMATORS[kind].function if kind in ESTIMATORS else ADVANTAGE.load(kind)
 
     def of_turns(group: Any) -> list[list[float]]:
         result = function(group)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from bapo_megatron.config.advantages import ADVANTAGE, ADVANTAGES, WITH_CRITIC
+from bapo_megatron.config.advantages import ADVANTAGE, ESTIMATORS, WITH_CRITIC
 from bapo_megatron.config.base import (
     LARGEST,
     ContradictionError,
@@ -371,7 +371,7 @@ class AdvantageConfig(Section):
     @property
     def divides_by_std(self) -> bool:
         """Whether each group is divided by its standard deviation, so that scaling rewards has no effect."""
-        return self.kind in ADVANTAGES and ADVANTAGES[self.kind].divides_by_std
+        return self.kind in ESTIMATORS and ESTIMATORS[self.kind].divides_by_std
 
 
 class CriticConfig(Section):

@@ -64,7 +64,7 @@ def is_informative(group: Group, config: Config) -> bool:
     return len(set(rewards)) > 1
 
 
-KEEP_GROUP: dict[str, Callable[[Group, Config], bool]] = {
+FILTERS: dict[str, Callable[[Group, Config], bool]] = {
     "all": lambda group, config: True,
     "informative": is_informative,
 }
@@ -74,7 +74,7 @@ KEEP_GROUP: dict[str, Callable[[Group, Config], bool]] = {
 def group_filter(config: Config) -> Callable[[Group], bool]:
     """Return the predicate that decides whether to keep a scored group. Raises UserError for a bad dotted path."""
     name = config.rollout.keep_group
-    keep = KEEP_GROUP.get(name) or dotted.KEEP_GROUP.load(name)
+    keep = FILTERS.get(name) or dotted.KEEP_GROUP.load(name)
     return lambda group: bool(keep(group, config))
 
 

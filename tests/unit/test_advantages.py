@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algorithms.advantages import ADVANTAGES, GroupView, SampleView
+from bapo_megatron.algorithms.advantages import ESTIMATORS, GroupView, SampleView
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.advantages import advantage_function
 from bapo_megatron.config.schema import Config
@@ -40,21 +40,21 @@ def test_formulas(rewards: list[float]) -> None:
     for name, values in expected.items():
         got = [value for (value,) in advantage_function(name)(group_of(rewards))]
         assert got == pytest.approx(values, abs=1e-12), name
-        assert ADVANTAGES[name].function(group_of(rewards)).dtype == torch.float64
+        assert ESTIMATORS[name].function(group_of(rewards)).dtype == torch.float64
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [0.1] * 7, [1.0], []])
 def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float]) -> None:
     assert advantage_function(name)(group_of(rewards)) == [[0.0]] * len(rewards)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @settings(max_examples=50, deadline=None)
 @given(rewards=rewards, factor=st.floats(0.5, 4))
 def test_the_trait_says_whether_a_scale_of_rewards_does_nothing(name: str, rewards: list[float], factor: float) -> None:
-    plain, scaled = (ADVANTAGES[name].function(group_of([f * r for r in rewards])) for f in (1.0, factor))
-    expected = plain if ADVANTAGES[name].divides_by_std else factor * plain
+    plain, scaled = (ESTIMATORS[name].function(group_of([f * r for r in rewards])) for f in (1.0, factor))
+    expected = plain if ESTIMATORS[name].divides_by_std else factor * plain
     torch.testing.assert_close(scaled, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algorithms.advantages import ADVANTAGES, whiten
+from bapo_megatron.algorithms.advantages import ESTIMATORS, whiten
 from bapo_megatron.algorithms.clip_bounds import contribution_table, search_bounds
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config, RewardConfig
@@ -95,7 +95,7 @@ def test_without_options_rewards_are_left_alone_bit_for_bit(groups):
     rewards=groups,
     factor=st.floats(0.1, 10),
     shift=st.sampled_from([-4.0, 0.5, 7.0]),
-    kind=st.sampled_from(sorted(ADVANTAGES)),
+    kind=st.sampled_from(sorted(ESTIMATORS)),
 )
 def test_invariances(rewards, factor, shift, kind):
     """A shift never matters; a factor stretches dr_grpo and rloo, and does nothing once the batch is whitened."""
@@ -123,7 +123,7 @@ def test_whitened_dr_grpo_is_reinforce_plus_plus_with_a_group_baseline(rewards):
     assert per_response(build(make_config("dr_grpo", True), rewards)) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_groups_without_a_difference_keep_their_zeros(kind):
     batch = build(make_config(kind, True), [[0.1, 0.1, 0.1], [0.0, 1.0, 1.0]])
     assert per_response(batch)[:3] == [0.0] * 3
