@@ -36,7 +36,10 @@ PHRASES = {
     r"\bTell whether\b": '"Return whether"',
     r"\bof so (?:many|few)\b": '"of N"',
 }
-_ANYWHERE = re.compile("|".join(f"(?P<p{number}>{phrase})" for number, phrase in enumerate(PHRASES)), re.IGNORECASE)
+_BROKEN = {
+    phrase: re.sub(r"(?<!such|here) (?!\[)", r"\\s+", phrase) for phrase in PHRASES
+}  # over lines, indented or not
+_ANYWHERE = re.compile("|".join(f"(?P<p{n}>{phrase})" for n, phrase in enumerate(_OVER_LINES)), re.IGNORECASE)
 _FORMS = list(PHRASES.values())
 _NO_NOUN = re.compile(r"of (?:the|a|an|one|each|all|this|its|those|both|every) ")
 _ARGUMENT = re.compile(r"^\s*\w+(?:, \w+)*: (of (?:the|a|an|one|each|all|this|its|those|both|every) )", re.MULTILINE)
@@ -107,7 +110,7 @@ def faults(path: Path) -> Iterator[tuple[int, str, str]]:
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
     for text in READERS[path.suffix](source):
-        found = [(m.start(), m[0], _form(m)) for m in _ANYWHERE.finditer(text.text.replace("\n", " "))]
+        found = [(m.start(), " ".join(m[0].split()), _form(m)) for m in _ANYWHERE.finditer(text.text)]
         if text.is_comment and (start := _NO_NOUN.match(text.text)):
             found.append((0, start[0], _NOUN_FIRST))
         found += [(m.start(1), m[1], _NOUN_FIRST) for m in _ARGUMENT.finditer(text.text)]

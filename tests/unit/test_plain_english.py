@@ -35,6 +35,11 @@ def found(tmp_path: Path, name: str, *lines: str) -> list[tuple[int, str]]:
             id="docstring over two lines",
         ),
         pytest.param(
+            ["def f():", '    """Do it.', "", "    It ends at", "    once.", '    """'],
+            [(4, AT_ONCE)],
+            id="docstring over two indented lines",
+        ),
+        pytest.param(
             ["x = 1", "y = (", '    f"{x} runs at "', '    f"once, {x}"', ")"],
             [(3, AT_ONCE)],
             id="f-string split over two literals",
