@@ -36,9 +36,7 @@ PHRASES = {
     r"\bTell whether\b": '"Return whether"',
     r"\bof so (?:many|few)\b": '"of N"',
 }
-_BROKEN = {
-    phrase: re.sub(r"(?<!such|here) (?!\[)", r"\\s+", phrase) for phrase in PHRASES
-}  # over lines, indented or not
+_OVER_LINES = [re.sub(r"(?<!such|here) (?!\[)", r"\\s+", phrase) for phrase in PHRASES]
 _ANYWHERE = re.compile("|".join(f"(?P<p{n}>{phrase})" for n, phrase in enumerate(_OVER_LINES)), re.IGNORECASE)
 _FORMS = list(PHRASES.values())
 _NO_NOUN = re.compile(r"of (?:the|a|an|one|each|all|this|its|those|both|every) ")
