@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.errors import plural
 from bapo_megatron.runs.folder import RunDir
 from tests.distributed import HANG_S
 from tests.integration.forked import SMALL
@@ -105,7 +106,7 @@ def test_ctrl_c_saves_and_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest
     assert f"finished   runs/mine: {num_saved} of {num_saved} steps done" in done.stdout
     fewer = run(*resumed, f"train.num_steps={num_saved - 1}")
     assert fewer.returncode == 2
-    assert f"it has done {num_saved} steps, and train.num_steps is {num_saved - 1}" in fewer.stderr
+    assert f"it has done {plural(num_saved, 'step')}, and train.num_steps is {num_saved - 1}" in fewer.stderr
     assert (tmp_path / "runs/mine/config.toml").read_text() == config
     assert len(list((tmp_path / "runs/mine/logs").iterdir())) == 1
 

@@ -226,12 +226,12 @@ def test_the_library_itself_reads_a_folder(monkeypatch: pytest.MonkeyPatch, fold
         (
             ("data.path=openai/gsm8k",),
             "data.path=openai/gsm8k, data.split=train: datasets cannot load this: ValueError: Config name is missing. "
-            "Please pick one among the available configs: ['main', 'socratic']; correct the settings, or, where",
+            "Please pick one among the available configs: ['main', 'socratic']; correct the settings, or, if",
         ),
         (
             ("data.path=openai/gsm8k", "data.subset=main", "data.split=down"),
             "data.path=openai/gsm8k, data.subset=main, data.split=down: datasets cannot load this: ConnectionError: "
-            "Couldn't reach 'openai/gsm8k' on the Hub (LocalEntryNotFoundError); correct the settings, or, where the "
+            "Couldn't reach 'openai/gsm8k' on the Hub (LocalEntryNotFoundError); correct the settings, or, if the "
             'hub cannot be reached, download a file of it elsewhere and set data.source="jsonl"',
         ),
         (
