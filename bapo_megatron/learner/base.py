@@ -45,7 +45,7 @@ class Learner(Protocol):
 
     version: int  # optimizer updates so far = weight version
     share: Share  # this rank's part of a mini-batch
-    local_time: LocalTime  # of this rank's own passes, those of models beside the policy included
+    local_time: LocalTime  # time of this rank's own passes, including the passes of models other than the policy
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """Return log-probs without gradient: one float32 [R] per micro-batch; empty off the last stage."""

@@ -79,7 +79,7 @@ class Critic(TrainedModel):
     Args:
         config: the run; `[critic]` says how it learns, `[optimizer]` the rest of Adam's settings.
         hf_path: start weights: a language model, whose head is left out, or a model with score.weight [1, hidden].
-        local_time: the policy's, which counts these passes too.
+        local_time: the policy's clock, which counts these passes too.
 
     Raises:
         ConfigError: the layout does not fit the model.

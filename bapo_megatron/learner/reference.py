@@ -29,7 +29,7 @@ class ReferencePolicy(SplitModel):
 
     Args:
         started_from: the policy's own Hugging Face folder, the reference if `loss.reference_path` is unset.
-        local_time: the learner's, which counts these passes too.
+        local_time: the learner's clock, which counts these passes too.
 
     Raises:
         ConfigError: the reference has another vocabulary, or does not fit the layout.

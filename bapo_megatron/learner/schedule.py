@@ -52,7 +52,7 @@ class Schedule:
 
     Args:
         chunks: this rank's parts of the model, wrapped by Megatron.
-        local_time: of all of this rank's models: passes are measured there.
+        local_time: the clock of all of this rank's models, which measures the passes.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Schedule:
         self._config = config
         self._local_time = local_time
         self._run_megatron = get_forward_backward_func()
-        self.memory_bytes = _smallest_memory(layout)  # of any rank
+        self.memory_bytes = _smallest_memory(layout)  # the least of any rank
         self.forward_time = LocalTime()  # of forward passes whose backward passes follow each
 
     def runs_forwards_first(self, minibatch: MiniBatch) -> bool:

@@ -78,7 +78,7 @@ class TrainedModel(SplitModel):
 
     Args:
         hf_path: folder of the Hugging Face checkpoint to start from.
-        local_time: of all of this rank's models.
+        local_time: the clock of all of this rank's models.
         stored: shape of the model in that folder; None: `shape`.
     """
 

@@ -237,7 +237,7 @@ class Console:
     Args:
         progress: see `Screen`.
         history: metrics of the steps before a resume, so that bar and summary cover the whole run.
-        heartbeat: the trainer's last actions, which are the stages of the start; None: no stages.
+        heartbeat: the trainer's last actions, shown as the stages of the start; None means no stages.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class BroadcastChannel:
         self._config = config
         self.session = Session(pool, submit, config.timeout_s, pause_mode, {"gloo", "nccl"})
         self._host = host
-        self.group: UpdateGroup | None = None  # of the last push, while it can be used again
+        self.group: UpdateGroup | None = None  # group of the last push, while it can be used again
         self._urls: set[str] = set()  # of the engines in the group
         self.plan: list[Bucket] = []
 

@@ -1,4 +1,4 @@
-"""What counts as out of memory; tests/integration/test_monitoring_run.py runs out of it."""
+"""What counts as out of memory; tests/integration/test_monitoring_run.py really runs out."""
 
 import torch
 

@@ -92,7 +92,7 @@ def bits(result: GenerateResult) -> Any:
 
 
 def right(num_tokens: int, *, logprob: float = -0.5, ends: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return a right reply, but for a log-prob above 0, or ranges that each begin where the one before ends."""
+    """Return a right reply, except for a log-prob above 0 if asked, with adjacent ranges that end at `ends`."""
     ends = ends or (num_tokens,)
     spans = [{"version": "3", "start": start, "end": end} for start, end in zip((0, *ends), ends, strict=False)]
     meta = {"id": "r", "finish_reason": {"type": "stop"}, "prompt_tokens": 2, "weight_versions": spans}

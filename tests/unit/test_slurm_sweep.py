@@ -214,7 +214,7 @@ def changes(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, list[str
 
 
 def commands(config: Config) -> list[str]:
-    """Those of its script; its settings' file has a name of its own."""
+    """Return the commands of the job's script, with a fixed name for the file of settings."""
     job = make_job(config)
     script = job.script.replace(job.config_path.name, "config.toml")
     return [line for line in script.splitlines() if not line.startswith("# ")]

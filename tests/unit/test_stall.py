@@ -40,7 +40,7 @@ class Clock:
 
 
 def told_of(folder: Path, heads: dict[int, str]) -> list[str]:
-    """What rank 0 tells of each place when ranks have reported with these heads."""
+    """Return what rank 0 says about each place, after ranks have reported with these heads."""
     for rank, head in heads.items():
         (folder / f"stall-{rank}.txt").write_text(head)
     told: list[str] = []
@@ -159,7 +159,7 @@ def test_after_a_collective_gave_up_the_rank_at_fault_is_named(
         (tmp_path / f"stall-{rank}.txt").write_text(text)
     assert hanging_ranks(tmp_path, 3, max_age_s=HANG_S) == named
     for rank in reports:
-        os.utime(tmp_path / f"stall-{rank}.txt", (0, 0))  # of a stall that is over
+        os.utime(tmp_path / f"stall-{rank}.txt", (0, 0))  # a stall that is over
     assert hanging_ranks(tmp_path, 3, max_age_s=HANG_S) is None
 
 
