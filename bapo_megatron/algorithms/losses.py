@@ -28,7 +28,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from bapo_megatron.algorithms.diagnostics import entropy_rule_sums, token_profile_sums
-from bapo_megatron.config.schema_loss import ClippedLoss, RatioOptions
+from bapo_megatron.config.schema_loss import RatioOptions
 from bapo_megatron.types import ClipBounds, MicroBatch
 
 MAX_LOG_RATIO = 20.0  # exp(20) is far beyond any bound, and far from overflow
@@ -261,11 +261,6 @@ def _importance_weight(
         capped_R = (weight_R < low) | (weight_R > high)
         return weight_R.masked_fill(capped_R, 0.0), capped_R
     return weight_R.clamp(low, high), mask_R & ((weight_R <= low) | (weight_R >= high))
-
-
-def clipped_policy_loss(inputs: LossInputs[ClipBounds], options: ClippedLoss) -> ClippedTokenLoss:
-    """Compute the clipped policy loss of `loss.name = "bapo"` or "grpo" from its section: see `LossInputs.clipped`."""
-    return inputs.clipped(inputs.ratios(options), dual_clip=options.dual_clip)
 
 
 def response_means(

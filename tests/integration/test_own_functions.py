@@ -24,7 +24,6 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MODULE = """
 from dataclasses import replace
 
-from bapo_megatron.algorithms.losses import clipped_policy_loss
 from bapo_megatron.algorithms.objectives.clipped import GrpoLoss
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.engines import EngineKind
@@ -42,7 +41,7 @@ def loss(inputs, options: Options):
     if inputs.batch.mask_R.any():
         assert 0 < inputs.bounds.low < inputs.bounds.high, "search_bounds gives the bounds of [bapo]"
     assert options.factor == 0.5
-    result = clipped_policy_loss(inputs, GrpoLoss())
+    result = GrpoLoss().tokens(inputs)
     return replace(result, loss_R=options.factor * result.loss_R)
 
 

@@ -15,7 +15,7 @@ from bapo_megatron.algorithms.diagnostics import (
     covariance_terms,
     entropy_rule_sums,
 )
-from bapo_megatron.algorithms.losses import ClippedTokenLoss, clipped_policy_loss
+from bapo_megatron.algorithms.losses import ClippedTokenLoss
 from bapo_megatron.algorithms.objectives.clipped import BapoLoss
 from bapo_megatron.types import ClipBounds
 from tests.unit.loss_inputs import loss_inputs
@@ -65,7 +65,7 @@ class Tabular:
             ages_R=torch.zeros(NUM_ACTIONS, dtype=torch.int64),
             bounds=BOUNDS,
         )
-        loss_V = clipped_policy_loss(inputs, BapoLoss()).loss_R
+        loss_V = BapoLoss().tokens(inputs).loss_R
         (gradient_V,) = torch.autograd.grad((self.behaviour_V.exp() * loss_V).sum(), logits_V)
         return gradient_V
 
@@ -216,7 +216,7 @@ def test_the_loss_reports_what_it_clips() -> None:
         bounds=BOUNDS,
         entropy_R=torch.tensor([1.0, 1.0, 3.0, 3.0, 1.0], dtype=torch.float64),
     )
-    sums = sums_of_record(clipped_policy_loss(inputs, BapoLoss(dual_clip=3.0)))
+    sums = sums_of_record(BapoLoss(dual_clip=3.0).tokens(inputs))
     found = {name.removeprefix("entropy_rule/"): value for name, value in sums.items() if "rule/" in name}
     assert {n: v for n, v in found.items() if v and "age" not in n} == pytest.approx(
         {

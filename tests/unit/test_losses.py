@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table
-from bapo_megatron.algorithms.losses import clipped_policy_loss, importance_ratio
+from bapo_megatron.algorithms.losses import importance_ratio
 from bapo_megatron.algorithms.objectives.clipped import BapoLoss, GrpoLoss
 from bapo_megatron.algorithms.objectives.supervised import SftLoss
 from bapo_megatron.config.losses import LOSS, LOSS_SECTIONS, LOSSES
@@ -37,7 +37,7 @@ def make_inputs(log_ratios, advantages, mask=None, entropies=None, ages=None, bo
 
 
 def test_every_metric_of_tokens_names_a_value_of_the_record():
-    record = clipped_policy_loss(make_inputs([0.1], [1.0]), CONFIG)
+    record = CONFIG.tokens(make_inputs([0.1], [1.0]))
     declared = [metric for metric in METRICS.values() if metric.tokens]
     assert [metric.key for metric in declared if metric.of and not hasattr(record, metric.of)] == []
     from_tables = {metric.key for metric in declared if not metric.of}
@@ -62,7 +62,7 @@ tokens = st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max
 def test_loss_and_gradient_equal_the_formula(dual_clip, tokens):
     log_ratios, advantages = zip(*tokens, strict=True)
     inputs = make_inputs(log_ratios, advantages)
-    loss_R = clipped_policy_loss(inputs, BapoLoss(dual_clip=dual_clip)).loss_R
+    loss_R = BapoLoss(dual_clip=dual_clip).tokens(inputs).loss_R
     assert loss_R.tolist() == pytest.approx([literal_loss(x, a, dual_clip) for x, a in tokens], rel=1e-9, abs=1e-12)
     loss_R.sum().backward()
     kinks = [math.log(BOUNDS.low), math.log(BOUNDS.high), math.log(3.0)]
@@ -86,7 +86,7 @@ def test_gradient_is_exactly_zero_where_clipped_and_only_there():
         ages_R=inputs.ages_R,
         bounds=ClipBounds(low=low, high=high, positive_share=0.4, saturated=False, num_moves=0),
     )
-    clipped_policy_loss(inputs, CONFIG).loss_R.sum().backward()
+    CONFIG.tokens(inputs).loss_R.sum().backward()
     clipped = [gradient == 0.0 for gradient in inputs.log_probs_R.grad.tolist()]
     assert clipped == [True, False, False, False, True, False, False, False, True, True]
 
@@ -99,7 +99,7 @@ def test_the_gradient_reading_counts_the_tokens_that_carry_gradient(tokens):
     config = ClipBoundConfig(contribution="gradient")
     bounds = ClipBounds(low=0.6, high=1.2, positive_share=0.4, saturated=False, num_moves=0)
     inputs = make_inputs(log_ratios, advantages, bounds=bounds)
-    clipped_policy_loss(inputs, CONFIG).loss_R.sum().backward()
+    CONFIG.tokens(inputs).loss_R.sum().backward()
     gradient_R = -inputs.log_probs_R.grad  # r A unless it is clipped
     ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.batch.behaviour_logprobs_R, inputs.batch.mask_R)
     table = contribution_table(ratio_R, inputs.batch.advantages_R, inputs.batch.mask_R, None, config)
@@ -120,7 +120,7 @@ def test_masked_tokens_may_hold_anything():
         entropy_R=1 + bad_R,
         bounds=BOUNDS,
     )
-    result = clipped_policy_loss(inputs, CONFIG)
+    result = CONFIG.tokens(inputs)
     result.loss_R.sum().backward()
     assert log_probs_R.grad.tolist() == pytest.approx([-math.exp(0.1), 0.0, 0.0, 0.0])
     assert all(math.isfinite(x) for x in (*sums_of(result).values(), *maxima_of(result).values()))
@@ -130,7 +130,7 @@ def test_masked_tokens_may_hold_anything():
 
 def test_extreme_log_ratios_stay_finite():
     inputs = make_inputs([2000.0, 2000.0, -2000.0, -2000.0], [1.0, -1.0, 1.0, -1.0])
-    result = clipped_policy_loss(inputs, CONFIG)
+    result = CONFIG.tokens(inputs)
     result.loss_R.sum().backward()
     assert torch.isfinite(result.loss_R).all()
     assert all(math.isfinite(x) for x in sums_of(result).values())
@@ -146,7 +146,7 @@ def test_metrics_count_what_they_say():
         entropies=[0.5, 1.0, 1.5, 0.0, 9.0],
         ages=[0, 1, 2, 5, 7],
     )
-    result = clipped_policy_loss(inputs, BapoLoss(dual_clip=3.0))
+    result = BapoLoss(dual_clip=3.0).tokens(inputs)
     assert int(result.mask_R.sum()) == 4
     sums = {name: value for name, value in sums_of(result).items() if "entropy_rule/" not in name}
     assert sums == pytest.approx(
@@ -178,7 +178,7 @@ def test_sums_add_up_over_micro_batches(tokens, cut):
 
     def run(part):
         num = log_ratios[part].numel()
-        return clipped_policy_loss(
+        return CONFIG.tokens(
             loss_inputs(
                 log_probs_R=log_ratios[part],
                 behaviour_logprobs_R=torch.zeros(num, dtype=torch.float64),
@@ -186,8 +186,7 @@ def test_sums_add_up_over_micro_batches(tokens, cut):
                 mask_R=torch.ones(num, dtype=torch.bool),
                 ages_R=torch.arange(len(tokens))[part],
                 bounds=BOUNDS,
-            ),
-            CONFIG,
+            )
         )
 
     whole, first, second = run(slice(None)), run(slice(0, cut)), run(slice(cut, None))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from bapo_megatron.algorithms.clip_bounds import contribution_table
 from bapo_megatron.algorithms.losses import (
     LossInputs,
-    clipped_policy_loss,
     importance_ratio,
     token_ratios,
 )
@@ -59,7 +58,7 @@ def literal_loss(log_ratio, log_weight, advantage, cap=CAP, dual_clip=None):
 @given(tokens=tokens)
 def test_loss_and_gradient_equal_the_formula(dual_clip, cap, tokens):
     inputs = make_inputs(tokens)
-    loss_R = clipped_policy_loss(inputs, BapoLoss(dual_clip=dual_clip, importance_cap=cap)).loss_R
+    loss_R = BapoLoss(dual_clip=dual_clip, importance_cap=cap).tokens(inputs).loss_R
     expected = [literal_loss(x, w, a, cap, dual_clip) for x, w, a in tokens]
     assert loss_R.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     loss_R.sum().backward()
@@ -82,7 +81,7 @@ def test_with_proximal_equal_to_behaviour_it_is_the_plain_loss_bit_for_bit(token
         ages_R=decoupled.ages_R,
         bounds=BOUNDS,
     )
-    results = [clipped_policy_loss(inputs, BapoLoss(importance_cap=2.0)) for inputs in (decoupled, plain)]
+    results = [BapoLoss(importance_cap=2.0).tokens(inputs) for inputs in (decoupled, plain)]
     assert torch.equal(results[0].loss_R, results[1].loss_R)
     assert sums_of(results[0]) == sums_of(results[1])
     for inputs, result in zip((decoupled, plain), results, strict=True):
@@ -97,7 +96,7 @@ def test_an_uncapped_unclipped_token_has_the_plain_gradient(tokens):
     """w r = pi_theta / pi_behaviour: the weights change what is clipped, not what an unclipped token is worth."""
     inside = [(max(min(x, 0.3), -0.3), w, a) for x, w, a in tokens]
     inputs = make_inputs(inside)
-    clipped_policy_loss(inputs, BapoLoss(importance_cap=1e9)).loss_R.sum().backward()
+    BapoLoss(importance_cap=1e9).tokens(inputs).loss_R.sum().backward()
     ratio_R = importance_ratio(inputs.log_probs_R.detach(), inputs.batch.behaviour_logprobs_R, inputs.batch.mask_R)
     torch.testing.assert_close(inputs.log_probs_R.grad, -ratio_R * inputs.batch.advantages_R, rtol=1e-9, atol=1e-12)
 
@@ -107,7 +106,7 @@ def test_an_uncapped_unclipped_token_has_the_plain_gradient(tokens):
 def test_the_search_counts_the_masses_of_the_loss(tokens):
     """gradient: P and N are the gradient that the loss lets through. surrogate: they are the loss's own terms."""
     inputs = make_inputs(tokens)
-    result = clipped_policy_loss(replace(inputs, found=ClipBounds(LOW, 1.2, 0, False, 0)), BapoLoss(importance_cap=CAP))
+    result = BapoLoss(importance_cap=CAP).tokens(replace(inputs, found=ClipBounds(LOW, 1.2, 0, False, 0)))
     result.loss_R.sum().backward()
     ratios = token_ratios(inputs.batch, inputs.log_probs_R.detach(), BapoLoss(importance_cap=CAP))
     gradient_R = -inputs.log_probs_R.grad
@@ -181,13 +180,13 @@ def test_every_correction_equals_its_formula(responses, correction, max_drift):
     config = GrpoLoss.model_validate({"proximal": "learner", "max_drift": max_drift} | correction)
     inputs = corrected_inputs(responses)
     weights = weights_of(inputs, config)
-    result = clipped_policy_loss(inputs, config)
+    result = config.tokens(inputs)
     expected = []
     for (log_ratio, _, advantage), weight in zip([x for tokens in responses for x in tokens], weights, strict=True):
         expected.append(weight * literal_loss(log_ratio, 0.0, advantage))
     assert result.loss_R.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert result.weight_R.tolist() == pytest.approx(weights, rel=1e-9, abs=1e-12)
-    plain = clipped_policy_loss(inputs, GrpoLoss(proximal="learner", importance_cap=1.0, importance_floor=1.0))
+    plain = GrpoLoss(proximal="learner", importance_cap=1.0, importance_floor=1.0).tokens(inputs)
     (gradient_R,) = torch.autograd.grad(result.loss_R.sum(), inputs.log_probs_R)
     (plain_R,) = torch.autograd.grad(plain.loss_R.sum(), inputs.log_probs_R)
     assert gradient_R.tolist() == pytest.approx((plain_R * result.weight_R).tolist(), rel=1e-9, abs=1e-12)
@@ -246,7 +245,7 @@ def test_masked_tokens_may_hold_anything_and_metrics_count_the_weights():
     inputs = make_inputs(
         [(0.1, math.log(3), 1.0), (0.0, math.log(0.5), -1.0), (nan, nan, nan)], mask=[True, True, False]
     )
-    result = clipped_policy_loss(inputs, BapoLoss(importance_cap=CAP))
+    result = BapoLoss(importance_cap=CAP).tokens(inputs)
     result.loss_R.sum().backward()
     assert inputs.log_probs_R.grad.tolist() == pytest.approx([-2 * math.exp(0.1), 0.5, 0.0])
     sums = sums_of(result)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.diagnostics import BINS, MEANS
-from bapo_megatron.algorithms.losses import LossInputs, clipped_policy_loss
+from bapo_megatron.algorithms.losses import LossInputs
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.objectives.clipped import BapoLoss
 from bapo_megatron.config.losses import LOSSES
@@ -55,7 +55,7 @@ def profile(sums: dict) -> dict[str, float]:
 
 
 def sums_of(rows: list[tuple]) -> dict[str, float]:
-    return profile(helpers.sums_of(clipped_policy_loss(make_inputs(rows), BapoLoss()), with_profile=True))
+    return profile(helpers.sums_of(BapoLoss().tokens(make_inputs(rows)), with_profile=True))
 
 
 def means_of(rows: list[tuple]) -> dict[str, float]:
