@@ -31,7 +31,7 @@ class Run:
     """Its folder, with report.html, checkpoints and logs."""
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of every step so far, under the names in docs/metrics.md."""
+        """Return the metrics of every step so far, under the names in `bapo help metrics`."""
         return read_jsonl(self.path / "metrics.jsonl")
 
 

@@ -43,7 +43,17 @@ def _complete_settings(prefix: str, **_: object) -> list[str]:
 
 
 def _help(options: argparse.Namespace) -> int:
-    """Print a verb's arguments, or the list of verbs."""
+    """Print a verb's arguments, the list of verbs, or every setting or metric."""
+    if options.name == "settings":
+        from bapo_megatron.config.page import settings_page
+
+        print(settings_page(), end="")
+        return 0
+    if options.name == "metrics":
+        from bapo_megatron.metrics import metrics_page
+
+        print(metrics_page(), end="")
+        return 0
     parser = _parser()
     if options.name:
         _check_verb([options.name], _verb_parsers(parser))
@@ -176,7 +186,7 @@ VERBS = (
             ),
             argument("-o", "--output", type=Path, metavar="FILE", help="new file (default: <model>.toml)"),
         ),
-        description="Asks nothing; the file passes `bapo check`. See docs/start/one-node.md.",
+        description="Asks nothing; the file passes `bapo check`. See docs/start.md.",
     ),
     Verb(
         "plan",
@@ -264,7 +274,8 @@ VERBS = (
             argument("--jobs", type=_whole, metavar="N", help="runs at a time (default: one per core)"),
             argument("--timeout-s", type=_positive, default=3600.0, metavar="S", help="for one run (default: 3600)"),
         ),
-        description="Trains the missing runs, and writes a page, plots and figures for each study. See docs/bapo.md.",
+        description="Trains the missing runs, and writes a page, plots and figures for each study. "
+        "See docs/reproduction.md.",
     ),
     Verb(
         "report",
@@ -293,7 +304,7 @@ VERBS = (
             argument("--max-running", type=_whole, default=16, metavar="N", help="concurrent responses (default: 16)"),
         ),
         description="Routes: /v1/models, /v1/completions, /v1/chat/completions, and SGLang's /generate. "
-        "See docs/serving.md.",
+        "See docs/evaluation.md.",
     ),
     Verb(
         "chat",
@@ -314,7 +325,12 @@ VERBS = (
         description='bash: add `eval "$(bapo completion bash)"` to ~/.bashrc; zsh: the same, to ~/.zshrc.',
     ),
     Verb("version", "print the version", verbs.version),
-    Verb("help", "explain a verb, or list all", _help, (argument("name", nargs="?", metavar="VERB"),)),
+    Verb(
+        "help",
+        "explain a verb, or list all; also every setting, or every metric",
+        _help,
+        (argument("name", nargs="?", metavar="VERB | settings | metrics"),),
+    ),
 )
 
 

@@ -1,6 +1,6 @@
 """The metrics of a run, each declared once, in metrics.toml: its meaning, unit, reductions and panel.
 
-    python -m bapo_megatron.metrics > docs/metrics.md
+    bapo help metrics
 
 A loss returns a record of per-token values. The learner reduces them over tokens, micro-batches and ranks (`tokens`);
 the recorder reduces the updates of a step to one number (`updates`); the report draws it (`panel`). An undeclared
@@ -38,7 +38,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class MetricSection:
-    """The metrics below one prefix, as docs/metrics.md shows them."""
+    """The metrics below one prefix, as `bapo help metrics` shows them."""
 
     title: str
     metrics: tuple[Metric, ...]  # in a key that holds a placeholder, one metric stands for several
@@ -83,8 +83,8 @@ def _reduced(values: Sequence[float], how: str) -> float:
     return math.fsum(finite) if how == "sum" else math.fsum(finite) / len(finite)
 
 
-def page() -> str:
-    """Return docs/metrics.md."""
+def metrics_page() -> str:
+    """Return the page of all metrics as Markdown: a table for each section."""
     parts = [_INTRO]
     for section in SECTIONS:
         parts.append(f"\n## {section.title}\n\n" + (f"{section.intro}\n" if section.intro else ""))
@@ -122,6 +122,3 @@ _UNDECLARED = Metric("", "", "")
 METRICS = {metric.key: metric for section in SECTIONS for metric in _expanded(section)}
 METRIC_FAMILIES = {metric.key: metric for section in SECTIONS for metric in section.metrics if "/NAME/" in metric.key}
 """Metrics whose keys contain a name from the run's settings, such as an evaluation set's."""
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -216,7 +216,7 @@ def reproduce(options: Namespace) -> int:
     if not (CHECKOUT / "studies" / "run.py").is_file():
         raise UserError(
             "the studies are not installed: they are the folder studies/ of the source; run `python -m bapo_megatron "
-            "reproduce` in a clone of it, see docs/reproduction/README.md"
+            "reproduce` in a clone of it, see docs/reproduction.md"
         )
     sys.path.insert(0, str(CHECKOUT))
     run = importlib.import_module("studies.run")  # studies/ import the package, never the other way round

@@ -1,8 +1,9 @@
 """All comparisons in one command.
 
-    python -m benchmarks [--quick] [ROW ...] [--output FILE.json] [--page docs/performance.md]
+    python -m benchmarks [--quick] [ROW ...] [--output FILE.json]
 
 A row is a script in this folder, which runs in its own process. --quick takes about ten minutes on two cores.
+The site's page on benchmarks shows benchmarks/results.json: --output renews it.
 """
 
 import argparse
@@ -20,8 +21,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.side_by_side import TABLE_HEAD, Row
-
 ROOT = Path(__file__).parents[1]
 ROWS = {  # row -> script
     "clip-bounds": "clip_bounds",
@@ -38,7 +37,6 @@ ROWS = {  # row -> script
     "against-trl": "against_trl",
 }
 PACKAGES = ("torch", "megatron-core", "transformers", "trl", "verl")
-BEGIN, END = "<!-- python -m benchmarks --page: begin -->", "<!-- end -->"
 LIMIT_S = 4 * 3600.0
 
 
@@ -101,30 +99,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def page_part(result: dict[str, Any]) -> str:
-    """Format a run as the marked part of a page."""
-    names = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-    host = result["machine"]
-    command = "python -m benchmarks --quick" if result["quick"] else "python -m benchmarks"
-    parts = [
-        f"`{command}`, {result['date'][:10]}: {host['cpu']}, {host['cores']} cores, one thread per process; {names}."
-    ]
-    for name in dict.fromkeys(row["row"] for row in result["rows"]):
-        fields = [{k: v for k, v in row.items() if k != "row"} for row in result["rows"] if row["row"] == name]
-        parts.append("\n".join([f"### {name}", "", TABLE_HEAD, *(str(Row(**each)) for each in fields)]))
-    missing = [f"- {x['row']}, {x['case']}: {x['reason']}." for x in result["left_out"]]
-    if missing:
-        parts.append("\n".join(["### Left out", "", *missing]))
-    return "\n\n".join(parts)
-
-
-def write_page(page: Path, part: str) -> None:
-    """Replace the text between the page's marks."""
-    head, _, rest = page.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    page.write_text(f"{head}{BEGIN}\n\n{part}\n\n{END}{tail}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 1 if a row failed."""
     parser = argparse.ArgumentParser(
@@ -133,14 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all of {', '.join(ROWS)}")
     parser.add_argument("--quick", action="store_true", help="small cases and few turns")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="file for the results")
-    parser.add_argument("--page", type=Path, metavar="FILE.md", help="page whose marked part the table replaces")
     args = parser.parse_args(argv)
     unknown = [name for name in args.rows if name not in ROWS]
     if unknown:
         print(f"error: there is no row {', '.join(unknown)}; the rows are {', '.join(ROWS)}", file=sys.stderr)
-        return 2
-    if args.page and BEGIN not in args.page.read_text():
-        print(f"error: {args.page} has no line {BEGIN}", file=sys.stderr)
         return 2
     start = time.monotonic()
     result: dict[str, Any] = {
@@ -159,8 +129,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["seconds"] = round(time.monotonic() - start, 1)
         if args.output:
             args.output.write_text(json.dumps(result, indent=1) + "\n")
-    if args.page:
-        write_page(args.page, page_part(result))
     return 1 if result["failed"] else 0
 
 

@@ -4,7 +4,7 @@
 
 Memory, descriptors and threads of a process are fitted over the steps since its start, after a warm-up: the processes
 of a role share one slope, but each has its own mean. The time of a step also depends on the machine's load, so the fit
-includes both the steps and the load.
+includes both the steps and the load. docs/resume.md shows the figure, and the verdict in short.
 """
 
 import csv

@@ -11,7 +11,7 @@ The demonstrator writes chains of modular arithmetic as a careless pupil would (
   * in 3 answers out of 10 it rambles past the result, so that lengths have a long tail and long answers are bad.
 
 The result is an ordinary Hugging Face checkpoint that solves about 30 % of the task at temperature 1. `--model study`
-makes the smaller model for the studies (docs/reproduction).
+makes the smaller model for the studies (docs/reproduction.md).
 """
 
 import argparse

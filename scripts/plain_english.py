@@ -43,7 +43,7 @@ _NO_NOUN = re.compile(r"of (?:the|a|an|one|each|all|this|its|those|both|every) "
 _ARGUMENT = re.compile(r"^\s*\w+(?:, \w+)*: (of (?:the|a|an|one|each|all|this|its|those|both|every) )", re.MULTILINE)
 _NOUN_FIRST = 'begin with the noun: what "of"?'
 _ALLOWED = re.compile(r"english: ([^>\n]*?)\s*(?:-->|$)")
-_SKIPPED = ("bapo_megatron/report/uplot/", "docs/reproduction/", "CHANGELOG.md")
+_SKIPPED = ("bapo_megatron/report/uplot/", "studies/results/")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def tracked(paths: Iterable[str]) -> list[Path]:
     """Return the tracked files below these paths that a reader can read."""
     listed = subprocess.run(["git", "ls-files", "-z", *paths], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name for name in listed.stdout.split("\0") if name and not name.startswith(_SKIPPED)]
-    return [ROOT / name for name in names if Path(name).suffix in READERS]
+    return [ROOT / name for name in names if Path(name).suffix in READERS and (ROOT / name).is_file()]
 
 
 def main(paths: list[str]) -> int:

@@ -8,13 +8,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 
 
 def filled_page(text: str) -> str:
-    """Put the table of each framework between its markers on the page."""
+    """Put the table of each framework between its marks on the page."""
     for framework, topics in frameworks().items():
-        begin, end = f"<!-- {framework} -->", f"<!-- end of {framework} -->"
+        if framework == "other":  # general names: only suggested
+            continue
+        begin, end = f"<!-- generated: coming-from {framework} -->", "<!-- end -->"
         before, rest = text.split(begin)
-        _, after = rest.split(end)
-        head = "elsewhere" if framework == "other" else framework
-        rows = [f"| | {head} | here |", "|---|---|---|", *(_row(topic, names) for topic, names in topics.items())]
+        _, _, after = rest.partition(end)
+        rows = [f"| | {framework} | here |", "|---|---|---|", *(_row(topic, names) for topic, names in topics.items())]
         text = "\n".join([before + begin, *rows, end + after])
     return text
 

@@ -37,7 +37,7 @@ def _plots(study: Study) -> Iterator[str]:
         if plot.metric in known:
             continue
         near = difflib.get_close_matches(plot.metric, known, n=3)
-        advice = f"did you mean {' or '.join(near)}?" if near else f"see docs/metrics.md, or {', '.join(DERIVED)}"
+        advice = f"did you mean {' or '.join(near)}?" if near else f"see `bapo help metrics`, or {', '.join(DERIVED)}"
         yield f'plots.{i}.metric: there is no metric "{plot.metric}"; {advice}'
 
 

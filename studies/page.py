@@ -80,7 +80,7 @@ def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, An
         f"{study.figure}: {study.question}",
         "",
         f"`{origin['command']}`, {origin['date']}, {origin['machine']}; seeds {seeds}; {versions}.",
-        "Written by the command; what the figures mean for BAPO: [docs/bapo.md](../bapo.md).",
+        "Written by the command; what the figures mean for BAPO: [docs/reproduction.md](../../docs/reproduction.md).",
         "",
         f"![{study.title}]({name}.svg)",
         "",

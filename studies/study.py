@@ -1,7 +1,7 @@
 """A study: the same small run with variants of its settings, over seeds. Each study is a TOML file in this folder.
 
 title = "BAPO against GRPO"                 figure = "Figure 9"
-question = "Does BAPO learn more?"          docs/bapo.md answers it
+question = "Does BAPO learn more?"          docs/reproduction.md answers it
 seeds = [0, 1, 2, 3, 4]
 settings = { train = { ... } }              tables of a configuration, merged over base.toml
 compare = [["BAPO", "GRPO"]]                pairs of variants, compared seed by seed

@@ -121,7 +121,7 @@ def _on_tokens(stream: TokenStream, segments: Sequence[Segment]) -> Tensor:
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return rewards, lengths and shares of one step's judged groups, under their names in docs/metrics.md."""
+    """Return rewards, lengths and shares of one step's judged groups, under their names in `bapo help metrics`."""
     samples = [s for g in groups for s in g.valid]
     lengths = [s.num_sampled_tokens for s in samples]
     rewards = [r for g in groups for r in g.rewards]

@@ -43,7 +43,7 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=2**53)
     """Seeds prompt order, sampling and mini-batch order. On a CPU, with embedded engines and neither overlap nor
     abort_tail, the same seed, layout and threads give the same run bit for bit, interrupted or not; for other cases see
-    docs/architecture.md, Resuming."""
+    docs/resume.md."""
     max_restarts: Whole = 0
     """Restarts of the trainer ranks, from the newest checkpoint, after one has died or hangs (parallel.timeout_s);
     engines keep running. The delays grow, and the count starts again once an attempt has saved three steps. No restart

@@ -159,7 +159,7 @@ class LossConfig(Section):
     """The policy loss, chosen by `name`; each loss has its own settings."""
 
     name: str = "bapo"
-    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; gspo, gmpo, cispo, sapo, m2po: docs/rivals.md;
+    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; gspo, gmpo, cispo, sapo, m2po: docs/losses.md;
     sft: maximum likelihood of all trained tokens, without advantages, for instance as a warm start; or your own
     function, "my_package.my_module:my_loss"."""
     kl_coef: NonNegative = 0.0

@@ -61,7 +61,7 @@ class BAPOTrainer(GRPOTrainer):
     """A `GRPOTrainer` whose clip bounds BAPO's search finds before each update.
 
     Args:
-        bapo: keys of [bapo] (docs/configuration.md), such as {"rho0": 0.45, "scope": "lagged"}. The default scope is
+        bapo: keys of [bapo] (`bapo help settings`), such as {"rho0": 0.45, "scope": "lagged"}. The default scope is
             exact.
 
     Raises:

@@ -51,7 +51,7 @@ class BAPOLossConfig(PolicyLossConfig):
 
     loss_mode: str = "bapo"
     bapo: dict[str, Any] = field(default_factory=dict)
-    """Keys of [bapo] (docs/configuration.md). The default scope is lagged."""
+    """Keys of [bapo] (`bapo help settings`). The default scope is lagged."""
     train_batch_size: int | None = None
     """data.train_batch_size, to check whether batches are used for several updates. If unset, this is not checked."""
 

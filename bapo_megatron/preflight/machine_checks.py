@@ -39,7 +39,7 @@ class Finding:
         return f"{mark:<5}{self.name:<20}{self.what}" + (f"; {self.advice}" if self.advice else "")
 
 
-_BASE_OPEN_FILES = 160  # measured: at most 156 in rank 0 of a run of 2,000 steps with two engines (docs/reliability.md)
+_BASE_OPEN_FILES = 160  # measured: at most 156 in rank 0 of a run of 2,000 steps with two engines (docs/resume.md)
 _FILES_OF_JUDGE = 4
 _FILES_OF_RANK = 2
 _ROOM = ("run.dir", "checkpoint.interval_steps", "checkpoint.keep_last")

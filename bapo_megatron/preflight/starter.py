@@ -123,7 +123,7 @@ def write_config(
     if errors := [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]:
         raise ConfigError("\n".join(errors))
     command = shlex.join(["bapo", "init", model, str(data), *settings])
-    text = f"# Written by `{command}`. Every other setting has its default: docs/configuration.md.\n\n"
+    text = f"# Written by `{command}`. Every other setting has its default: `bapo help settings`.\n\n"
     try:
         file.write_text(text + tomli_w.dumps(table), encoding="utf-8")
     except OSError as error:

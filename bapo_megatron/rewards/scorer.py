@@ -82,7 +82,7 @@ class RewardScorer:
         return verdicts
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics about judging (docs/metrics.md); wait_s and failed_share are means since the last call."""
+        """Return metrics about judging (`bapo help metrics`); wait_s and failed_share are means since the last call."""
         with self._lock:
             wait_s = self._waited_s / self._num_waited if self._num_waited else 0.0
             failed_share = self._num_recent_failures / self._num_waited if self._num_waited else 0.0

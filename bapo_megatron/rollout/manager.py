@@ -155,7 +155,7 @@ class RolloutManager:
         return num_tokens, self.scheduler.num_answers, self.engines.pool.num_fenced
 
     def _metrics(self, stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
-        """Return the costs of a batch, under the names of docs/metrics.md."""
+        """Return the costs of a batch, under the names of `bapo help metrics`."""
         filtered = self.config.rollout.keep_group != "all"
         judged_mean = statistics.fmean(stats.rewards) if stats.rewards else math.nan
         return {

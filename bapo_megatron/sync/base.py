@@ -42,7 +42,7 @@ class SyncStats:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + self._last_lap_s - last
 
     def metrics(self) -> dict[str, float]:
-        """Return the stats under the names of docs/metrics.md."""
+        """Return the stats under the names of `bapo help metrics`."""
         stages = {f"sync/{stage}_s": seconds for stage, seconds in self.seconds.items()}
         return {
             "sync/bytes": float(self.num_bytes),

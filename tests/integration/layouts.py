@@ -1,10 +1,12 @@
-"""The table of docs/layouts.md: every layout against one process, measured.
+"""Every layout against one process, measured. scripts/layouts_page.py shows the figures of layouts.json.
 
-python -m tests.integration.layouts        measures, and writes the table into docs/layouts.md
+python -m tests.integration.layouts        measures, and writes layouts.json
 """
 
+import json
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ FAMILIES = {"qwen3": 0.3, "qwen2": 0.4}
 LOSS_LIMIT, GRADIENT_LIMIT = 1e-6, 1e-5
 LR = 3e-4
 CLIP_GRAD = 0.05  # far below the norms of these gradients, so that every update is clipped
+RESULTS = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
@@ -177,32 +180,21 @@ def measure_all(root: Path) -> dict[str, dict[str, Difference]]:
     }
 
 
-def table(differences: dict[str, dict[str, Difference]]) -> str:
-    """Return the table in Markdown."""
+def rows(differences: dict[str, dict[str, Difference]]) -> list[dict[str, Any]]:
+    """Return the rows of layouts.json."""
     processes = {layout.title: layout.num_processes for layout in LAYOUTS}
-    lines = [
-        "| layout | processes | " + " | ".join(f"{f}: loss | gradient | norm" for f in FAMILIES) + " | bounds |",
-        "|---|---" + "|---|---|---" * len(FAMILIES) + "|---|",
+    return [
+        {"layout": title, "processes": processes[title], "models": {f: asdict(d) for f, d in by_family.items()}}
+        for title, by_family in differences.items()
     ]
-    for title, by_family in differences.items():
-        cells = [f"{value:.1e}" for d in by_family.values() for value in (d.loss, d.gradient, d.norm)]
-        same = "identical" if all(d.same_bounds for d in by_family.values()) else "DIFFERENT"
-        lines.append(" | ".join([f"| {title}", str(processes[title]), *cells, f"{same} |"]))
-    return "\n".join(lines)
 
 
 def main() -> None:
-    """Measure, and write the numbers into the page."""
+    """Measure, and write the figures."""
     with tempfile.TemporaryDirectory() as folder:
-        differences = measure_all(Path(folder))
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(differences)}\n{END}{after}", encoding="utf-8")
+        result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "rows": rows(measure_all(Path(folder)))}
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
-
-PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Every layout of docs/layouts.md against one process, and checkpoints that move between layouts."""
+"""Every layout against one process, and checkpoints that move between layouts."""
 
 import json
 from itertools import pairwise
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layouts_page import layouts_page, table
 from megatron.core import parallel_state
 
 from bapo_megatron.buffer.packing import one_minibatch
@@ -13,35 +14,46 @@ from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.learner.megatron import MegatronLearner
 from tests.distributed import run_distributed
-from tests.integration.layouts import BEGIN, END, GRADIENT_LIMIT, LAYOUTS, LOSS_LIMIT, PAGE, Layout, measure_all, table
+from tests.integration.layouts import (
+    GRADIENT_LIMIT,
+    LAYOUTS,
+    LOSS_LIMIT,
+    RESULTS,
+    Difference,
+    Layout,
+    measure_all,
+    rows,
+)
 from tests.integration.learner_reference import BOUNDS, random_batch, save_random_model
 
 
-def rows(markdown: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.strip().splitlines()]
+def is_within_limits(d: Difference) -> bool:
+    return d.loss <= LOSS_LIMIT and d.gradient <= GRADIENT_LIMIT and d.norm <= GRADIENT_LIMIT and d.same_bounds
 
 
 @pytest.mark.slow
 def test_every_layout_equals_one_process(tmp_path: Path) -> None:
     differences = measure_all(tmp_path)
-    print(table(differences))
-    wrong = {
-        title: by_family
-        for title, by_family in differences.items()
-        for d in by_family.values()
-        if not (d.loss <= LOSS_LIMIT and d.gradient <= GRADIENT_LIMIT and d.norm <= GRADIENT_LIMIT and d.same_bounds)
-    }
-    assert not wrong
+    print(table(rows(differences)))
+    assert not {title: d for title, d in differences.items() if not all(map(is_within_limits, d.values()))}
 
 
-def test_the_page_shows_these_layouts_within_their_limits() -> None:
-    """The page's numbers are rounding errors of one machine; the rows, and that errors are small, hold everywhere."""
-    _, _, *shown = rows(PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0])
-    assert [(row[0], row[1]) for row in shown] == [(layout.title, str(layout.num_processes)) for layout in LAYOUTS[1:]]
-    for _, _, *numbers, bounds in shown:
-        loss, gradient, norm = (max(map(float, numbers[i::3])) for i in range(3))
-        assert (loss <= LOSS_LIMIT, gradient <= GRADIENT_LIMIT, norm <= GRADIENT_LIMIT) == (True, True, True)
-        assert bounds == "identical"
+def test_the_result_file_has_these_layouts_within_their_limits() -> None:
+    """Its figures are rounding errors of one machine; the rows, and that errors are small, hold everywhere."""
+    shown = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    assert [(row["layout"], row["processes"]) for row in shown] == [(x.title, x.num_processes) for x in LAYOUTS[1:]]
+    assert all(is_within_limits(Difference(**d)) for row in shown for d in row["models"].values())
+
+
+def test_the_page_has_a_row_for_every_layout() -> None:
+    text = layouts_page()
+    assert [
+        layout.title for layout in LAYOUTS[1:] if f"\n| {layout.title} | {layout.num_processes} | " not in text
+    ] == []
+    assert "<!--" not in text, "a mark that was not filled"
+    different = Difference(loss=0.25, gradient=1e-6, norm=0.0, same_bounds=False)
+    *_, row = table(rows({"TP2": {"qwen3": different}})).splitlines()
+    assert row == "| TP2 | 2 | 2.5e-01 | 1.0e-06 | 0.0e+00 | DIFFERENT |"
 
 
 def check_resumed(rank: int, world_size: int, root: Path, layout: Layout, load: int | None, save: int) -> None:

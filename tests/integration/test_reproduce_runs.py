@@ -22,7 +22,7 @@ from studies.pool import is_finished, run_path, train_all
 from studies.study import Run, load_study, plan_runs
 from tests.hang import HANG_S, PATIENT
 
-COMMITTED = Path(__file__).parents[2] / "docs" / "reproduction"
+COMMITTED = Path(__file__).parents[2] / "studies" / "results"
 
 STUDY = """
 title = "Two short runs"

@@ -1,4 +1,4 @@
-"""Three of the sick and healthy runs; sick_runs.py has all of them, for docs/monitoring.md."""
+"""Three of the sick and healthy runs; sick_runs.py has all of them."""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ import pytest
 from tests.plugins.environments import ROOT, Environment, make_environment
 
 RUN = str(ROOT / "tests" / "plugins" / "trl_run.py")
-PAGE = ROOT / "docs" / "plugins" / "trl.md"
+PAGE = ROOT / "docs" / "plugins.md"
 
 
 @pytest.fixture(scope="module")

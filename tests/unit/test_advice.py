@@ -60,7 +60,7 @@ def test_a_dry_run_warns_of_what_is_not_here(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["docs/data.md", "docs/start/one-node.md", "scripts/install_sglang_cpu.sh"])
+@pytest.mark.parametrize("name", ["docs/data.md", "docs/start.md", "scripts/install_sglang_cpu.sh"])
 def test_pages_and_scripts_are_named_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(ROOT)
     assert located(f"see {name}; then") == f"see {name}; then"

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.load import load_config
+from bapo_megatron.config.paths import schema
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
-from bapo_megatron.monitor.alarms import RULES, Alarm, AlarmLog
+from bapo_megatron.metrics import METRICS
+from bapo_megatron.monitor.alarms import RULES, Alarm, AlarmLog, Rule
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.runs.folder import RunDir
@@ -23,7 +26,7 @@ from tests.unit.test_full_disk import full_disk
 
 Metrics = Mapping[str, float]
 ROOT = Path(__file__).parents[2]
-STUDIES = ROOT / "docs" / "reproduction"
+STUDIES = ROOT / "studies" / "results"
 
 # A step at which nothing is wrong, with the metrics that rules read.
 WELL: Metrics = {
@@ -392,13 +395,16 @@ def test_ranks_other_than_the_first_leave_the_status_to_it(tmp_path: Path) -> No
         assert status_of(tmp_path)["state"] == "starting"
 
 
-# the page
+# the advice
 
 
-def test_every_alarm_is_in_the_documentation() -> None:
-    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    documented = [line.split(" | ")[0].removeprefix("| ") for line in page.partition("## Alarms")[2].splitlines()]
-    assert [name for name in documented if name in {rule.name for rule in RULES}] == [rule.name for rule in RULES]
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_an_alarm_names_settings_metrics_and_alarms_that_exist(rule: Rule) -> None:
+    advice = f"{rule.cause} {rule.change}"
+    settings = set(re.findall(r"([a-z]+)\.([a-z0-9_]+)", advice)) - {("samples", "jsonl")}
+    assert settings <= schema().keys()
+    assert set(re.findall(r"[a-z]+/[a-z_]+", advice)) <= METRICS.keys()
+    assert set(rule.unless) <= {other.name for other in RULES}
 
 
 def test_a_history_with_every_metric_that_a_report_draws_has_no_alarm_of_a_lasting_state(tmp_path: Path) -> None:

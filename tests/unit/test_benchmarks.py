@@ -9,9 +9,8 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import gates
+from benchmarks.page import COMPARED, RESULTS, benchmarks_page, page
 from benchmarks.side_by_side import DisagreementError, Row, same, take_turns
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_ways_take_turns_in_alternating_order_and_a_row_is_the_median_of_the_turns_ratios() -> None:
@@ -45,25 +44,21 @@ def test_a_row_whose_sides_disagree_is_an_error() -> None:
 
 def test_one_row_as_json(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{command.BEGIN}\nold\n{command.END}\nafter\n")
-    assert command.main(["replies", "--quick", "--output", str(output), "--page", str(page)]) == 0
+    assert command.main(["replies", "--quick", "--output", str(output)]) == 0
     result = json.loads(output.read_text())
     assert {"date", "quick", "seconds", "machine", "versions", "rows", "left_out", "failed"} == set(result)
     assert {"cpu", "cores", "system"} == set(result["machine"])
     assert {"python", "torch", "transformers"} <= set(result["versions"])
     assert (result["quick"], result["left_out"], result["failed"]) == (True, [], [])
+    text = page(result)
     assert [row.pop("row") for row in result["rows"]] == ["replies", "replies"]
     for row in (Row(**fields) for fields in result["rows"]):
         assert 0 < row.low <= row.ratio <= row.high
         assert row.num_turns == 5
         assert min(row.ours, row.theirs) > 0
         assert min(row.load_before, row.load_after) >= 0
-    text = page.read_text()
-    assert text.startswith(f"before\n{command.BEGIN}\n\n`python -m benchmarks --quick`, {result['date'][:10]}")
-    assert text.endswith(f"{command.END}\nafter\n")
-    assert "### replies\n\n| case | against |" in text
-    assert "old" not in text
+    assert f"\n`python -m benchmarks --quick`, {result['date'][:10]}: {result['machine']['cpu']}, " in text
+    assert [f"\n{Row(**row)}\n" in text for row in result["rows"]] == [True, True]
 
 
 def test_an_unknown_row_is_refused_by_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,11 +86,22 @@ def test_a_failed_row_is_named_and_the_others_go_on(
     assert "packing: failed" in capsys.readouterr().err
 
 
-def test_every_row_has_its_place_on_the_page() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text()
-    assert command.BEGIN in page
-    assert command.END in page
-    assert not [name for name in command.ROWS if f"\n- **{name}**: " not in page]
+def test_the_page_shows_every_row_of_the_committed_results() -> None:
+    assert COMPARED.keys() == command.ROWS.keys()
+    result = json.loads(RESULTS.read_text(encoding="utf-8"))
+    absent = {x["row"] for x in (*result["left_out"], *result["failed"])}
+    assert {row["row"] for row in result["rows"]} | absent == command.ROWS.keys()
+    text = benchmarks_page()
+    for row in result["rows"]:
+        assert f"\n{Row(**{k: v for k, v in row.items() if k != 'row'})}\n" in text
+    assert all(f"\n- {x['row']}, {x['case']}: {x['reason']}.\n" in text for x in result["left_out"])
+
+
+def test_a_page_names_what_failed() -> None:
+    result = json.loads(RESULTS.read_text(encoding="utf-8"))
+    failed = {"row": "packing", "error": "DisagreementError: ours and theirs disagree"}
+    text = page(result | {"rows": [], "left_out": [], "failed": [failed]})
+    assert text.endswith("## Left out\n\n- packing: it failed (DisagreementError: ours and theirs disagree).\n")
 
 
 def test_a_count_below_the_baseline_is_named_with_the_way_to_renew_it() -> None:

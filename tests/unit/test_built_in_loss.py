@@ -66,9 +66,8 @@ assert '"reinforce"' in message("loss.name=reinfor")
 (idle,) = idle_settings(load_config(["demo"], ["loss.name=reinforce", "monitor.token_profile=true"]))
 assert "monitor.token_profile=true has no effect" in idle.message
 
-sys.path.append("scripts")
-import write_configuration_page
-assert "| `baseline` | number | `0.0` | reinforce: Subtracted from advantages. |" in write_configuration_page.document()
+from bapo_megatron.config.page import settings_page
+assert "| `baseline` | number | `0.0` | reinforce: Subtracted from advantages. |" in settings_page()
 
 import math
 import torch

@@ -172,6 +172,8 @@ HEAVY = ("torch", "transformers", "megatron", "sglang", "numpy", "aiohttp", "tok
         (["--version"], 0),
         (["--help"], 0),
         (["help", "train"], 0),
+        (["help", "settings"], 0),
+        (["help", "metrics"], 0),
         (["trian"], 2),
         (["train", "--lr", "3"], 2),
         (["check", "demo", "optimizer.l=1"], 2),
@@ -321,7 +323,7 @@ def test_a_package_without_the_studies_says_where_they_are(
     assert cli.main(["reproduce", "staleness"]) == 2
     assert capsys.readouterr().err == (
         "bapo: the studies are not installed: they are the folder studies/ of the source; run `python -m bapo_megatron "
-        "reproduce` in a clone of it, see docs/reproduction/README.md\n"
+        "reproduce` in a clone of it, see docs/reproduction.md\n"
     )
 
 

@@ -1,19 +1,25 @@
-"""The page of all settings is the one that the schema describes."""
+"""The page of all settings, and the names of other frameworks for them."""
+
+import re
 
 from write_coming_from_page import PAGE as COMING_FROM
 from write_coming_from_page import filled_page
-from write_configuration_page import PAGE, document
 
 from bapo_megatron.config.coming_from import meant_by, their_settings
+from bapo_megatron.config.page import settings_page
 from bapo_megatron.config.paths import schema
 
 
-def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == document(), "run: python scripts/write_configuration_page.py"
+def test_the_page_has_every_setting() -> None:
+    page = settings_page()
+    shown = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    sections = set(re.findall(r"^##+ \[+([\w.]+)\]", page, re.MULTILINE))
+    assert {path[0] for path in schema() if len(path) > 1} <= sections
+    assert {path[1] for path in schema() if len(path) > 1} <= shown
 
 
 def test_every_setting_says_what_it_is() -> None:
-    bare = [line for line in document().splitlines() if line.startswith("| `") and line.endswith("|  |")]
+    bare = [line for line in settings_page().splitlines() if line.startswith("| `") and line.endswith("|  |")]
     assert [line.split("`")[1] for line in bare] == []
 
 

@@ -4,11 +4,9 @@ import importlib
 import json
 import math
 import re
-import runpy
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import CheckpointError, UserError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
-from bapo_megatron.metrics import METRICS, page
+from bapo_megatron.metrics import METRICS, metrics_page
 from bapo_megatron.report.gallery import PANELS, with_named
 from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.runs.history import read_history
@@ -57,9 +55,11 @@ def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     return message.replace(f"{DOCS.parent}/", "").rstrip("\n")
 
 
-def test_the_page_shows_every_example_in_full() -> None:
+def test_the_page_shows_or_links_every_example() -> None:
+    linked = re.findall(r"\(examples/(\w+\.py)\)", EXTENDING)
+    assert linked == ["keep_near.py"]
     for path in sorted(EXAMPLES.iterdir()):
-        if path.is_file():
+        if path.is_file() and path.name not in linked:
             assert f"\n{path.read_text(encoding='utf-8')}```" in EXTENDING, path.name
 
 
@@ -71,20 +71,33 @@ def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture
         assert check(capsys, *command.split()) == "", command
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "loss.name=cispo:SISPO",
-        "loss.name=cispo:CISPO loss.options.kap=3",
-        "loss.name=cispo:CISPO loss.max_drift=0.1",
-        "advantage.kind=hard_groups:hard_groups",
-        "reward.kind=max_rl:max_rl",
-        "rollout.engine=nice_engine:engine_specs",
-        "model.family=seed_oss:FAMILY",
-    ],
-)
-def test_mistakes_give_the_messages_on_the_page(capsys: pytest.CaptureFixture[str], mistake: str) -> None:
-    assert f"    {check(capsys, *mistake.split())}\n" in EXTENDING
+MISTAKES = {
+    "loss.name=cispo:CISPO loss.options.kap=3": "no such setting: loss.options.kap; did you mean loss.options.cap? "
+    '(options of loss.name="cispo:CISPO")',
+    "loss.name=cispo:CISPO loss.max_drift=0.1": "loss.max_drift is not a setting of your own loss, but of "
+    'loss.name="bapo", loss.name="grpo", loss.name="gspo", loss.name="gmpo", loss.name="cispo", loss.name="sapo" and '
+    'loss.name="m2po" (override loss.max_drift=0.1)',
+    "advantage.kind=hard_groups:hard_groups": 'advantage.kind="hard_groups:hard_groups": its signature is (group: '
+    "bapo_megatron.types.Group, config: bapo_megatron.config.schema.Config) -> bool, which does not fit: the "
+    "parameters are group. Expected: def advantage(group: GroupView) -> list[float], one for each sample; or a list "
+    "for each, one for each turn",
+    "reward.kind=max_rl:max_rl": 'reward.kind="max_rl:max_rl": it asks for group. Expected: def judge(answer, response)'
+    " -> float, plain or async, with parameters out of prompt, answer, response, source (they are passed by name)",
+    "rollout.engine=nice_engine:engine_specs": 'rollout.engine="nice_engine:engine_specs": it is of type function, not '
+    'EngineKind. Expected: an EngineKind, such as KIND = EngineKind("vLLM server", specs="my_vllm.start:engine_specs", '
+    "on_gpus=True)",
+    "model.family=seed_oss:FAMILY": "model.family=\"seed_oss:FAMILY\" is for model_type 'seed_oss', and the config.json"
+    " of model.path='demo' has 'qwen3'; leave model.family out, or set model.path to a model of that type",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gives_one_message(capsys: pytest.CaptureFixture[str], mistake: str) -> None:
+    assert check(capsys, *mistake.split()) == f"bapo: {MISTAKES[mistake]}"
+
+
+def test_the_message_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"    {check(capsys, 'loss.name=cispo:SISPO')}\n" in EXTENDING
 
 
 def cispo_record(cap: float) -> tuple[torch.Tensor, object]:
@@ -113,7 +126,7 @@ def test_the_metric_is_summed_recorded_and_drawn(tmp_path: Path) -> None:
     (metric,) = own = CustomLoss(name="cispo:CISPO").metrics
     assert metric.key == METRIC
     assert METRIC not in METRICS
-    assert METRIC not in page(), "docs/metrics.md has the package's"
+    assert METRIC not in metrics_page(), "the page has the package's"
     assert metric.panel in {other.panel for other in METRICS.values()}
     tokens = cispo_record(cap=3.0)[1]
     assert sums_of(tokens, own=own)[METRIC] == 1.0
@@ -174,7 +187,7 @@ def test_the_family_has_the_tensors_and_logits_of_transformers(tmp_path: Path) -
     hf_config = load_hf_config(tmp_path)
     with pytest.raises(CheckpointError) as refused:
         model_shape(hf_config)
-    assert f"    bapo: {refused.value}\n" in EXTENDING
+    assert str(refused.value).startswith("model_type 'seed_oss' is not supported; the families are gemma, llama, ")
 
     own = own_family(load_config(["demo"], ["model.family=seed_oss:FAMILY"]).model.family)
     assert own is not None
@@ -205,15 +218,3 @@ def test_every_setting_named_exists() -> None:
     for found in re.findall(r"`([a-z]+\.[a-z_]+)", EXTENDING):
         section, key = found.split(".")
         assert section not in sections or key in ("md", "py", "toml") or found in known, found
-
-
-@pytest.mark.parametrize(
-    ("page", "is_later"),
-    [("api/rollout.md", True), ("reproduction/domains.md", True), ("data.md", False), ("start/one-node.md", False)],
-)
-def test_a_search_of_the_docs_finds_guides_first(page: str, is_later: bool) -> None:
-    hook = runpy.run_path(str(DOCS.parent / "scripts" / "docs_search.py"))
-    found = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
-    assert hook["on_page_markdown"]("text", page=found, config=None, files=None) == "text"
-    assert found.meta == ({"search": {"boost": 0.2}} if is_later else {})
-    assert (DOCS / page).exists()

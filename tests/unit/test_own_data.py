@@ -24,7 +24,7 @@ from bapo_megatron.rewards.answers import final_answer, judge_text
 from tests.hang import HANG_S
 
 COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"
-TABLE = COMING_FROM.read_text(encoding="utf-8").partition("<!-- data -->")[2].partition("<!-- end of data -->")[0]
+TABLE = COMING_FROM.read_text(encoding="utf-8").partition("## Files of prompts")[2].partition("\n## ")[0]
 EXAMPLES = [
     (name, json.loads(row), tomllib.loads(setting).get("data", {}).get("fields", {}) if "=" in setting else {})
     for name, row, setting in re.findall(r"^\| (\w+) \| `(\{.*\})` \| `(.*)`.*\|$", TABLE, re.MULTILINE)

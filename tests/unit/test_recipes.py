@@ -1,9 +1,9 @@
-"""Every shipped combination of model, algorithm and cluster passes `bapo check`, and is in docs/recipes.md."""
+"""Every shipped combination of model, algorithm and cluster passes `bapo check`, and is on the page of plans."""
 
 from pathlib import Path
 
 import pytest
-from write_recipes_page import ALGORITHMS, PAGE, combinations, filled_page, planned
+from plans_page import ALGORITHMS, best_example, combinations, example, planned, table
 
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config, shipped_configs
@@ -14,6 +14,7 @@ from bapo_megatron.preflight.plan import check_machines, check_memory, check_unu
 COMBINATIONS = [(model, algorithm, cluster) for model, cluster in combinations() for algorithm in ALGORITHMS]
 
 FP8 = "precision/fp8"
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 def test_every_shipped_file_is_part_of_a_combination() -> None:
@@ -55,9 +56,20 @@ def test_32b_on_one_node_is_refused_with_the_numbers(
     assert "GiB" in error
 
 
-def test_the_page_holds_the_plan_of_every_combination() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == filled_page(text), "python scripts/write_recipes_page.py writes the table into docs/recipes.md"
+def test_the_page_has_a_plan_of_every_combination() -> None:
+    head, _, *lines = (line.strip("| ").split(" | ") for line in table().splitlines())
+    shown = [(f"recipes/{model}", f"clusters/{cluster}") for model, cluster, *_ in lines]
+    assert shown == combinations()
+    assert all(len(cells) == len(head) and all(cells) for cells in lines)
+
+
+def test_the_page_has_the_output_of_the_commands() -> None:
+    shown = "\n".join(example().splitlines()[:4])
+    assert f"\n{shown}\n" in RECIPES.read_text(encoding="utf-8"), "the first lines are on this page too"
+    for text, verdict in ((example(), "fits       yes: "), (best_example(), "best       trainer 16 GPUs, servers ")):
+        command, *output = text.splitlines()
+        assert command.startswith("    $ bapo plan ")
+        assert any(line.startswith(f"    {verdict}") for line in output)
 
 
 def test_a_recipes_run_has_its_name() -> None:

@@ -53,7 +53,7 @@ def run_all(*names: str) -> None:
             '"reward/meen"',
             r'study mine: plots.0.metric: there is no metric "reward/meen"; did you mean reward/mean',
         ),
-        ('"reward/mean"', '"zzz"', r'no metric "zzz"; see docs/metrics.md, or clip_share, '),
+        ('"reward/mean"', '"zzz"', r'no metric "zzz"; see `bapo help metrics`, or clip_share, '),
         ('"reward/mean"', '"profile"', r"study mine, variant 'narrow': .*needs monitor.token_profile = true"),
         (
             SETTINGS,

@@ -214,7 +214,9 @@ def test_prose_names_the_images_that_ours_start_from(stack: Stack) -> None:
     assert base in (ROOT / "docker" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "docker/README.md", "docs/architecture.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "CONTRIBUTING.md", "docker/README.md", "docs/architecture.md", "docs/weight-sync.md"]
+)
 def test_prose_names_the_pinned_versions(path: str) -> None:
     text = (ROOT / path).read_text()
     known = {name: {pins("cpu").get(name), pins("gpu").get(name)} for name in pins("cpu").keys() | pins("gpu").keys()}

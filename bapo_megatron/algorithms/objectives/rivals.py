@@ -1,4 +1,4 @@
-"""Other losses of the ratio r_t, or of a response's ratio (docs/rivals.md).
+"""Other losses of the ratio r_t, or of a response's ratio (docs/losses.md).
 
     gspo    sum_t min(s A_t, clip(s, c_low, c_high) A_t), with s the geometric mean of a response's r_t (GSPO-token,
             arXiv 2507.18071, Eq. 13)

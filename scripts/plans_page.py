@@ -1,0 +1,168 @@
+"""The site's page on plans: an example, the best splits, and what each shipped model needs on each cluster."""
+
+import functools
+import itertools
+
+from bapo_megatron.config.load import load_config, shipped_configs
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.preflight.explain import explain_best, explain_plan, outline, time_text
+from bapo_megatron.preflight.known import GIB, planned_config
+from bapo_megatron.preflight.plan import make_plan
+from bapo_megatron.preflight.suggest import best_split, smallest_cluster
+
+# Files merged between the model's file and the cluster's file.
+ALGORITHMS = {
+    "GRPO": ("algorithms/grpo",),
+    "BAPO": ("algorithms/bapo",),
+    "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
+}
+RESPONSE_SHARE = 4  # the maximum response is this many times longer than the average
+EXAMPLE = ("recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
+EXAMPLE_TOKENS = 8000
+BEST = ("recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/4x8-h100")
+# Models in the table of best splits, and the workload for all of them.
+SIZES = {
+    "1.5B": "models/DeepSeek-R1-Distill-Qwen-1.5B",
+    "7B": "models/DeepSeek-R1-Distill-Qwen-7B",
+    "32B": "models/Qwen3-32B",
+    "70B": "models/Llama-3.3-70B-Instruct",
+}
+NODES = (1, 2, 8, 16)
+WORKLOAD = (
+    "model.dtype=bfloat16",
+    "data.max_prompt_tokens=1024",
+    "rollout.max_response_tokens=8192",
+    "train.max_tokens_per_microbatch=16384",
+    "sync.bucket_mib=512",
+)
+
+
+_PAGE = """\
+# Plans
+
+What `bapo plan` says of the shipped [recipes](recipes.md), on every cluster for which a file ships. All figures are
+estimates: rooflines from data sheets, at assumed shares of the peak rates. None has been measured on GPUs.
+
+## A plan
+
+{example}
+
+## A best split
+
+{best_example}
+
+## Best splits
+
+H100 nodes (8 x 80 GB) and BAPO, with 64 prompts x 8 samples per step, prompts of up to 1024 tokens and responses of up
+to 8192, all of full length. TP, PP, CP and DP are the ranks of `parallel.tensor`, `pipeline`, `context` and `data`.
+
+{best_splits}
+
+## Every combination
+
+Expected times of a step for responses of a quarter of the allowed length, and memory at full length.
+
+{table}
+"""
+
+
+@functools.cache  # `mkdocs serve` asks at each change of a page, and the best splits take half a minute
+def plans_page() -> str:
+    """Return the page as Markdown."""
+    return _PAGE.format(example=example(), best_example=best_example(), best_splits=best_splits(), table=table())
+
+
+def combinations() -> list[tuple[str, str]]:
+    """List the (model, cluster) names. A 32B model and its servers need more than one node."""
+    shipped = sorted(shipped_configs())
+    models = [name for name in shipped if name.startswith("recipes/")]
+    clusters = [name for name in shipped if name.startswith("clusters/")]
+    clusters.sort(key=lambda name: int(name.removeprefix("clusters/").split("x")[0]))
+    return [(m, c) for m in models for c in clusters if not ("32b" in m and c.startswith("clusters/1x"))]
+
+
+def planned(model: str, algorithm: str, cluster: str) -> Config:
+    """Load the configuration of one cell."""
+    return load_config([model, *ALGORITHMS[algorithm], cluster])
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    times = " | ".join(f"{name}: train, rollout" for name in ALGORITHMS)
+    lines = [
+        f"| model | cluster | TP x PP x DP | GiB of a trainer GPU | KV tokens of a server | sync | {times} |",
+        "|---|---|---|---|---|---|" + "---|" * len(ALGORITHMS),
+    ]
+    for model, cluster in combinations():
+        lines.append("| " + " | ".join(_cells(model, cluster)) + " |")
+    return "\n".join(lines)
+
+
+def _cells(model: str, cluster: str) -> list[str]:
+    configs = [planned(model, algorithm, cluster) for algorithm in ALGORITHMS]
+    plans = []
+    for config in configs:
+        response_tokens = config.rollout.max_response_tokens // RESPONSE_SHARE
+        plans.append(make_plan(config, model_shape(planned_config(config.model.path)), response_tokens))
+    p, plan = configs[0].parallel, plans[0]
+    peak = max(each.trainer.total for each in plans)
+    assert all(each.server and each.rollout for each in plans)
+    return [
+        model.removeprefix("recipes/"),
+        cluster.removeprefix("clusters/"),
+        f"{p.tensor} x {p.pipeline} x {p.data}",
+        f"{peak / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
+        f"{plan.server.kv_tokens / 1e6:.1f}M" if plan.server else "",
+        f"{plan.sync_bytes / 1e9:.0f} GB, {time_text(plan.sync.expected)}",
+        *(f"{time_text(each.train.expected)}, {time_text(each.rollout.expected)}" for each in plans if each.rollout),
+    ]
+
+
+def best_splits() -> str:
+    """Return the table of the best splits as Markdown."""
+    lines = [
+        "| model | nodes | trainer: GPUs = TP x PP x CP x DP | recompute | GiB of a trainer GPU | servers: number x TP "
+        "| train, rollout | a step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for size, nodes in itertools.product(SIZES, NODES):
+        lines.append(f"| {size} | {nodes} | {' | '.join(_split_cells(SIZES[size], nodes))} |")
+    return "\n".join(lines)
+
+
+def _split_cells(model: str, nodes: int) -> list[str]:
+    settings = [f"model.path={model}", f"cluster.nodes={nodes}", *WORKLOAD]
+    config = load_config(["algorithms/bapo", "clusters/1x8-h100"], settings)
+    hf_config = planned_config(model)
+    best = best_split(config, hf_config)
+    if best is None:
+        return [f"none fits: {smallest_cluster(config, hf_config)} nodes do", *[""] * 5]
+    p, r, plan = best.config.parallel, best.config.rollout, best.plan
+    assert plan.rollout
+    return [
+        f"{best.config.parallel.size} = {p.tensor} x {p.pipeline} x {p.context} x {p.data}",
+        "on" if best.config.train.recompute else "off",
+        f"{plan.trainer.total / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
+        f"{r.num_servers} x {r.server_tensor_parallel}",
+        f"{time_text(plan.train.expected)}, {time_text(plan.rollout.expected)}",
+        time_text(best.balance.step_s),
+    ]
+
+
+def example() -> str:
+    """Return the example's `bapo plan` output as an indented block."""
+    config = load_config(EXAMPLE)
+    plan = explain_plan(config, EXAMPLE_TOKENS)
+    command = f"$ bapo plan {' '.join(EXAMPLE)} --response-tokens {EXAMPLE_TOKENS}"
+    return _indented(command, f"{plan.verdict}\n\n{outline(config)}\n{plan.needs}")
+
+
+def best_example() -> str:
+    """Return the output of `bapo plan --best` as an indented block."""
+    text, _ = explain_best(load_config(BEST))
+    return _indented(f"$ bapo plan --best {' '.join(BEST)} -o best.toml", f"{text}\nwritten to best.toml")
+
+
+def _indented(command: str, text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in [command, *text.splitlines()])
