@@ -67,7 +67,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("short", ["returned a loss_R of [3]", "not of [4]"]),
         ("constant", ["does not depend on inputs.log_probs_R"]),
         ("options", ["KeyError: 'scale'", "loss_options.py:2: "]),
-        ("metric", ["returned a TokenLoss without cut_R, of which loss/cut is made"]),
+        ("metric", ["returned a TokenLoss without cut_R, which loss/cut needs"]),
     ],
 )
 def test_a_mistake_is_named_with_its_line(checked: Checked, name: str, answers: list[str]) -> None:

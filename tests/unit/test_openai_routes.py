@@ -182,7 +182,7 @@ def test_a_chat_template_is_used(model: TextModel, monkeypatch: pytest.MonkeyPat
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": "1" * 5000}, "leaves no room in a context of"),
         ({"prompt": [99999]}, "token ids must be in"),
-        ({"prompt": []}, "prompt: 1 to 128"),
+        ({"prompt": []}, "prompts x n must be 1 to 128"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_k": 0}, "top_k: must be -1"),
