@@ -25,7 +25,7 @@ from bapo_megatron.config.load import shipped_configs
 from bapo_megatron.config.paths import schema
 from tests.attacks.conftest import deadline
 
-NUM_MUTATIONS = 200  # of the campaign's 2,000
+NUM_MUTATIONS = 200  # the beginning of the campaign's 2,000
 MAX_ANSWER_S = 10.0  # CPU time: sixty times the slowest
 BASES = (
     ("demo",),
