@@ -3,7 +3,8 @@
 #
 #   VENV             environment to use or create (default: the active one, or .venv in the checkout)
 #   PYTHON           interpreter that creates it (default: python3)
-#   BAPO_TORCH_SPEC  torch to install if there is none (default: the version in requirements/cpu.txt)
+#   BAPO_STACK       cpu or gpu: versions from requirements/cpu.txt or gpu.txt (default: gpu if nvidia-smi lists a GPU)
+#   BAPO_TORCH_SPEC  torch to install if there is none (default: the version in that file)
 #   BAPO_TORCH_INDEX package index for torch alone, such as PyTorch's own index of CPU builds
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -15,6 +16,8 @@ fail() {
     printf 'error: %s\n' "$*" >&2
     exit 2
 }
+
+[[ "${BAPO_STACK:-cpu}" == cpu || "${BAPO_STACK:-}" == gpu ]] || fail "BAPO_STACK must be cpu or gpu, got $BAPO_STACK"
 
 # Find or create the environment, and set PY to its interpreter.
 use_environment() {
@@ -61,6 +64,19 @@ use_offline() {
         say "no setuptools here: bapo doctor cannot compare versions"
 }
 
+# Print the file of tested versions for this machine. On a GPU machine it has the torch that SGLang pins: another one would
+# be replaced when SGLang is installed, under everything that was compiled against it.
+pins() {
+    local stack="${BAPO_STACK:-}"
+    if [[ -z "$stack" ]]; then
+        stack=cpu
+        if command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU '; then
+            stack=gpu
+        fi
+    fi
+    printf '%s\n' "$ROOT/requirements/$stack.txt"
+}
+
 # Succeed if pip can compile a package, which reasoning-gym needs.
 can_compile() {
     command -v cc >/dev/null &&
@@ -72,7 +88,7 @@ install_torch() {
     if "$PY" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
         return
     fi
-    local spec="${BAPO_TORCH_SPEC:-$(grep '^torch==' "$ROOT/requirements/cpu.txt")}" index=()
+    local spec="${BAPO_TORCH_SPEC:-$(grep '^torch==' "$(pins)")}" index=()
     if [[ -n "${BAPO_TORCH_INDEX:-}" ]]; then
         index=(--index-url "$BAPO_TORCH_INDEX")
     fi
@@ -84,7 +100,7 @@ install_torch() {
 constraints() {
     local file="$VIRTUAL_ENV/.bapo-constraints.txt" torch
     torch="$("$PY" -c 'from importlib.metadata import version; print(version("torch"))')"
-    sed "s/^torch==.*/torch==$torch/" "$ROOT/requirements/cpu.txt" >"$file"
+    sed "s/^torch==.*/torch==$torch/" "$(pins)" >"$file"
     printf '%s\n' "$file"
 }
 

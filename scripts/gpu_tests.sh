@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: tests/gpu, the tests of kernels, and torch and Triton side by side.
-# Set BAPO_TRANSFORMER_ENGINE=1 to install Transformer Engine first (minutes to build); otherwise its tests skip and say
-# why. Set BAPO_OFFLINE=1 on a machine without a network: nothing is installed, and the tests use what is there.
+# Set BAPO_TRANSFORMER_ENGINE=1 to compile Transformer Engine and apex first (scripts/install_gpu.sh); otherwise its tests
+# skip and say why. Set BAPO_OFFLINE=1 on a machine without a network: nothing is installed, and the tests use what is there.
 # Arguments are passed to pytest.
 set -euo pipefail
 
@@ -19,9 +19,7 @@ cd "$ROOT"
 "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     fail "this torch sees no GPU; install a CUDA build of it (BAPO_TORCH_SPEC, BAPO_TORCH_INDEX)"
 if [[ -n "${BAPO_TRANSFORMER_ENGINE:-}" ]]; then
-    say "installing Transformer Engine"
-    "$PY" -m pip install --disable-pip-version-check --no-build-isolation \
-        "$(grep '^transformer-engine==' requirements/gpu.txt)"
+    VENV="$VIRTUAL_ENV" "$ROOT/scripts/install_gpu.sh" compiled
 fi
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 say "tests"

@@ -130,7 +130,7 @@ def check_installed(has_gpu: bool) -> None:
     """Raise UserError if SGLang is missing or, on a CPU, is a version whose imports we do not know."""
     from bapo_megatron_patches.sglang import SUPPORTED
 
-    how = f"pip install sglang=={SUPPORTED}" if has_gpu else "run scripts/install_sglang_cpu.sh"
+    how = f"run scripts/install_{'gpu' if has_gpu else 'sglang_cpu'}.sh"
     try:
         installed = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:

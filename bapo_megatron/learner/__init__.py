@@ -1,10 +1,14 @@
 """The learner: the policy on Megatron-Core, behind the protocol of `base.py`."""
 
+import importlib
+import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from bapo_megatron.errors import UserError
 
 # Megatron-Core repeats these in every process, and the user can do nothing about them.
 for _message in (
@@ -22,6 +26,9 @@ def lean_import() -> Iterator[None]:
     """Let Megatron-Core be imported without two modules that a run does not use and that take a second each.
 
     They are wandb, which it wants for its own logs, and torch's compiler, which its decorators import even if disabled.
+
+    Raises:
+        UserError: Megatron-Core fails because the installed Transformer Engine cannot be imported.
     """
     import torch
 
@@ -31,7 +38,32 @@ def lean_import() -> Iterator[None]:
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # as if it were not installed
     try:
         yield
+    except Exception as error:
+        if problem := _broken_transformer_engine():
+            raise UserError(problem) from error
+        raise
     finally:
         torch.compile = compiler
         if sys.modules["wandb"] is None:
             del sys.modules["wandb"]
+
+
+def _broken_transformer_engine() -> str:
+    """Say why Transformer Engine cannot be imported, and what to do; "" if it can be, or is not installed.
+
+    Its own `__init__` hides that the part for torch does not load, so Megatron-Core takes it for a whole one.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return ""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # an import of compiled code can raise anything
+        import torch
+
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        return (
+            f"Transformer Engine does not load with torch {torch.__version__} ({type(error).__name__}: {reason}); "
+            "compile it again with scripts/install_gpu.sh compiled, or remove it: pip uninstall transformer-engine "
+            "transformer-engine-torch"
+        )
+    return ""

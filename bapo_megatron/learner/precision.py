@@ -107,7 +107,7 @@ def _implementation(config: Config, machine: Machine | None) -> Iterator[Violati
             yield Violation(
                 ("model.implementation", "cluster.gpu"),
                 'model.implementation="transformer_engine", but Transformer Engine is not installed',
-                'install bapo-megatron[gpu], or set model.implementation="auto"',
+                'run scripts/install_gpu.sh, or set model.implementation="auto"',
             )
     if implementation == "local" and config.precision.uses_fp8:
         yield Violation(
@@ -234,7 +234,7 @@ def _machine(config: Config, machine: Machine) -> Iterator[Violation]:
         yield Violation(
             ("precision.fp8", "cluster.gpu"),
             f'precision.fp8="{p.fp8}" needs Transformer Engine',
-            'install bapo-megatron[gpu], or set precision.fp8="off"',
+            'run scripts/install_gpu.sh, or set precision.fp8="off"',
         )
     elif engine < oldest:
         yield Violation(

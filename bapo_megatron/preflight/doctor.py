@@ -24,6 +24,7 @@ from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.preflight.packages import check_versions
 
 PROBE_TIMEOUT_S = 15.0
+GPU_PROBE_TIMEOUT_S = 90.0  # eight CUDA contexts and NCCL's first communicator
 NODES_TIMEOUT_S = 120.0  # other nodes may start later
 
 
@@ -34,7 +35,9 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
             raise UserError(f"--port {port} is not a port; name one from 1 to 65535")
     driver = software.read_driver()
     has_gpu = bool(driver.visible)
-    timeout_s = NODES_TIMEOUT_S if rendezvous and rendezvous.num_nodes > 1 else PROBE_TIMEOUT_S
+    timeout_s = GPU_PROBE_TIMEOUT_S if has_gpu else PROBE_TIMEOUT_S
+    if rendezvous and rendezvous.num_nodes > 1:
+        timeout_s = NODES_TIMEOUT_S
     yield Finding("python", "ok" if sys.version_info >= (3, 11) else "error", sys.version.split()[0], "")
     yield check_versions("gpu" if driver.gpus else "cpu")
     to_listen = [("127.0.0.1", port) for port in ports]

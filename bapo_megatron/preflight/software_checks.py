@@ -209,14 +209,16 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
     name, installed = "Transformer Engine", installed_version("transformer-engine")
     if installed is None:
         verdict: Grade = "error" if needed else "absent"
-        return Finding(name, verdict, "is not installed: no FP8", "pip install 'bapo-megatron[gpu]', on a GPU machine")
+        return Finding(name, verdict, "is not installed: no FP8", "scripts/install_gpu.sh, on a GPU machine")
     if "torch" not in facts:
         return Finding(name, "absent", f"{installed}; not examined, as torch did not answer")
     if not facts["num_gpus"]:
         return Finding(name, "absent", f"{installed}, and no GPU to use it")
-    _, problem = run_python("import transformer_engine.pytorch")
+    # torch first, as in a trainer: whoever comes first decides which cuBLAS both load.
+    _, problem = run_python("import torch, transformer_engine.pytorch")
     if problem:
-        return Finding(name, "error", f"{installed} cannot be imported: {problem}", "build it against this torch")
+        advice = "scripts/install_gpu.sh compiled builds it against this torch"
+        return Finding(name, "error", f"{installed} cannot be imported: {problem}", advice)
     capability = tuple(facts["capability"])
     chip = f"compute capability {capability[0]}.{capability[1]}"
     if capability < _FP8_CAPABILITY:

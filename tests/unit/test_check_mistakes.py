@@ -79,6 +79,7 @@ LAYOUT = "train.minibatches_per_step parallel.virtual_pipeline parallel.sequence
 MISTAKES = (
     mistake("run.seed=-1", "run.seed"),
     mistake("model.path=/nope", "model.path"),
+    mistake("model.dtype=float32", "model.dtype rollout.engine sglang.extra cluster.gpu"),
     mistake("precision.fp8_params=true", "precision.fp8_params precision.fp8"),
     mistake("data.source=jsonl data.path=/nope", "data.path data.source data.sources"),
     mistake("data.options={min_terms=9,max_terms=2}", "data.options data.source data.sources",

@@ -337,6 +337,7 @@ def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = software.check_transformer_engine(FACTS, needed=False)  # it cannot be imported
     assert broken.verdict == "error"
     assert "No module named" in broken.what
+    assert broken.advice == "scripts/install_gpu.sh compiled builds it against this torch"
     monkeypatch.setattr(software, "run_python", lambda code: ("", ""))
     possible = software.check_transformer_engine(FACTS, needed=True)
     assert "FP8 is possible" in possible.what

@@ -74,6 +74,36 @@ def test_a_trainer_imports_no_compiler_where_it_is_disabled_and_no_wandb(disable
     assert (done.stdout.strip(), done.returncode) == (str([True, disabled == "0", False]), 0), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise RuntimeError('Found empty `transformer-engine` meta package.')", "RuntimeError: Found empty"),
+        # As Transformer Engine does: its __init__ hides that its part for torch does not load.
+        ("try:\n    from . import pytorch\nexcept ImportError:\n    pass", "ImportError: undefined symbol: _ZN3c10"),
+    ],
+)
+def test_a_broken_transformer_engine_is_one_error_with_the_way_out(tmp_path: Path, code: str, reason: str) -> None:
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").write_text(f"{code}\n")
+    (package / "pytorch" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    program = (
+        "from bapo_megatron.errors import UserError\n"
+        "try:\n    import bapo_megatron.learner.parallel\n"
+        "except UserError as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.stdout.startswith("Transformer Engine does not load with torch "), done.stderr
+    assert reason in done.stdout
+    assert "scripts/install_gpu.sh compiled" in done.stdout
+
+
 def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")

@@ -114,7 +114,7 @@ def test_heads_count_on_each_rank() -> None:
         ),
         ("mxfp8", Machine(CONSUMER, (12, 9), (2, 11)), "this GPU has 12.0"),
         ("mxfp8", Machine(BLACKWELL, (12, 9), (2, 11)), None),
-        ("tensorwise", Machine(HOPPER, (12, 9), None), "install bapo-megatron[gpu]"),
+        ("tensorwise", Machine(HOPPER, (12, 9), None), "run scripts/install_gpu.sh"),
         ("tensorwise", Machine(), "needs a GPU"),
     ],
 )

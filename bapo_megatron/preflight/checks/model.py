@@ -58,11 +58,27 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
 
 
 def check_dtype(config: Config, num_gpus: int, *, starts_here: bool) -> Iterator[Violation]:
-    """Check that there is a GPU for bfloat16: an error if the run starts here, otherwise a warning."""
+    """Check that there is a GPU for bfloat16, and no float32 for SGLang's kernels.
+
+    bfloat16 is an error if the run starts here, otherwise a warning.
+    """
+    r = config.rollout
     if config.model.dtype == "bfloat16" and not num_gpus:
         problem, remedy = 'model.dtype="bfloat16" needs a GPU, and none is visible here', 'set it to "float32" on CPUs'
         severity: Severity = "error" if starts_here else "warning"
         yield Violation(("model.dtype", "cluster.gpu"), problem, remedy, severity)
+    if (
+        config.model.dtype == "float32"
+        and (num_gpus or config.cluster.gpu is not None)
+        and r.engine == "sglang"
+        and "attention_backend" not in config.sglang.extra
+    ):
+        yield Violation(
+            ("model.dtype", "rollout.engine", "sglang.extra", "cluster.gpu"),
+            'model.dtype="float32" with rollout.engine="sglang" on GPUs: the attention that SGLang chooses there has '
+            "no kernels for float32",
+            'set model.dtype="bfloat16"',
+        )
 
 
 def precision_warnings(config: Config, num_gpus: int) -> Iterator[Violation]:
