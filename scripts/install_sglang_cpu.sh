@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install SGLang on a machine without a GPU, next to bapo-megatron, so that rollout.engine=sglang works. Safe to run
 # again. Takes about two minutes and 0.5 GB more than the checkout alone. scripts/common.sh lists the environment
-# variables. On a machine with a GPU use `pip install sglang` instead, as SGLang's own documentation says.
+# variables. A machine with GPUs needs scripts/install_gpu.sh instead.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -116,7 +116,7 @@ class CheckpointStore:
         if not candidates or not (candidates[0] / STATE).is_file():
             raise CheckpointError(
                 f"{self.folder / 'latest'} does not name a complete checkpoint; write the name of a complete folder in "
-                f"{self.folder} into it, or remove {self.folder} to start over"
+                f"{self.folder} into it, or choose another run.name to start over"
             )
         return candidates[0]
 
@@ -249,7 +249,9 @@ class CheckpointStore:
             complaints.append(torn)
             self._warn(f"warning: skipping {path.name}: {torn}")
         found = "; ".join(complaints) or "there is no folder step-N"
-        raise CheckpointError(f"no checkpoint in {self.folder} is whole: {found}; remove {self.folder} to start over")
+        raise CheckpointError(
+            f"no checkpoint in {self.folder} is whole: {found}; choose another run.name to start over"
+        )
 
     @staticmethod
     def load(path: Path, parts: Mapping[str, Saveable]) -> dict[str, Any]:

@@ -734,8 +734,8 @@ class MonitorConfig(Section):
     "bapo-megatron"), WANDB_ENTITY, WANDB_MODE (offline writes only to the run's folder `wandb`), and WANDB_API_KEY,
     unless `wandb login` has stored the key. A failing sink is reported once, counted, and never stops the run."""
     prometheus_port: int | None = Field(None, ge=0, le=65535)
-    """Serve the latest metrics, engines and GPUs to Prometheus on this port of 127.0.0.1, on trainer rank 0's machine.
-    0: any free one, which the log names. Unset: no endpoint."""
+    """Serve the latest metrics and the engines' states to Prometheus on this port of 127.0.0.1, on trainer rank 0's
+    machine. 0: any free one, which the log names. Unset: no endpoint."""
     profile_steps: tuple[Count, ...] = ()
     """Steps, counted from 1, that are traced into the run's folder `profile`, for Perfetto or chrome://tracing: one
     trace by trainer rank 0, and one by each engine. Tracing slows these steps down."""

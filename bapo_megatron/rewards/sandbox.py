@@ -4,7 +4,7 @@ The process permanently gives up, in this order: resources (rlimits), capabiliti
 working directory and signals to other processes (Landlock), and every system call that honest programs do not need
 (seccomp). Landlock needs Linux 5.13, seccomp x86_64 or aarch64. The socket REPORT_FD gets {"lacking": [...]}, naming
 what the system cannot take away, and the descriptor from which the judge learns of refused calls; it closes before the
-program starts. docs/security.md lists the attacks tried. The limits do not protect against attacks on the kernel.
+program starts. docs/security.md says what remains possible. The limits do not protect against attacks on the kernel.
 
 This program uses the standard library only and imports nothing from the package.
 """
