@@ -60,8 +60,6 @@ class MegatronLearner(TrainedModel):
         own = own_family(config.model.family)
         if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline, own=own):
             raise ConfigError("; ".join(problems))
-        if config.model.dtype == "bfloat16" and not torch.cuda.is_available():
-            raise ConfigError('model.dtype="bfloat16" needs a GPU: set it to "float32" on this machine')
         shape = model_shape(hf_config, own=own)
         check_machine(config, shape, this_machine())
         apply_cpu_compat()

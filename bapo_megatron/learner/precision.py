@@ -295,9 +295,12 @@ def check_machine(config: Config, shape: ModelShape, machine: Machine) -> None:
     """Check that this machine can compute what the settings ask for.
 
     Raises:
-        ConfigError: it cannot compute `[precision]`, `model.implementation` or `train.logprob_backend`; says why.
+        ConfigError: it cannot compute `model.dtype`, `[precision]`, `model.implementation` or `train.logprob_backend`;
+            says why.
     """
     found = [v.message for v in check_precision(config, shape=shape, machine=machine)]
+    if config.model.dtype == "bfloat16" and machine.compute_capability is None:
+        found.append('model.dtype="bfloat16" needs a GPU; set it to "float32" on this machine')
     if config.train.logprob_backend == "triton" and machine.compute_capability is None:
         found.append('train.logprob_backend="triton" needs a GPU; set train.logprob_backend="auto" on this machine')
     if found:

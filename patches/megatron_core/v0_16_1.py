@@ -9,8 +9,9 @@ tensor_parallel/mappings.py:91. The arithmetic itself runs anywhere.
 How: only inside the modules of `MODULES`, the global name `torch` is bound to a view of the torch module that puts such
 tensors on the CPU. The torch module itself is unchanged, so other libraries are not affected.
 `LanguageModule.setup_embeddings_and_output_layer` (language_module.py:244) calls `Tensor.cuda()`, which is an identity
-only during that call. `DistributedOptimizer._build_model_and_main_param_groups` (distrib_optimizer.py:361) recognises
-types by names such as "torch.cuda.FloatTensor", which `Tensor.type()` returns only during that call.
+only during that call. `DistributedOptimizer._build_model_and_main_param_groups` (distrib_optimizer.py:361) and
+`Float16OptimizerWithFloat16Params.__init__` (optimizer.py) recognise types by names such as "torch.cuda.FloatTensor",
+which `Tensor.type()` returns only during these calls.
 
 When it can go: when megatron-core takes the device from the process group or the parameters.
 
@@ -200,3 +201,13 @@ def apply() -> None:
             return build(*args, **kwargs)
 
     distributed._build_model_and_main_param_groups = staticmethod(build_on_cpu)
+
+    mixed = importlib.import_module("megatron.core.optimizer.optimizer").Float16OptimizerWithFloat16Params
+    construct = mixed.__init__
+
+    @functools.wraps(construct)
+    def construct_on_cpu(*args: Any, **kwargs: Any) -> None:
+        with _types_are_of_cuda():
+            construct(*args, **kwargs)
+
+    mixed.__init__ = construct_on_cpu

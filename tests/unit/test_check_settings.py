@@ -177,7 +177,11 @@ def test_summary_has_the_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("settings", "num_gpus", "message"),
     [
-        (("rollout.engine=sglang", "rollout.num_servers=2"), 2, "1 trainer rank and 2 SGLang servers x 1 GPU need 3"),
+        (
+            ("rollout.engine=sglang", "rollout.num_servers=2", "sglang.extra.attention_backend=triton"),
+            2,
+            "1 trainer rank and 2 SGLang servers x 1 GPU need 3",
+        ),
         (("parallel.tensor=2",), 1, "2 trainer ranks need 2 GPUs, and 1 is visible"),
     ],
 )
@@ -187,6 +191,14 @@ def test_each_rank_and_server_needs_a_gpu_of_its_own(settings: tuple[str, ...], 
     assert message in violation.message
     assert check_settings(config, hf_config=None, num_gpus=num_gpus + 1) == []
     assert check_settings(config, hf_config=None) == []
+
+
+def test_sglang_on_gpus_gets_float32_only_with_an_attention_of_the_users_choice() -> None:
+    on_gpus, other = "rollout.engine=sglang", "sglang.extra.attention_backend=triton"
+    (violation,) = check_settings(load_config([], [on_gpus]), hf_config=None, num_gpus=2)
+    assert 'has no kernels for float32; set model.dtype="bfloat16"' in violation.message
+    for settings in ([on_gpus, "model.dtype=bfloat16"], [on_gpus, other], []):
+        assert check_settings(load_config([], settings), hf_config=None, num_gpus=2) == []
 
 
 @pytest.mark.parametrize(
