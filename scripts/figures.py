@@ -3,17 +3,20 @@
     python scripts/figures.py [PAGE ...]        exit code 1 if a figure has no source, or differs from it
 
 A figure is a number with a unit (5 s, 1.7x, 44 %, 3 GiB, 60 tests) or with an error (0.75 ± 0.02), in text and in code
-blocks. The comment right before its paragraph, list, table or code block names the source:
+blocks; where a source is named, each number with a decimal point, except in [brackets]. The comment right before its
+paragraph, list, table or code block names the source:
 
     <!-- figures: docs/measured/resume.toml restarts.noticed_s; restarts.next_step_s -->
     <!-- figures: studies/results/staleness.csv K = 16 / pass rate; K = 16 - K = 1 / pass rate -->
+    <!-- figures: studies/results/tokens.csv GRPO / profile/abs_log_ratio @ 0.05 -->
     <!-- figures: benchmarks/results.json clip-bounds / 1e6 tokens / literal loop -->
     <!-- not measured: defaults of settings -->
 
 A key of a TOML file is a value or a table of values. `VARIANT / FIGURE` of a study is the mean over seeds, its
 standard deviation, the lowest and the highest; `VARIANT - VARIANT / FIGURE` is the mean difference and its standard
-error. A key of the benchmarks is the beginning of a row's group, case and other side. Blocks that code writes
-(`<!-- generated: NAME -->` to `<!-- end -->`) need none: a test compares them with the code.
+error; `VARIANT / FIGURE @ X` is a point of a curve. A key of the benchmarks is the beginning of a row's group, case and
+other side. Blocks that code writes (`<!-- generated: NAME -->` to `<!-- end -->`) need none: a test compares them with
+the code.
 """
 
 import csv
@@ -34,6 +37,7 @@ _NUMBER = r"[-+]?\d(?:[\d,]*\d)?(?:\.\d+)?"
 _UNIT = r"(?:x| ?(?:times|%|ms|min|minutes?|hours?|h|s|seconds|CPU m?s|k?tok/s|[GM]i?B|words|tests))(?![\w/(])"
 _FIGURE = re.compile(rf"(?<![\w.,:/`=\-])(?P<number>{_NUMBER})(?:{_UNIT}| ± (?P<error>\d+\.\d+))")
 _RANGE = re.compile(rf"(?P<number>{_NUMBER}) (?:to|and|or) (?={_NUMBER}{_UNIT})")
+_DECIMAL = re.compile(r"(?<![\w.,:/`=\[@-])(?P<number>[-+]?\d[\d,]*\.\d+)(?![\w.\]])")
 _SOURCE = re.compile(r"^ *<!-- figures: (?P<file>\S+) (?P<keys>.+?) -->$")
 _EXEMPT = re.compile(r"^ *<!-- not measured: .{4,} -->$")
 _MARK = re.compile(r"^ *<!-- .* -->$")
@@ -106,6 +110,11 @@ def figures(text: str) -> Iterator[Figure]:
         yield _figure(match["number"], match[0].strip())
 
 
+def decimals(text: str) -> Iterator[Figure]:
+    """Yield the numbers of a block that have a decimal point."""
+    return (_figure(match["number"], match[0]) for match in _DECIMAL.finditer(text))
+
+
 def _figure(number: str, shown: str) -> Figure:
     digits = number.replace(",", "")
     return Figure(shown, float(digits), len(digits.partition(".")[2]))
@@ -152,27 +161,32 @@ def _numbers(value: Any) -> Iterator[float]:
 
 def _of_study(path: Path, key: str) -> list[float]:
     variants, _, figure = key.rpartition(" / ")
-    rows = _study_rows(path)
-    if (variants, figure) in rows:
-        seeds = rows[variants, figure]
+    figure, _, at = figure.partition(" @ ")
+    if at:
+        points = [row for row in _rows(path) if (row["variant"], row["figure"]) == (variants, figure)]
+        return [float(row[n]) for row in points if row["x"] == at for n in ("mean", "low", "high")]
+    finals = {
+        (row["variant"], row["figure"]): [float(v) for k, v in row.items() if k.startswith("seed") and v]
+        for row in _rows(path)
+        if not row["x"]
+    }
+    if (variants, figure) in finals:
+        seeds = finals[variants, figure]
         return [statistics.fmean(seeds), statistics.stdev(seeds) if len(seeds) > 1 else 0.0, min(seeds), max(seeds)]
-    pairs = [variants.split(" - ", n) for n in range(1, variants.count(" - ") + 1)]
-    for parts in pairs:
-        first, second = " - ".join(parts[:-1]), parts[-1]
-        if (first, figure) in rows and (second, figure) in rows:
-            differences = [a - b for a, b in zip(rows[first, figure], rows[second, figure], strict=True)]
+    parts = variants.split(" - ")
+    for n in range(1, len(parts)):
+        first, second = " - ".join(parts[:n]), " - ".join(parts[n:])
+        if (first, figure) in finals and (second, figure) in finals:
+            pairs = zip(finals[first, figure], finals[second, figure], strict=True)
+            differences = [a - b for a, b in pairs]
             return [statistics.fmean(differences), statistics.stdev(differences) / len(differences) ** 0.5]
     return []
 
 
 @functools.cache
-def _study_rows(path: Path) -> dict[tuple[str, str], list[float]]:
+def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
-        return {
-            (row["variant"], row["figure"]): [float(v) for k, v in row.items() if k.startswith("seed") and v]
-            for row in csv.DictReader(file)
-            if not row["x"]
-        }
+        return list(csv.DictReader(file))
 
 
 def _of_benchmarks(path: Path, key: str) -> list[float]:
@@ -195,11 +209,12 @@ def complaints(page: str) -> Iterator[tuple[int, str]]:
         except FiguresError as error:
             yield block.line, str(error)
             continue
-        for figure in shown:
-            if not sources:
-                yield block.line, f'"{figure.shown}" names no source'
-            elif not any(_same(figure, value) for value in known):
-                yield block.line, f'"{figure.shown}" is not what its source says'
+        if not sources:
+            yield from ((block.line, f'"{figure.shown}" names no source') for figure in shown)
+            continue
+        wrong = [f for f in (*shown, *decimals(block.text)) if not any(_same(f, value) for value in known)]
+        for text in dict.fromkeys(figure.shown for figure in wrong):
+            yield block.line, f'"{text}" is not what its source says'
 
 
 def _same(figure: Figure, value: float) -> bool:

@@ -14,7 +14,7 @@ num_tokens = 26351
 STUDY = """variant,figure,x,mean,low,high,seed 0,seed 1
 K = 1,pass rate,,0.8,0.7,0.9,0.7,0.9
 K = 4,pass rate,,0.5,0.4,0.6,0.4,0.6
-K = 4,pass rate,1,9,9,9,9,9
+K = 4,pass rate,1,0.25,0.2,0.3,,
 """
 BENCHMARKS = """{"rows": [{"row": "logprobs", "case": "time, 512 tokens", "other": "Hugging Face", "unit": "CPU s",
 "ratio": 2.194, "low": 2.17, "high": 2.24, "num_turns": 5, "ours": 0.197, "theirs": 0.441}]}"""
@@ -47,6 +47,8 @@ def said(page: str) -> list[str]:
         f"{FROM_BENCHMARKS}\n2.19 (2.17 to 2.24) times the speed: 0.197 CPU s",
         f"{FROM_TABLE}\n{FROM_BENCHMARKS}\n118 s and 2.19x",
         "<!-- not measured: default of a setting -->\nIt waits 300 s.",
+        "<!-- figures: s.csv K = 4 / pass rate @ 1 -->\nAt 1 it is 0.25, in the window [0.8, 1.2].",
+        "0.25 without a unit, where no source is named",
         "<!-- generated: table -->\n| 7 s |\n\n| 8 s |\n<!-- end -->\n",
     ],
 )
@@ -67,6 +69,8 @@ def test_a_figure_with_a_source_that_says_the_same_passes(page: str) -> None:
         (f"{FROM_TABLE}\na\n\nIt takes 118 s.", '4: "118 s" names no source'),
         (f"{FROM_TABLE}\n    a\n\n    119 s", '2: "119 s" is not what its source says'),
         (f"{FROM_STUDY}\n0.81 ± 0.14", '2: "0.81 ± 0.14" is not what its source says'),
+        (f"{FROM_STUDY}\n| 0.8 | 0.31 |", '2: "0.31" is not what its source says'),
+        ("<!-- figures: s.csv K = 4 / pass rate @ 2 -->\n0.25", "2: s.csv has no figure K = 4 / pass rate @ 2"),
         (f"{FROM_STUDY}\n0.80 ± 0.13", '2: "0.80 ± 0.13" is not what its source says'),
         (f"{FROM_BENCHMARKS}\n2.2 times, then 3 times", '2: "3 times" is not what its source says'),
         ("<!-- figures: m.toml start.none -->\n118 s", "2: m.toml has no figure start.none"),
