@@ -51,7 +51,8 @@ def _stand_by(run_dir: RunDir) -> Orders | None:
     with silent():
         from bapo_megatron.config.load import load_config
 
-        os.environ |= trainer_variables(load_config([run_dir.config_path], []).sglang.extra)
+        config = load_config([run_dir.config_path], [])
+        os.environ |= trainer_variables(config.sglang.extra, deterministic=config.run.deterministic)
         with starting():
             import bapo_megatron.train  # noqa: F401
     return Orders.wait()
@@ -89,7 +90,7 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
     from bapo_megatron.monitor.console import Console
 
     config = load_config([run_dir.config_path], [])
-    os.environ |= trainer_variables(config.sglang.extra)
+    os.environ |= trainer_variables(config.sglang.extra, deterministic=config.run.deterministic)
     with contextlib.ExitStack() as stack:
         HEARTBEAT.beat(TRAINER, "importing torch and Megatron-Core")
         console = None
@@ -99,6 +100,8 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
             )
 
         with starting():
+            import torch
+
             from bapo_megatron.assets import resolve_model_path
             from bapo_megatron.learner.parallel import stop_processes
             from bapo_megatron.monitor.oom import explaining_out_of_memory
@@ -107,6 +110,9 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
             from bapo_megatron.runtime.ranks import StopFile
             from bapo_megatron.train import train
 
+        if config.run.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)  # some operations have no fixed order; they warn
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
         recorder = Recorder(config, run_dir, console) if console else SilentRecorder()
         stop = StopFile(stop_file)
         model_path = resolve_model_path(config.model.path)

@@ -60,8 +60,5 @@ class Lookup(torch.autograd.Function):
         if elsewhere_1T is not None:
             grad_1TH = grad_1TH.masked_fill(elsewhere_1T[..., None], 0)
         rows_T, grad_TH = rows_1T.flatten(), grad_1TH.flatten(0, 1).to(grad_VH.dtype)
-        if grad_VH.is_cuda:
-            grad_VH.index_put_((rows_T,), grad_TH, accumulate=True)  # on GPUs, index_add_ adds in no fixed order
-        else:
-            grad_VH.index_add_(0, rows_T, grad_TH)
+        grad_VH.index_add_(0, rows_T, grad_TH)  # on GPUs in a fixed order only with `run.deterministic`
         return left_for_autograd(weight_VH, ctx.hooks_need_grad) if is_main else grad_VH, None, None, None

@@ -17,6 +17,10 @@ TRAINER_VARIABLES = {
     # If no fused kernel accepts a pack, fail: unfused attention needs memory for every pair of tokens.
     "NVTE_UNFUSED_ATTN": "0",
 }
+_DETERMINISTIC_VARIABLES = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention adds gradients in a fixed order
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one workspace for each stream, so that products are split the same way
+}
 _CPU_VARIABLES = {
     # Megatron-Core marks its fused kernels for torch's compiler, which takes seconds to import and is not used here.
     "TORCHDYNAMO_DISABLE": "1",
@@ -41,9 +45,15 @@ def nccl_variables(sglang_extra: Mapping[str, Any]) -> dict[str, str]:
     return {name: "1" if is_needed else os.environ.get(name, "0") for name, is_needed in needed.items()}
 
 
-def trainer_variables(sglang_extra: Mapping[str, Any]) -> dict[str, str]:
-    """Return all variables for a trainer rank, beginning with `nccl_variables`."""
+def trainer_variables(sglang_extra: Mapping[str, Any], *, deterministic: bool = False) -> dict[str, str]:
+    """Return all variables for a trainer rank, beginning with `nccl_variables`.
+
+    Args:
+        deterministic: `run.deterministic`.
+    """
     variables = TRAINER_VARIABLES if has_gpu_driver() else TRAINER_VARIABLES | _CPU_VARIABLES
+    if deterministic:
+        variables = variables | _DETERMINISTIC_VARIABLES
     own = {name: os.environ.get(name, value) for name, value in variables.items()}
     if _OLD_ALLOC_CONF in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         del own["PYTORCH_ALLOC_CONF"]

@@ -1,12 +1,21 @@
-"""The gradient of the token embedding on a GPU equals torch's, and has the same bits every time."""
+"""The gradient of the token embedding on a GPU equals torch's, with the same bits every time in a deterministic run."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from bapo_megatron.learner.embedding import Lookup
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS = 152_064, 512, 4096
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as a rank does
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def test_rows_are_added_in_a_fixed_order() -> None:

@@ -61,6 +61,14 @@ def test_the_compiler_is_for_gpus(monkeypatch: pytest.MonkeyPatch, has_gpu: bool
     assert trainer_variables({}).get("TORCHDYNAMO_DISABLE") == (None if has_gpu else "0")
 
 
+def test_a_deterministic_run_has_attention_and_products_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
+    assert not {*names} & trainer_variables({}).keys()
+    assert [trainer_variables({}, deterministic=True)[name] for name in names] == ["0", ":4096:8"]
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert trainer_variables({}, deterministic=True)["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
 @pytest.mark.parametrize("disabled", ["0", "1"])
 def test_a_trainer_imports_no_compiler_where_it_is_disabled_and_no_wandb(disabled: str) -> None:
     program = (
