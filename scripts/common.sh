@@ -64,8 +64,8 @@ use_offline() {
         say "no setuptools here: bapo doctor cannot compare versions"
 }
 
-# Print the file of tested versions for this machine. On a GPU machine it has the torch that SGLang pins: another one would
-# be replaced when SGLang is installed, under everything that was compiled against it.
+# Print the file of tested versions for this machine. On a GPU machine it has the torch that SGLang pins: another one
+# would be replaced when SGLang is installed, under everything that was compiled against it.
 pins() {
     local stack="${BAPO_STACK:-}"
     if [[ -z "$stack" ]]; then

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: tests/gpu, the tests of kernels, and torch and Triton side by side.
-# Set BAPO_TRANSFORMER_ENGINE=1 to compile Transformer Engine and apex first (scripts/install_gpu.sh); otherwise its tests
-# skip and say why. Set BAPO_OFFLINE=1 on a machine without a network: nothing is installed, and the tests use what is there.
+# Set BAPO_TRANSFORMER_ENGINE=1 to compile Transformer Engine and apex first (scripts/install_gpu.sh); otherwise its
+# tests skip and say why. Set BAPO_OFFLINE=1 on a machine without a network: nothing is installed, and the tests use
+# what is there.
 # Arguments are passed to pytest.
 set -euo pipefail
 
