@@ -24,13 +24,14 @@ import functools
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from plain_english import tracked
 
 ROOT = Path(__file__).parents[1]
 _NUMBER = r"[-+]?\d(?:[\d,]*\d)?(?:\.\d+)?"
@@ -60,6 +61,7 @@ class Block:
 class Figure:
     """A number as it is written, with its unit."""
 
+    start: int  # where it begins in its block
     shown: str
     value: float
     decimals: int
@@ -103,21 +105,21 @@ def _continues(page: str, number: int) -> bool:
 def figures(text: str) -> Iterator[Figure]:
     """Yield the figures of a block, in order."""
     for match in _FIGURE.finditer(text):
-        yield _figure(match["number"], match[0])
+        yield _figure(match, match["number"])
         if match["error"]:
-            yield _figure(match["error"], match[0])
+            yield _figure(match, match["error"])
     for match in _RANGE.finditer(text):
-        yield _figure(match["number"], match[0].strip())
+        yield _figure(match, match["number"])
 
 
 def decimals(text: str) -> Iterator[Figure]:
     """Yield the numbers of a block that have a decimal point."""
-    return (_figure(match["number"], match[0]) for match in _DECIMAL.finditer(text))
+    return (_figure(match, match["number"]) for match in _DECIMAL.finditer(text))
 
 
-def _figure(number: str, shown: str) -> Figure:
+def _figure(match: re.Match[str], number: str) -> Figure:
     digits = number.replace(",", "")
-    return Figure(shown, float(digits), len(digits.partition(".")[2]))
+    return Figure(match.start(), match[0].strip(), float(digits), len(digits.partition(".")[2]))
 
 
 @functools.cache
@@ -209,12 +211,13 @@ def complaints(page: str) -> Iterator[tuple[int, str]]:
         except FiguresError as error:
             yield block.line, str(error)
             continue
-        if not sources:
-            yield from ((block.line, f'"{figure.shown}" names no source') for figure in shown)
-            continue
-        wrong = [f for f in (*shown, *decimals(block.text)) if not any(_same(f, value) for value in known)]
-        for text in dict.fromkeys(figure.shown for figure in wrong):
-            yield block.line, f'"{text}" is not what its source says'
+        wrong, problem = shown, "names no source"
+        if sources:
+            shown += decimals(block.text)
+            wrong = [figure for figure in shown if not any(_same(figure, value) for value in known)]
+            problem = "is not what its source says"
+        for start, text in dict.fromkeys((figure.start, figure.shown) for figure in wrong):
+            yield block.line + block.text[:start].count("\n"), f'"{text}" {problem}'
 
 
 def _same(figure: Figure, value: float) -> bool:
@@ -223,18 +226,10 @@ def _same(figure: Figure, value: float) -> bool:
     return abs(abs(figure.value) - abs(value)) <= half
 
 
-def pages() -> list[Path]:
-    """List README.md and the tracked pages of docs/."""
-    listed = subprocess.run(
-        ["git", "ls-files", "README.md", "docs/*.md"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    return [ROOT / name for name in listed.stdout.split() if (ROOT / name).exists()]
-
-
 def main(names: Iterable[str]) -> int:
     """Print each complaint about the given pages, or about all; return the exit code."""
     found = 0
-    for path in [Path(name) for name in names] or pages():
+    for path in [Path(name) for name in names] or tracked(["README.md", "docs/*.md"]):
         for line, complaint in complaints(path.read_text(encoding="utf-8")):
             print(f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}: {complaint}")
             found += 1

@@ -67,7 +67,7 @@ def test_a_figure_with_a_source_that_says_the_same_passes(page: str) -> None:
         ("<!-- not measured: -->\n5 s", '2: "5 s" names no source'),
         (f"{FROM_TABLE}\nIt takes 119 s.", '2: "119 s" is not what its source says'),
         (f"{FROM_TABLE}\na\n\nIt takes 118 s.", '4: "118 s" names no source'),
-        (f"{FROM_TABLE}\n    a\n\n    119 s", '2: "119 s" is not what its source says'),
+        (f"{FROM_TABLE}\n    a\n\n    119 s", '4: "119 s" is not what its source says'),
         (f"{FROM_STUDY}\n0.81 ± 0.14", '2: "0.81 ± 0.14" is not what its source says'),
         (f"{FROM_STUDY}\n| 0.8 | 0.31 |", '2: "0.31" is not what its source says'),
         ("<!-- figures: s.csv K = 4 / pass rate @ 2 -->\n0.25", "2: s.csv has no figure K = 4 / pass rate @ 2"),
