@@ -1,4 +1,4 @@
-"""What runs on GPUs, with tensors of a CUDA device that are not there: they have shapes and types, and no values.
+"""The code that runs on GPUs, with fake tensors of a CUDA device: they have shapes and types, but no values.
 
 An operation on tensors of two devices fails, and so does one that waits for the GPU to read a value (`.item()`,
 `.tolist()`, `nonzero`), each with its line. torch's autograd engine does not run for such a device, so the backward
@@ -65,7 +65,7 @@ def moved(record: Any) -> Any:
 
 
 class Context(SimpleNamespace):
-    """What autograd gives to a function's forward and backward pass."""
+    """Stand-in for the context that autograd passes to a function."""
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
