@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import site_pages
 
 ROOT = Path(__file__).parents[2]
-site_pages = pytest.importorskip("site_pages", reason="needs mkdocs, of the extra docs")
 
 
 def test_each_figure_of_the_documentation_has_a_source_that_says_the_same() -> None:
