@@ -23,7 +23,8 @@ BASE = [  # algorithms and plugins, for the environment of another framework
 ]
 TRAIN = [  # the framework; every package has wheels, so no compiler is needed
     "torch>=2.13",  # the oldest tested; no upper bound: an installed build must never be replaced
-    "megatron-core==0.16.1",  # patches/ are written against it
+    "megatron-core==0.16.1; python_version < '3.12'",  # the versions that patches/ know; newer ones need Python 3.12
+    "megatron-core>=0.16.1,<=0.19.2,!=0.17.*,!=0.18.*; python_version >= '3.12'",
     "transformers>=5",
     "safetensors>=0.5",
     "numpy",

@@ -4,6 +4,7 @@
 #   scripts/test.sh             the quick tests: every real part once, at most 10 minutes on two quiet cores
 #   scripts/test.sh --all       all tests
 #   scripts/test.sh --rest      only the tests that --all adds, without linters
+#   scripts/test.sh --learner   only the learner's tests: layouts, updates, checkpoints; without linters
 #   scripts/test.sh ARGUMENTS   pass the arguments to pytest: scripts/test.sh tests/unit -k bounds
 set -euo pipefail
 
@@ -17,6 +18,12 @@ esac
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 QUICK="not slow or quick"
+LEARNER=(
+    tests/integration/test_{learner,learner_attention,learner_mismatch,learner_updates,layouts,schedule,recompute}.py
+    tests/integration/test_{bfloat16,critic,turns,streams,overlap_communication,chained_adam,update_rule,train}.py
+    tests/integration/test_{fusions,transformer_engine,checkpoint_shards,memory_plan,microbatch_bounds,no_waiting}.py
+    tests/integration/test_{patches_megatron,rivals_learner,hf_roundtrip}.py
+)
 SHARED=(--numprocesses=3 --dist=loadfile --no-loadscope-reorder)  # tests spend half of their time waiting for processes
 
 use_environment
@@ -48,6 +55,7 @@ tests() {
 case "${1:-}" in
     --all) lint && tests "${@:2}" ;;
     --rest) tests "${SHARED[@]}" -m "not ($QUICK)" "${@:2}" ;;
+    --learner) tests "${SHARED[@]}" "${@:2}" "${LEARNER[@]}" ;;
     "") lint && tests "${SHARED[@]}" -m "$QUICK" ;;
     *) lint && tests "$@" ;;
 esac

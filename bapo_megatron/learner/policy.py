@@ -149,10 +149,15 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None)
         attention = parts.self_attention.submodules
         attention.linear_proj = _with_bias(attention.linear_proj)
     if shape.mlp_bias:
-        mlp = parts.mlp.submodules
+        mlp = _parts_of_mlp(parts.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = _with_bias(mlp.linear_fc1), _with_bias(mlp.linear_fc2)
     layers = [copy.deepcopy(layer) for _ in range(get_num_layers_to_build(config, vp_stage=chunk))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _parts_of_mlp(mlp: Any) -> Any:
+    """Return an MLP's modules: a spec's attribute in megatron-core 0.16.1, a partial's argument in 0.19.2."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
@@ -160,7 +165,7 @@ def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.mlp.submodules.activation_func = GatedActivation
+    _parts_of_mlp(parts.mlp).activation_func = GatedActivation
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

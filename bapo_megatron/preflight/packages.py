@@ -134,7 +134,8 @@ def _read(file: str) -> list[Requirement]:
     from packaging.requirements import Requirement
 
     text = (resources.files("bapo_megatron_requirements") / file).read_text(encoding="utf-8")
-    return [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+    lines = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+    return [r for r in lines if r.marker is None or r.marker.evaluate()]
 
 
 def _range(requirement: Requirement) -> str:

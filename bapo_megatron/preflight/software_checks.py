@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron_patches.megatron_core import SUPPORTED as MEGATRON_SUPPORTED
+from bapo_megatron_patches.megatron_core import ADVISED as ADVISED_MEGATRON
+from bapo_megatron_patches.megatron_core import TRIED as TRIED_MEGATRON
 
 from bapo_megatron.errors import plural
 from bapo_megatron.preflight.known import GIB
@@ -195,13 +196,13 @@ def check_attention(
 
 
 def check_megatron(has_gpu: bool) -> Finding:
-    installed = installed_version("megatron-core")
+    installed, mend = installed_version("megatron-core"), f"pip install megatron-core=={ADVISED_MEGATRON}"
     if installed is None:
-        return Finding("megatron-core", "error", "is not installed", f"pip install megatron-core=={MEGATRON_SUPPORTED}")
-    if installed == MEGATRON_SUPPORTED:
+        return Finding("megatron-core", "error", "is not installed", mend)
+    if installed in TRIED_MEGATRON:
         return Finding("megatron-core", "ok", installed)
-    advice = f"{MEGATRON_SUPPORTED} is the tested version"
-    return Finding("megatron-core", "warning" if has_gpu else "error", installed, advice)
+    what = f"{installed} was not tried; {' and '.join(TRIED_MEGATRON)} were"
+    return Finding("megatron-core", "warning" if has_gpu else "error", what, mend)
 
 
 def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:

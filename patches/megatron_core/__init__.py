@@ -1,21 +1,25 @@
 """Corrections of megatron-core.
 
-`apply_cpu_compat()` picks the file for the installed version. `apply_engine_compat()` finds a kernel that newer
-versions of Transformer Engine renamed.
+`apply_cpu_compat()` lets it run without CUDA. `apply_engine_compat()` finds a kernel that newer versions of Transformer
+Engine renamed.
 """
 
 import importlib
+import sys
 from importlib.metadata import version
 from typing import Any
 
-SUPPORTED = "0.16.1"
+TRIED = {"0.16.1": "Python 3.11", "0.19.2": "Python 3.12 and newer"}
+"""Each version that the tests have run with, and the Python that gets it (requirements/cpu.txt)."""
+
+ADVISED = "0.16.1" if sys.version_info < (3, 12) else "0.19.2"
 
 
 def apply_cpu_compat() -> None:
     """Let megatron-core run on a machine without CUDA; do nothing with CUDA, or when called again.
 
     Raises:
-        RuntimeError: another version of megatron-core is installed. The list of corrected modules is version-specific,
+        RuntimeError: the installed version of megatron-core was not tried. What `cpu` corrects depends on the version,
             so guessing would fail later and less clearly.
     """
     import torch
@@ -23,20 +27,20 @@ def apply_cpu_compat() -> None:
     if torch.cuda.is_available():
         return
     installed = version("megatron-core")
-    if installed != SUPPORTED:
+    if installed not in TRIED:
         raise RuntimeError(
-            f"running without a GPU needs megatron-core {SUPPORTED}, found {installed}: "
-            f"pip install megatron-core=={SUPPORTED}, or add patches/megatron_core/ for {installed}"
+            f"running without a GPU needs megatron-core {' or '.join(TRIED)}, found {installed}: "
+            f"pip install megatron-core=={ADVISED}"
         )
-    from bapo_megatron_patches.megatron_core import v0_16_1
+    from bapo_megatron_patches.megatron_core import cpu
 
-    v0_16_1.apply()
+    cpu.apply()
 
 
 def apply_engine_compat() -> None:
     """Let attention split queries, keys and values with Transformer Engine's kernel; do nothing without it.
 
-    Why: megatron-core 0.16.1 (extensions/transformer_engine.py:2290) looks for
+    Why: megatron-core (extensions/transformer_engine.py, 0.16.1:2290, 0.19.2:3319) looks for
     `transformer_engine.pytorch.attention._SplitAlongDim`. Newer versions, such as 2.11, call it `utils.SplitAlongDim`;
     megatron-core then falls back to torch.split, whose backward pass copies all three gradients into one tensor.
 

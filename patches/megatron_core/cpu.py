@@ -1,21 +1,21 @@
-"""megatron-core 0.16.1 on a machine without CUDA.
+"""megatron-core 0.16.1 and 0.19.2 on a machine without CUDA.
 
 Why: megatron-core hard-codes the device "cuda", or torch.cuda.current_device(), when it allocates small tensors, for
-instance total_num_tokens in pipeline_parallel/schedules.py:596, _ParamAndGradBuffer in
-distributed/param_and_grad_buffer.py:783, FP32Optimizer._scale in optimizer/optimizer.py:907, the norms in
-optimizer/clip_grads.py:90 and utils.py:1207, receive buffers in pipeline_parallel/p2p_communication.py:313 and
-tensor_parallel/mappings.py:91. The arithmetic itself runs anywhere.
+instance total_num_tokens in pipeline_parallel/schedules.py, _ParamAndGradBuffer in
+distributed/param_and_grad_buffer.py, FP32Optimizer._scale in optimizer/optimizer.py, the norms in
+optimizer/clip_grads.py and utils.py, receive buffers in pipeline_parallel/p2p_communication.py and
+tensor_parallel/mappings.py. The arithmetic itself runs anywhere.
 
 How: only inside the modules of `MODULES`, the global name `torch` is bound to a view of the torch module that puts such
 tensors on the CPU. The torch module itself is unchanged, so other libraries are not affected.
-`LanguageModule.setup_embeddings_and_output_layer` (language_module.py:244) calls `Tensor.cuda()`, which is an identity
-only during that call. `DistributedOptimizer._build_model_and_main_param_groups` (distrib_optimizer.py:361) and
+`LanguageModule.setup_embeddings_and_output_layer` (language_module.py) calls `Tensor.cuda()`, which is an identity
+only during that call. `DistributedOptimizer._build_model_and_main_param_groups` (distrib_optimizer.py) and
 `Float16OptimizerWithFloat16Params.__init__` (optimizer.py) recognise types by names such as "torch.cuda.FloatTensor",
 which `Tensor.type()` returns only during these calls.
 
 When it can go: when megatron-core takes the device from the process group or the parameters.
 
-One correction is for torch 2.13: `one_thread_per_group`, around `create_group` (parallel_state.py:214).
+One correction is for torch 2.13: `one_thread_per_group`, around `create_group` (parallel_state.py).
 """
 
 import contextlib
@@ -137,7 +137,7 @@ def one_thread_per_group() -> Iterator[None]:
     Why: torch's two threads write the name of the collective that they have finished to the same string, without a lock
     (pgStatus_->lastCompletedWorkName in runLoop, ProcessGroupGloo.cpp). A name of over 15 characters is on the heap,
     and two writes at the same time free it twice: "malloc(): unaligned tcache chunk detected". The distributed
-    optimizer's coalesced all-gather (distributed/param_and_grad_buffer.py:274) has such a name, ALLGATHER_COALESCED.
+    optimizer's coalesced all-gather (distributed/param_and_grad_buffer.py) has such a name, ALLGATHER_COALESCED.
 
     When it can go: when torch takes a lock there.
     """
