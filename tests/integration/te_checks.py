@@ -3,16 +3,19 @@
 Import this after `te_stand_ins.install`.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformer_engine_torch
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from safetensors.torch import load_file
 from torch import Tensor
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
@@ -20,12 +23,13 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.learner import megatron, policy, split_model
+from bapo_megatron.learner import attention, megatron, policy, split_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import Machine
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.integration.learner_updates import make_config, pack
 from tests.integration.te_stand_ins import CALLS, HOPPER
+from tests.integration.test_no_waiting import Reads, watching
 from tests.integration.test_overlap_communication import SmallBuckets
 
 WIDE = ClipBounds(low=0.0, high=1e3, positive_share=0.5, saturated=False, num_moves=0)  # rounding clips no token
@@ -43,7 +47,7 @@ class Outcome:
     grad_norm: float
 
 
-@contextmanager
+@contextlib.contextmanager
 def engine_learner(folder: Path, **sections: Any) -> Iterator[MegatronLearner]:
     """Build a learner in bfloat16 with what a Hopper GPU has; then leave the groups."""
     megatron.this_machine = policy.this_machine = lambda: GPU
@@ -52,7 +56,7 @@ def engine_learner(folder: Path, **sections: Any) -> Iterator[MegatronLearner]:
     parallel_state.destroy_model_parallel()
 
 
-@contextmanager
+@contextlib.contextmanager
 def local_learner(folder: Path, dtype: str, **sections: Any) -> Iterator[MegatronLearner]:
     """Build a learner with local layers and no fused kernel; then leave the groups."""
     megatron.this_machine, policy.this_machine = lambda: GPU, lambda: CPU
@@ -81,7 +85,8 @@ def check_near(case: str, engine: Outcome, exact: Outcome, local: Outcome | None
 
     assert engine.gradients.keys() == exact.gradients.keys()
     found = distances(engine, exact)
-    print(f"{case}: to float32 {found}", *([f"to local bfloat16 {distances(engine, local)}"] if local else []))
+    print(case, "mean difference of log-probs and 1 - cosine of gradients, to float32:", *found, end="")
+    print(" to local layers in bfloat16:", *distances(engine, local) if local else "-")
     assert found[0] < 0.02, "mean difference of log-probs, in nats"
     assert found[1] < 1e-3, "1 - cosine of gradients"
     assert math.isclose(engine.grad_norm, exact.grad_norm, rel_tol=0.03)
@@ -175,6 +180,19 @@ def check_schedules(root: Path) -> None:
         check_same(outcomes[-1], outcomes[0])
 
 
+def check_waits(root: Path) -> None:
+    """Check that neither Transformer Engine nor Megatron reads from the device in an update's passes."""
+    reads, packs = Reads(), attention.PackedSequences
+    apart = [(transformer_engine_torch, "fused_attn_fwd"), (transformer_engine_torch, "fused_attn_bwd")]
+    apart += [(packs, "for_transformer_engine")]  # made of CPU tensors
+    with pytest.MonkeyPatch.context() as patch, watching(reads, *apart):
+        # it compares the states of the CPU's generator
+        patch.setattr(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+        with engine_learner(root / "qwen3") as learner:
+            update(learner)
+    assert not reads.found, reads.found
+
+
 def check_fp8(root: Path) -> None:
     """Build FP8 layers, and the quantisers of each, with every recipe."""
     for recipe, name in RECIPES.items():
@@ -191,6 +209,7 @@ def check_fp8(root: Path) -> None:
 def check_one_process(rank: int, world_size: int, root: Path) -> None:
     check_families(root)
     check_schedules(root)
+    check_waits(root)
     for distributed in (False, True):
         check_resume(root / "qwen2", root / f"saved-{distributed}", distributed=distributed)
     check_fp8(root)
@@ -215,6 +234,7 @@ def check_two_processes(rank: int, world_size: int, root: Path) -> None:
             check_weights(learner, root / family)
             scored = update(learner)
             check_near(f"{family}, {parallel}, rank {rank}", scored, exact)
-        with engine_learner(root / family, train={"recompute": True}, **sections) as learner:
-            check_same(update(learner, scored=False), scored)
+        for train in ({}, {"recompute": True}):
+            with engine_learner(root / family, train=train, **sections) as learner:
+                check_same(update(learner, scored=False), scored)
         check_resume(root / family, root / f"saved-{number}", **sections)
