@@ -23,17 +23,23 @@ _RUNS = ("bapo_megatron.trainer", "bapo_megatron.train", "bapo_megatron.engines.
 
 
 def run_distributed(
-    fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = HANG_S, backend: str = "gloo"
+    fn: Callable[..., None],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = HANG_S,
+    backend: str = "gloo",
+    spawned: bool = False,
 ) -> None:
     """Call `fn(rank, world_size, *args)` in `world_size` new processes that share a process group.
 
     The processes are forked from a server that holds imported modules and nothing else: no thread, no group, no state.
     `fn` must be importable (a module-level function) and report failure by raising; its module may register `backend`.
+    If `spawned`, they import everything themselves.
     Raises AssertionError with the tracebacks of the ranks that failed, or TimeoutError naming the ranks still running
     after `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="bapo-test-") as folder:
-        context = forkserver()
+        context: Any = mp.get_context("spawn") if spawned else forkserver()
         processes = [
             context.Process(target=_child, args=(fn, rank, world_size, folder, backend, args), daemon=True)
             for rank in range(world_size)

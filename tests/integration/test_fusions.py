@@ -1,29 +1,25 @@
-"""Fused kernels: which are chosen where, and that ours and Megatron's modules pass them what they expect.
+"""Fused kernels: which are chosen where, and that local layers pass them what they expect.
 
-The kernels themselves need a GPU. Stand-ins compute the same in plain torch, with the arguments of Megatron-Core 0.16.1
-and Transformer Engine 2.11.
+The kernels themselves need a GPU. A stand-in computes the same in plain torch, with the arguments of Megatron-Core.
+Transformer Engine's are in test_transformer_engine.py.
 """
 
-import itertools
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner import policy
-from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import Machine, fusion_fields
 from tests.distributed import run_distributed
-from tests.integration.learner_reference import BOUNDS, save_random_model
-from tests.integration.learner_updates import assert_close, make_config, pack, updates
+from tests.integration.learner_reference import save_random_model
+from tests.integration.learner_updates import assert_close, make_config, updates
 
 CPU, GPU = Machine(), Machine((9, 0), (12, 9), (2, 11, 0))
 FUSIONS = ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
@@ -56,25 +52,13 @@ def wgrad_gemm_accum_fp32(inputs_TH: Tensor, grad_TV: Tensor, main_grad_VH: Tens
     main_grad_VH.addmm_(grad_TV.T, inputs_TH)
 
 
-def fused_apply_rotary_pos_emb(x_T1ND: Tensor, angles_T11D: Tensor, interleaved: bool = False) -> Tensor:
-    """Stand in for Transformer Engine's, for "sbhd": float32 angles, one per dimension; each half rotates the other."""
-    assert not interleaved
-    assert angles_T11D.dtype == torch.float32
-    assert angles_T11D.shape == (x_T1ND.shape[0], 1, 1, x_T1ND.shape[-1])
-    fused_apply_rotary_pos_emb.num_calls += 1  # type: ignore[attr-defined]
-    first, second = x_T1ND.chunk(2, dim=-1)
-    return x_T1ND * angles_T11D.cos() + torch.cat((-second, first), dim=-1) * angles_T11D.sin()
-
-
 def check_stand_ins(rank: int, world_size: int, root: Path) -> None:
     """Check that each fusion alone, in several families and orders of passes, gives the updates of no fusion."""
     layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
-    rope_utils.fused_apply_rotary_pos_emb = fused_apply_rotary_pos_emb
     torch.compiler.set_stance("force_eager")  # this tests the call, not the compiler
-    wgrad_gemm_accum_fp32.num_calls = fused_apply_rotary_pos_emb.num_calls = 0  # type: ignore[attr-defined]
+    wgrad_gemm_accum_fp32.num_calls = 0  # type: ignore[attr-defined]
     cases: list[tuple[str, str, dict[str, Any]]] = [
         ("bias_activation_fusion", "llama_biases", {}),
-        ("apply_rope_fusion", "qwen3", {}),
         ("gradient_accumulation_fusion", "qwen2", {}),
         ("gradient_accumulation_fusion", "qwen2", {"schedule": "forwards_first"}),
         ("gradient_accumulation_fusion", "qwen3", {"recompute": True, "recompute_layers": 2}),
@@ -86,56 +70,10 @@ def check_stand_ins(rank: int, world_size: int, root: Path) -> None:
         fused = updates(make_config(train=train), root / family)
         assert_close(fused, plain, rtol=1e-4, atol=1e-6)
     assert wgrad_gemm_accum_fp32.num_calls > 0  # type: ignore[attr-defined]
-    assert fused_apply_rotary_pos_emb.num_calls > 0  # type: ignore[attr-defined]
 
 
 def test_the_same_updates(root: Path) -> None:
     run_distributed(check_stand_ins, 1, root)
-
-
-def watch_backward(chunk: torch.nn.Module) -> list[int]:
-    """Return a list that receives the number of each forward pass when its backward pass begins."""
-    numbers, order = itertools.count(), []  # type: ignore[var-annotated]
-
-    def watch(_: Any, inputs: Any, output: Any) -> None:
-        tensor = output[0] if isinstance(output, tuple) else output
-        if tensor.requires_grad:
-            number = next(numbers)
-            tensor.register_hook(lambda grad: order.append(number))
-
-    chunk.register_forward_hook(watch)
-    return order
-
-
-def check_backward_order(rank: int, world_size: int, root: Path, cases: list[tuple[dict, dict]]) -> None:
-    """Transformer Engine overwrites `main_grad` in the first micro-batch's backward pass, which must come first."""
-    for parallel, train in cases:
-        learner = MegatronLearner(make_config(parallel=parallel, train=train), root / "qwen3")
-        orders = [watch_backward(chunk) for chunk in learner.model]
-        minibatch = pack(learner)
-        learner.score(minibatch)
-        learner.step(minibatch, BOUNDS)
-        for order in orders:
-            assert order == list(range(len(minibatch.micro_batches)))
-        parallel_state.destroy_model_parallel()
-
-
-def test_backward_passes_keep_the_order_of_forward_passes(root: Path) -> None:
-    cases: list[tuple[dict, dict]] = [
-        ({}, {}),
-        ({}, {"schedule": "forwards_first"}),
-        ({}, {"recompute": True}),
-    ]
-    run_distributed(check_backward_order, 1, root, cases)
-
-
-@pytest.mark.slow
-def test_backward_order_of_pipelines(root: Path) -> None:
-    cases: list[tuple[dict, dict]] = [
-        ({"pipeline": 2}, {}),
-        ({"pipeline": 2, "virtual_pipeline": 2}, {"recompute": True}),
-    ]
-    run_distributed(check_backward_order, 2, root, cases)
 
 
 def test_fused_linears_are_marked_but_not_the_output_layer() -> None:

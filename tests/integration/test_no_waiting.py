@@ -1,6 +1,7 @@
 """The CPU queues a whole update without reading from the GPU in between: no micro-batch waits for it."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,29 +91,39 @@ def test_the_instrument_sees_what_it_should() -> None:
     assert not reads.found
 
 
+@contextmanager
+def watching(reads: Reads, *apart: tuple[Any, str]) -> Iterator[None]:
+    """Watch the passes of learners that are built inside, except the functions `apart`, each an owner and a name."""
+    choose = schedule.get_forward_backward_func
+
+    def unwatched(function: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with reads.paused():
+                return function(*args, **kwargs)
+
+        return run
+
+    def choose_watched() -> Callable:
+        run = choose()
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with reads:
+                return run(*args, **kwargs)
+
+        return watched
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in apart:
+            patch.setattr(owner, name, unwatched(getattr(owner, name)))
+        patch.setattr(schedule, "get_forward_backward_func", choose_watched)
+        yield
+
+
 def check(rank: int, world_size: int, root: Path) -> None:
     """Watch passes and losses of an update, except descriptions of packs, which are made of CPU tensors (below)."""
     for train in ({}, {"schedule": "forwards_first"}, {"recompute": True}):
-        config = make_config(train=train, monitor={"token_profile": True})
-        reads = Reads()
-        describe, choose = attention.PackedSequences.of, schedule.get_forward_backward_func
-
-        def described(*args: Any, reads: Reads = reads, describe: Any = describe) -> attention.PackedSequences:
-            with reads.paused():
-                return describe(*args)
-
-        def choose_watched(reads: Reads = reads, choose: Any = choose) -> Any:
-            run = choose()
-
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                with reads:
-                    return run(*args, **kwargs)
-
-            return watched
-
-        with pytest.MonkeyPatch.context() as patch:  # the learner reads both when it is made
-            patch.setattr(attention.PackedSequences, "of", described)
-            patch.setattr(schedule, "get_forward_backward_func", choose_watched)
+        config, reads = make_config(train=train, monitor={"token_profile": True}), Reads()
+        with watching(reads, (attention.PackedSequences, "of")):
             learner = MegatronLearner(config, root / "qwen3")
         minibatch = pack(learner)
         learner.score(minibatch)

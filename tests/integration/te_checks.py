@@ -1,0 +1,240 @@
+"""What test_transformer_engine.py checks in processes that have Transformer Engine's Python code (te_stand_ins.py).
+
+Import this after `te_stand_ins.install`.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine_torch
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from safetensors.torch import load_file
+from torch import Tensor
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+from transformer_engine.pytorch.optimizers import FusedAdam
+
+from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.config.schema import CheckpointConfig
+from bapo_megatron.learner import attention, megatron, policy, split_model
+from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.precision import Machine
+from bapo_megatron.types import ClipBounds, MiniBatch
+from tests.integration.learner_updates import make_config, pack
+from tests.integration.te_stand_ins import CALLS, HOPPER
+from tests.integration.test_no_waiting import Reads, watching
+from tests.integration.test_overlap_communication import SmallBuckets
+
+WIDE = ClipBounds(low=0.0, high=1e3, positive_share=0.5, saturated=False, num_moves=0)  # rounding clips no token
+CPU, GPU = Machine(), Machine(HOPPER, (13, 0), (2, 11, 0))
+NUM_LAYERS, LINEARS_OF_A_LAYER = 4, 4  # queries, keys and values; attention's output; gate and up; down
+RECIPES = {"tensorwise": "float8_current_scaling", "blockwise": "float8_block_scaling", "delayed": "delayed"}
+
+
+@dataclass
+class Outcome:
+    """An update: log-probs before it, on the last stage; gradients by name, on rank 0; their norm."""
+
+    log_probs: list[Tensor]
+    gradients: dict[str, Tensor]
+    grad_norm: float
+
+
+@contextlib.contextmanager
+def engine_learner(folder: Path, **sections: Any) -> Iterator[MegatronLearner]:
+    """Build a learner in bfloat16 with what a Hopper GPU has; then leave the groups."""
+    megatron.this_machine = policy.this_machine = lambda: GPU
+    dtype = {"dtype": "bfloat16", "implementation": "transformer_engine"}
+    yield MegatronLearner(make_config(model=dtype, **sections), folder)
+    parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def local_learner(folder: Path, dtype: str, **sections: Any) -> Iterator[MegatronLearner]:
+    """Build a learner with local layers and no fused kernel; then leave the groups."""
+    megatron.this_machine, policy.this_machine = lambda: GPU, lambda: CPU
+    yield MegatronLearner(make_config(model={"dtype": dtype, "implementation": "local"}, **sections), folder)
+    parallel_state.destroy_model_parallel()
+
+
+def update(learner: MegatronLearner, *, scored: bool = True) -> Outcome:
+    minibatch = pack(learner)
+    if scored:
+        learner.score(minibatch)
+    CALLS.clear()
+    result = learner.step(minibatch, WIDE)
+    gradients = {name: gradient.clone() for name, gradient in learner.named_gradients()}
+    return Outcome(result.log_probs, gradients, result.metrics["optimizer/grad_norm"])
+
+
+def check_near(case: str, engine: Outcome, exact: Outcome, local: Outcome | None = None) -> None:
+    """Check that an update is near local layers' in float32, about as near as local layers in bfloat16 are."""
+
+    def distances(one: Outcome, other: Outcome) -> tuple[float, float]:
+        log_probs = [torch.cat(o.log_probs) if o.log_probs else torch.zeros(1) for o in (one, other)]
+        gradients = [torch.cat([g.flatten().double() for g in o.gradients.values()]) for o in (one, other)]
+        cosine = torch.cosine_similarity(*gradients, dim=0) if gradients[0].numel() else 1.0
+        return float((log_probs[0] - log_probs[1]).abs().mean()), 1 - float(cosine)
+
+    assert engine.gradients.keys() == exact.gradients.keys()
+    found = distances(engine, exact)
+    print(case, "mean difference of log-probs and 1 - cosine of gradients, to float32:", *found, end="")
+    print(" to local layers in bfloat16:", *distances(engine, local) if local else "-")
+    assert found[0] < 0.02, "mean difference of log-probs, in nats"
+    assert found[1] < 1e-3, "1 - cosine of gradients"
+    assert math.isclose(engine.grad_norm, exact.grad_norm, rel_tol=0.03)
+    if local is not None:
+        assert all(mine < 1.5 * other for mine, other in zip(found, distances(local, exact), strict=True))
+
+
+def check_same(one: Outcome, other: Outcome) -> None:
+    """Check that two updates are equal bit for bit."""
+    torch.testing.assert_close(vars(one), vars(other), rtol=0, atol=0)
+
+
+def check_layers(learner: MegatronLearner) -> None:
+    """Check that all linears are Transformer Engine's, and add their weight gradients to the float32 buffers."""
+    linears = [module for module in learner.model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+    names = {type(linear).__name__.removeprefix("Biased") for linear in linears}
+    assert names == {"TELayerNormColumnParallelLinear", "TERowParallelLinear"}
+    assert len(linears) == NUM_LAYERS * LINEARS_OF_A_LAYER / learner.layout.pipeline_size
+    assert all(linear.fuse_wgrad_accumulation for linear in linears)
+
+
+def check_weights(learner: MegatronLearner, folder: Path) -> None:
+    """Check that the weights leave with the names and values that the Hugging Face checkpoint has."""
+    (file,) = folder.glob("*.safetensors")
+    original, own = load_file(file), dict(learner.weights().whole())
+    assert own.keys() == original.keys()
+    if learner.layout.rank == 0:  # the others get empty tensors
+        for name, weight in original.items():
+            assert torch.equal(own[name], weight.to(torch.bfloat16)), name
+
+
+def check_calls(minibatch: MiniBatch, *, overwrites: bool) -> None:
+    """Check what an update asked of the kernels: causal packs, weight gradients in float32, one Adam.
+
+    Args:
+        overwrites: the first micro-batch's weight gradients overwrite the buffers, and are not added to zeros.
+    """
+    num_packs, num_linears = len(minibatch.micro_batches), NUM_LAYERS * LINEARS_OF_A_LAYER
+    facts = {name: [call.facts for call in CALLS if call.name == name] for name in {call.name for call in CALLS}}
+    of_weights = [f for f in facts["generic_gemm"] if f["layout"] == "NT"]
+    assert {f["into"] for f in of_weights} == {torch.float32}
+    assert [f["accumulate"] for f in of_weights[:num_linears]] == [not overwrites] * num_linears
+    assert [f["accumulate"] for f in of_weights[num_linears:]] == [True] * num_linears * (num_packs - 1)
+    assert facts["fused_attn_bwd"] == [{"deterministic": True}] * NUM_LAYERS * num_packs
+    assert {f["step"] for f in facts["multi_tensor_adam"]} == {1}
+
+
+def check_resume(folder: Path, saved: Path, **sections: Any) -> None:
+    """Check that an update after a resume equals the uninterrupted one, moments and step included."""
+    store = CheckpointStore(saved, CheckpointConfig())
+    with engine_learner(folder, **sections) as learner:
+        (one,) = learner.optimizer.chained_optimizers
+        assert type(one.optimizer) is FusedAdam
+        update(learner)
+        store.save(1, {"learner": learner}, {})
+        expected = update(learner)
+        assert {group["step"] for group in one.optimizer.param_groups if group["params"]} == {2}
+        weights = {name: weight.clone() for name, weight in learner.weights().whole()}
+    with engine_learner(folder, **sections) as learner:
+        assert store.resume({"learner": learner}) is not None
+        check_same(update(learner), expected)
+        torch.testing.assert_close(dict(learner.weights().whole()), weights, rtol=0, atol=0)
+    store.close()
+
+
+def check_families(root: Path) -> None:
+    for family in ("qwen3", "qwen2", "llama_biases", "gemma"):
+        with local_learner(root / family, "float32") as learner:
+            exact = update(learner)
+        with local_learner(root / family, "bfloat16") as learner:
+            local = update(learner)
+        with engine_learner(root / family) as learner:
+            check_layers(learner)
+            check_weights(learner, root / family)
+            check_near(family, update(learner), exact, local)
+
+
+def check_schedules(root: Path) -> None:
+    """Check that updates are the same in each order of passes, whatever is overwritten or computed again."""
+    cases: list[tuple[dict[str, Any], bool, bool]] = [  # [train], a scoring pass comes first, the first pass overwrites
+        ({}, True, False),
+        ({}, False, True),
+        ({"schedule": "forwards_first"}, True, True),
+        ({"recompute": True}, False, False),  # the pass without a graph was the first
+    ]
+    outcomes = []
+    for train, scored, overwrites in cases:
+        with engine_learner(root / "qwen3", train=train) as learner:
+            outcomes.append(update(learner, scored=scored))
+            check_calls(pack(learner), overwrites=overwrites)
+        check_same(outcomes[-1], outcomes[0])
+
+
+def check_waits(root: Path) -> None:
+    """Check that neither Transformer Engine nor Megatron reads from the device in an update's passes."""
+    reads, packs = Reads(), attention.PackedSequences
+    apart = [(transformer_engine_torch, "fused_attn_fwd"), (transformer_engine_torch, "fused_attn_bwd")]
+    apart += [(packs, "for_transformer_engine")]  # made of CPU tensors
+    with pytest.MonkeyPatch.context() as patch, watching(reads, *apart):
+        # it compares the states of the CPU's generator
+        patch.setattr(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+        with engine_learner(root / "qwen3") as learner:
+            update(learner)
+    assert not reads.found, reads.found
+
+
+def check_fp8(root: Path) -> None:
+    """Build FP8 layers, and the quantisers of each, with every recipe."""
+    for recipe, name in RECIPES.items():
+        with engine_learner(root / "qwen3", precision={"fp8": "hybrid", "recipe": recipe}) as learner:
+            check_layers(learner)
+            check_weights(learner, root / "qwen3")
+            with get_fp8_context(learner.settings):
+                assert getattr(FP8GlobalStateManager.get_fp8_recipe(), name)()
+                for linear in learner.model.modules():
+                    if hasattr(linear, "fuse_wgrad_accumulation"):
+                        linear.init_fp8_metadata()
+
+
+def check_one_process(rank: int, world_size: int, root: Path) -> None:
+    check_families(root)
+    check_schedules(root)
+    check_waits(root)
+    for distributed in (False, True):
+        check_resume(root / "qwen2", root / f"saved-{distributed}", distributed=distributed)
+    check_fp8(root)
+
+
+def check_two_processes(rank: int, world_size: int, root: Path) -> None:
+    """Compare layouts with local layers in float32 in the same layout; with and without a scoring pass."""
+    split_model.DistributedDataParallelConfig = SmallBuckets  # type: ignore[misc]
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("qwen3", {"tensor": 2, "sequence": True}),
+        ("llama_biases", {"tensor": 2, "sequence": True}),
+        ("qwen2", {"pipeline": 2}),
+        ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}),
+        ("qwen2", {"data": 2, "overlap_communication": True}),
+    ]
+    for number, (family, parallel) in enumerate(cases):
+        sections = {"parallel": parallel, "distributed": "data" in parallel}
+        with local_learner(root / family, "float32", **sections) as learner:
+            exact = update(learner)
+        with engine_learner(root / family, **sections) as learner:
+            check_layers(learner)
+            check_weights(learner, root / family)
+            scored = update(learner)
+            check_near(f"{family}, {parallel}, rank {rank}", scored, exact)
+        for train in ({}, {"recompute": True}):
+            with engine_learner(root / family, train=train, **sections) as learner:
+                check_same(update(learner, scored=False), scored)
+        check_resume(root / family, root / f"saved-{number}", **sections)
