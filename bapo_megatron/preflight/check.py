@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.base import Violation, overlap, warning
+from bapo_megatron.config.base import Severity, Violation, overlap, warning
 from bapo_megatron.config.engines import ENGINE_CHECK, engine_kind
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import read_config, split_arguments
@@ -29,6 +29,7 @@ from bapo_megatron.preflight.inputs import Findings, read_inputs
 from bapo_megatron.preflight.known import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_open_files, check_room
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
+from bapo_megatron.preflight.software_checks import check_megatron
 from bapo_megatron.preflight.trial import try_loss
 from bapo_megatron.runtime.environment import has_gpu_driver
 from bapo_megatron.runtime.files import located
@@ -208,13 +209,17 @@ def violations_of(
 
 
 def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:
-    """Check that the engine is installed in this environment."""
+    """Check that the engine is installed in this environment, with a Megatron-Core that was tried."""
     path = engine_kind(config.rollout.engine).check
     try:
         if path is not None:
             ENGINE_CHECK.load(path)(has_gpu)
     except UserError as error:
         yield Violation(("rollout.engine",), str(error))
+    megatron = check_megatron(has_gpu)
+    if megatron.verdict != "ok":
+        severity: Severity = "error" if megatron.verdict == "error" else "warning"
+        yield Violation(("model.implementation",), f"{megatron.name} {megatron.what}", megatron.advice, severity)
 
 
 def _absent(config: Config, is_known: bool) -> Iterator[Violation]:

@@ -83,7 +83,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
-def _cpu_torch() -> _View:
+def cpu_torch() -> _View:
+    """Return a view of torch whose CUDA device is the CPU."""
     cuda = _View(
         torch.cuda,
         {
@@ -164,7 +165,7 @@ def one_thread_per_group() -> Iterator[None]:
 @functools.cache
 def apply() -> None:
     """Bind the CPU view of torch inside the megatron-core modules listed above (once per process)."""
-    view = _cpu_torch()
+    view = cpu_torch()
     for name in MODULES:
         importlib.import_module(f"megatron.core.{name}").torch = view  # type: ignore[attr-defined]
 

@@ -82,7 +82,7 @@ def _view_of_torch() -> Any:
     """Return torch with the CPU as its CUDA device."""
     from bapo_megatron_patches.megatron_core import cpu
 
-    view = cpu._cpu_torch()
+    view = cpu.cpu_torch()
     chip = SimpleNamespace(major=HOPPER[0], minor=HOPPER[1], multi_processor_count=132, name="H100")
     view.cuda.__dict__.update(
         is_available=lambda: True,

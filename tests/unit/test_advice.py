@@ -6,11 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from bapo_megatron_patches import megatron_core
 
 from bapo_megatron import assets
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.cli import main
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.preflight import software_checks
 from bapo_megatron.runtime.files import located
 from tests.hang import HANG_S
 
@@ -35,6 +37,20 @@ def test_check_refuses_an_engine_that_is_not_installed(capsys: pytest.CaptureFix
     assert main(["check", "demo", "rollout.engine=sglang"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith('bapo: rollout.engine="sglang" needs SGLang, which is not installed in ')
+    assert main(["check", *RECIPE]) == 0, "the cluster has its own environment"
+
+
+@pytest.mark.parametrize(
+    ("found", "what"), [("0.17.0", "0.17.0 was not tried; 0.16.1 and 0.19.2 were"), (None, "is not installed")]
+)
+def test_check_refuses_a_megatron_that_was_not_tried(
+    found: str | None, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(software_checks, "installed_version", {"megatron-core": found}.get)
+    mend = f"pip install megatron-core=={megatron_core.ADVISED}"
+    assert main(["check", "demo"]) == 2
+    assert capsys.readouterr().err == f"bapo: megatron-core {what}; {mend}\n"
+    assert software_checks.check_megatron(has_gpu=False).verdict == "error"
     assert main(["check", *RECIPE]) == 0, "the cluster has its own environment"
 
 
