@@ -12,7 +12,13 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-(($#)) || fail "no command was given; for example: $0 scripts/quickstart.sh"
+case "${1:-}" in
+    -h | --help)
+        sed -n '2,/^set/{s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
+        exit
+        ;;
+    "") fail "no command was given; for example: $0 scripts/quickstart.sh" ;;
+esac
 ((EUID == 0)) || fail "only root can make and enter a file system; run it as root, or in a container of Debian 13"
 for program in debootstrap unshare chroot; do
     command -v "$program" >/dev/null || fail "$program was not found (apt install debootstrap util-linux coreutils)"

@@ -106,7 +106,7 @@ def test_a_wheel_offers_no_script_for_smollm2(tmp_path: Path, monkeypatch: pytes
         resolve_model_path(str(tmp_path / "SmolLM2"))
 
 
-@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh", "debian13.sh"])
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_a_script_explains_itself_and_installs_nothing(tmp_path: Path, script: str, option: str) -> None:
     environment = os.environ | {"VENV": str(tmp_path / "venv"), "PYTHON": "/no/such/python"}
@@ -115,3 +115,20 @@ def test_a_script_explains_itself_and_installs_nothing(tmp_path: Path, script: s
     assert (done.returncode, done.stderr) == (0, "")
     assert f"scripts/{script}" in done.stdout
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "no command was given; for example:"),
+        (["true"], "debootstrap was not found" if os.geteuid() == 0 else "only root can"),
+    ],
+)
+def test_debian13_says_what_it_lacks(arguments: list[str], problem: str, tmp_path: Path) -> None:
+    (tmp_path / "dirname").symlink_to("/usr/bin/dirname")
+    environment = {"PATH": str(tmp_path), "BAPO_DEBIAN13": str(tmp_path / "debian13")}
+    command = ["/bin/bash", str(ROOT / "scripts" / "debian13.sh"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {problem}")
+    assert not (tmp_path / "debian13").exists()
