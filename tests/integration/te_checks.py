@@ -4,9 +4,11 @@ Import this after `te_stand_ins.install`.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from bapo_megatron.learner import attention, megatron, policy, split_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import Machine
 from bapo_megatron.types import ClipBounds, MiniBatch
+from tests.integration.learner_reference import Reference, literal_loss, load_float64, random_batch, reference_update
 from tests.integration.learner_updates import make_config, pack
 from tests.integration.te_stand_ins import CALLS, HOPPER
 from tests.integration.test_no_waiting import Reads, watching
@@ -57,10 +60,10 @@ def engine_learner(folder: Path, **sections: Any) -> Iterator[MegatronLearner]:
 
 
 @contextlib.contextmanager
-def local_learner(folder: Path, dtype: str, **sections: Any) -> Iterator[MegatronLearner]:
-    """Build a learner with local layers and no fused kernel; then leave the groups."""
+def local_learner(folder: Path) -> Iterator[MegatronLearner]:
+    """Build a learner in bfloat16 with local layers and no fused kernel; then leave the groups."""
     megatron.this_machine, policy.this_machine = lambda: GPU, lambda: CPU
-    yield MegatronLearner(make_config(model={"dtype": dtype, "implementation": "local"}, **sections), folder)
+    yield MegatronLearner(make_config(model={"dtype": "bfloat16", "implementation": "local"}), folder)
     parallel_state.destroy_model_parallel()
 
 
@@ -74,24 +77,37 @@ def update(learner: MegatronLearner, *, scored: bool = True) -> Outcome:
     return Outcome(result.log_probs, gradients, result.metrics["optimizer/grad_norm"])
 
 
-def check_near(case: str, engine: Outcome, exact: Outcome, local: Outcome | None = None) -> None:
-    """Check that an update is near local layers' in float32, about as near as local layers in bfloat16 are."""
+@functools.cache
+def reference(folder: Path) -> Reference:
+    """Compute the update in float64 with transformers, one sequence at a time."""
+    return reference_update(load_float64(folder), random_batch(), loss_of=partial(literal_loss, bounds=WIDE))
 
-    def distances(one: Outcome, other: Outcome) -> tuple[float, float]:
-        log_probs = [torch.cat(o.log_probs) if o.log_probs else torch.zeros(1) for o in (one, other)]
-        gradients = [torch.cat([g.flatten().double() for g in o.gradients.values()]) for o in (one, other)]
-        cosine = torch.cosine_similarity(*gradients, dim=0) if gradients[0].numel() else 1.0
-        return float((log_probs[0] - log_probs[1]).abs().mean()), 1 - float(cosine)
 
-    assert engine.gradients.keys() == exact.gradients.keys()
-    found = distances(engine, exact)
-    print(case, "mean difference of log-probs and 1 - cosine of gradients, to float32:", *found, end="")
-    print(" to local layers in bfloat16:", *distances(engine, local) if local else "-")
-    assert found[0] < 0.02, "mean difference of log-probs, in nats"
-    assert found[1] < 1e-3, "1 - cosine of gradients"
-    assert math.isclose(engine.grad_norm, exact.grad_norm, rel_tol=0.03)
-    if local is not None:
-        assert all(mine < 1.5 * other for mine, other in zip(found, distances(local, exact), strict=True))
+def expected(learner: MegatronLearner) -> Outcome:
+    """Return the reference's values that this rank has to find."""
+    exact = reference(learner.hf_path)
+    rows = [batch.batch_rows_R for batch in pack(learner).micro_batches if learner.layout.is_last_stage]
+    gradients = {name: g if learner.layout.rank == 0 else g.new_empty(0) for name, g in exact.gradients.items()}
+    return Outcome([exact.log_probs_T[rows_R] for rows_R in rows], gradients, exact.grad_norm)
+
+
+def distances(one: Outcome, other: Outcome) -> tuple[float, float]:
+    """Return the mean difference of log-probs in nats and 1 - cosine of gradients; 0 if another rank has them."""
+    log_probs = [torch.cat(o.log_probs) if o.log_probs else torch.zeros(1) for o in (one, other)]
+    assert one.gradients.keys() == other.gradients.keys()
+    gradients = [torch.cat([o.gradients[name].flatten().double() for name in one.gradients]) for o in (one, other)]
+    cosine = torch.cosine_similarity(*gradients, dim=0) if gradients[0].numel() else 1.0
+    return float((log_probs[0] - log_probs[1]).abs().mean()), 1 - float(cosine)
+
+
+def check_near(case: str, one: Outcome, exact: Outcome) -> tuple[float, float]:
+    """Check that an update in bfloat16 is near the exact one; return their distances."""
+    found = of_log_probs, of_gradients = distances(one, exact)
+    print(f"{case}: log-probs differ by {of_log_probs:.2g} on average, 1 - cosine of gradients is {of_gradients:.2g}")
+    assert of_log_probs < 0.02
+    assert of_gradients < 1e-3
+    assert math.isclose(one.grad_norm, exact.grad_norm, rel_tol=0.03)
+    return found
 
 
 def check_same(one: Outcome, other: Outcome) -> None:
@@ -134,34 +150,38 @@ def check_calls(minibatch: MiniBatch, *, overwrites: bool) -> None:
     assert {f["step"] for f in facts["multi_tensor_adam"]} == {1}
 
 
-def check_resume(folder: Path, saved: Path, **sections: Any) -> None:
-    """Check that an update after a resume equals the uninterrupted one, moments and step included."""
+def check_resume(folder: Path, saved: Path, **sections: Any) -> Outcome:
+    """Check that an update after a resume equals the uninterrupted one; return the first update, without a score."""
     store = CheckpointStore(saved, CheckpointConfig())
     with engine_learner(folder, **sections) as learner:
         (one,) = learner.optimizer.chained_optimizers
         assert type(one.optimizer) is FusedAdam
-        update(learner)
+        first = update(learner, scored=False)
         store.save(1, {"learner": learner}, {})
-        expected = update(learner)
+        second = update(learner)
         assert {group["step"] for group in one.optimizer.param_groups if group["params"]} == {2}
         weights = {name: weight.clone() for name, weight in learner.weights().whole()}
     with engine_learner(folder, **sections) as learner:
         assert store.resume({"learner": learner}) is not None
-        check_same(update(learner), expected)
+        check_same(update(learner), second)
         torch.testing.assert_close(dict(learner.weights().whole()), weights, rtol=0, atol=0)
     store.close()
+    return first
 
 
 def check_families(root: Path) -> None:
+    """Compare updates with transformers; Transformer Engine's layers are about as near as local ones in bfloat16."""
     for family in ("qwen3", "qwen2", "llama_biases", "gemma"):
-        with local_learner(root / family, "float32") as learner:
-            exact = update(learner)
-        with local_learner(root / family, "bfloat16") as learner:
-            local = update(learner)
+        with local_learner(root / family) as learner:
+            local, exact = update(learner), expected(learner)
         with engine_learner(root / family) as learner:
             check_layers(learner)
             check_weights(learner, root / family)
-            check_near(family, update(learner), exact, local)
+            engine = update(learner)
+        of_local = check_near(f"{family}, local layers", local, exact)
+        of_engine = check_near(f"{family}, Transformer Engine", engine, exact)
+        assert all(mine < 1.5 * other for mine, other in zip(of_engine, of_local, strict=True))
+        check_near(f"{family}, one to the other", engine, local)
 
 
 def check_schedules(root: Path) -> None:
@@ -216,7 +236,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
 
 
 def check_two_processes(rank: int, world_size: int, root: Path) -> None:
-    """Compare layouts with local layers in float32 in the same layout; with and without a scoring pass."""
+    """Compare layouts with transformers, and with and without a scoring pass; resume."""
     split_model.DistributedDataParallelConfig = SmallBuckets  # type: ignore[misc]
     cases: list[tuple[str, dict[str, Any]]] = [
         ("qwen3", {"tensor": 2, "sequence": True}),
@@ -227,14 +247,13 @@ def check_two_processes(rank: int, world_size: int, root: Path) -> None:
     ]
     for number, (family, parallel) in enumerate(cases):
         sections = {"parallel": parallel, "distributed": "data" in parallel}
-        with local_learner(root / family, "float32", **sections) as learner:
-            exact = update(learner)
         with engine_learner(root / family, **sections) as learner:
             check_layers(learner)
             check_weights(learner, root / family)
             scored = update(learner)
-            check_near(f"{family}, {parallel}, rank {rank}", scored, exact)
-        for train in ({}, {"recompute": True}):
-            with engine_learner(root / family, train=train, **sections) as learner:
+            check_near(f"{family}, {parallel}, rank {rank}", scored, expected(learner))
+        train = {"recompute": True}
+        check_same(check_resume(root / family, root / f"saved-{number}", train=train, **sections), scored)
+        if "pipeline" in parallel:  # without recomputation, the first pass overwrites gradients
+            with engine_learner(root / family, **sections) as learner:
                 check_same(update(learner, scored=False), scored)
-        check_resume(root / family, root / f"saved-{number}", **sections)
