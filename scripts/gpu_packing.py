@@ -1,4 +1,4 @@
-"""Packages that a GPU machine without a network needs beside its own torch: the list, the download, what is missing.
+"""Packages that a GPU machine without a network needs besides torch: the list, the download, and what is missing.
 
     scripts/gpu_session.sh pack [FOLDER] [--python 3.12] [--without NAME ...]
 
@@ -111,7 +111,7 @@ def report_missing() -> int:
     python = ".".join(map(str, sys.version_info[:2]))
     mend = f"`scripts/gpu_session.sh pack FOLDER --python {python}`, and here `export BAPO_WHEELS=FOLDER`"
     what = f"{len(absent)} of {num_asked} packages are missing: {', '.join(absent)}"
-    print(f"imports: {what}; where there is a network, run {mend}", file=sys.stderr)
+    print(f"imports: {what}; on a machine with a network run {mend}", file=sys.stderr)
     return 2
 
 
