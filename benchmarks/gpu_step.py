@@ -2,29 +2,33 @@
 
     python benchmarks/gpu_step.py --model 1.5b                       every variant at 16k tokens, about 20 s each
     python benchmarks/gpu_step.py --model 7b-half --variants local te --length 8192 --profile
-    python benchmarks/gpu_step.py --model tiny --tokens 256 --length 64 --turns 2           on a CPU, in seconds
+    python benchmarks/gpu_step.py --variants te "te recompute" --tiny          on a CPU, in seconds, with our own layers
     python benchmarks/gpu_step.py --model 1.5b --variants --transfers    export, broadcast and snapshot of the weights
+    python benchmarks/gpu_step.py --model 1.5b --variants te --deterministic    is an update repeated bit for bit?
 
 An update is one packed micro-batch of sequences of one length: forward, GRPO's loss, backward, Adam, in MegatronLearner
-as a run builds it. Weights are filled on the device; no checkpoint is read. Seconds are medians, measured with CUDA
-events on a GPU and with the wall clock on a CPU. preflight/work.py computes the FLOPs, including recomputation;
-preflight/memory.py plans the memory, here without the assumed context of CUDA and NCCL.
+as a run builds it. Weights are filled on the device, from one seed; no checkpoint is read. Seconds are medians,
+measured with CUDA events on a GPU and with the wall clock on a CPU. preflight/work.py computes the FLOPs, including
+recomputation; preflight/memory.py plans the memory, here without the assumed context of CUDA and NCCL. A row also has
+each update's loss, bounds and gradient norm.
 
---output FILE keeps the rows, and skips variants whose rows it already has. --seconds ends in time, with exit code 75 if
-some variants are left. If this machine cannot run a variant, one line says so, and the others run.
+--deterministic sets what `run.deterministic` sets, and makes the first update twice, whose gradients must have the same
+bits. --output FILE keeps the rows, and skips variants whose rows it already has. --seconds ends in time, with exit code
+75 if some variants are left. If this machine cannot run a variant, one line says so, and the others run; exit code 1
+says that one failed.
 """
 
 import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +37,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.files import write_atomically
 
-os.environ |= trainer_variables({})  # before torch is imported
+os.environ |= trainer_variables({}, deterministic="--deterministic" in sys.argv)  # before torch is imported
 
 import torch
 import torch.distributed as dist
@@ -44,11 +48,12 @@ from torch.nn import ModuleList, Parameter
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.update_group import UpdateGroup, host_store
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner import split_model
+from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.parallel import ParallelLayout, device
-from bapo_megatron.learner.precision import check_precision, this_machine
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS
 from bapo_megatron.preflight.memory import trainer_memory
 from bapo_megatron.preflight.work import StepTokens, step_flops
@@ -58,6 +63,7 @@ UNFINISHED = 75
 TRANSFERS = "transfers"
 BUCKET_BYTES = 512 * 2**20
 BOUNDS = ClipBounds(low=0.8, high=1.2, positive_share=0.5, saturated=False, num_moves=0)
+NUM_OPERATORS = 20
 SPREAD = 0.02  # standard deviation of random weights, as models are initialised
 
 _QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131_072}
@@ -90,6 +96,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 
 
+TINY = {"model": "tiny", "tokens": 256, "length": 64}
+
+
 def make_config(settings: tuple[str, ...], tokens: StepTokens) -> Config:
     sizes = (
         f"rollout.prompts_per_step={tokens.num_sequences}",
@@ -107,12 +116,12 @@ def make_batch(tokens: StepTokens, vocab_size: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     lens_S = torch.full((tokens.num_sequences,), tokens.per_sequence)
     is_response_T = (torch.arange(tokens.per_sequence) >= tokens.prompt).repeat(tokens.num_sequences)
-    signs_S = torch.where(torch.arange(tokens.num_sequences) % 2 == 0, 1.0, -1.0)
+    of_each_S = torch.where(torch.arange(tokens.num_sequences) % 2 == 0, 1.0, -0.5)  # so that the loss is not near 0
     return Batch(
         token_ids_T=torch.randint(vocab_size, (tokens.total,), generator=generator),
         seq_lens_S=lens_S,
         sampled_T=is_response_T,
-        advantages_T=signs_S.repeat_interleave(lens_S) * is_response_T,
+        advantages_T=of_each_S.repeat_interleave(lens_S) * is_response_T,
         behaviour_logprobs_T=-torch.log(torch.tensor(float(vocab_size))) * is_response_T,
         versions_T=torch.where(is_response_T, 0, -1),
         mask_T=is_response_T,
@@ -127,11 +136,12 @@ def fill_at_random(
     path: Path,
     fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
 ) -> None:
-    """Stand in for `load_weights`: fill matrices at random, norms with 1, biases with 0."""
+    """Stand in for `load_weights`: fill matrices at random, the same in every learner, norms with 1, biases with 0."""
+    generator = torch.Generator(device()).manual_seed(0)
     for name, parameter in model.named_parameters():
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if parameter.dim() > 1:
-            values.normal_(0, SPREAD)
+            values.normal_(0, SPREAD, generator=generator)
         else:
             values.fill_(0 if name.endswith("bias") else 1)
         fill(parameter, values)
@@ -172,20 +182,38 @@ def peak_flops(dtype: str) -> float | None:
     return next((gpu.flops(dtype) for key, gpu in GPUS.items() if key in name), None)
 
 
+def losses_of(results: list[StepResult]) -> list[dict[str, float]]:
+    """Return what must be the same in the next session on such a machine, for each update."""
+    return [
+        {
+            "step": step,
+            "loss": result.metrics["loss/policy"],
+            "low": result.found[0].low,
+            "high": result.found[0].high,
+            "grad_norm": result.metrics["optimizer/grad_norm"],
+        }
+        for step, result in enumerate(results, start=1)
+    ]
+
+
 def measure(config: Config, hf_config: dict[str, Any], tokens: StepTokens, num_turns: int, profile: bool) -> Any:
     shape = model_shape(hf_config)
     on_gpu = torch.cuda.is_available()
+    results: list[StepResult] = []
     with learner_of(config, hf_config) as learner:
         batch = make_batch(tokens, shape.vocab_size)
         minibatch = one_minibatch(batch, max_tokens=tokens.total, share=learner.share)
-        update = partial(learner.step, minibatch, BOUNDS)
+
+        def update() -> None:
+            results.append(learner.step(minibatch, BOUNDS))
+
         update()  # creates Adam's state and compiles kernels
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         seconds = [seconds_of(update) for _ in range(num_turns)]
         peak = torch.cuda.max_memory_allocated() if on_gpu else None
-        if profile:
-            print_profile(update)
+        losses = losses_of(results)
+        operators = slowest_operators(update) if profile else None
     median_s = statistics.median(seconds)
     flops_per_s = step_flops(config, shape, tokens, 0) / median_s
     fastest = peak_flops(config.model.dtype)
@@ -197,18 +225,38 @@ def measure(config: Config, hf_config: dict[str, Any], tokens: StepTokens, num_t
         "share_of_peak": flops_per_s / fastest if fastest else None,
         "peak_gib": peak / GIB if peak else None,
         "plan_gib": (plan.total - plan.context) / GIB,
+        "losses": losses,
+        **({"operators": operators} if operators else {}),
     }
 
 
-def print_profile(update: Callable[[], object]) -> None:
-    """Print the twenty operators that take longest."""
+def slowest_operators(update: Callable[[], object]) -> list[dict[str, Any]]:
+    """Print and return the twenty operators that take longest."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         update()
-    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    print(profile.key_averages().table(sort_by=by, row_limit=20), flush=True)
+    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    events = profile.key_averages()
+    print(events.table(sort_by=by, row_limit=NUM_OPERATORS), flush=True)
+    slowest = sorted(events, key=lambda event: getattr(event, by), reverse=True)[:NUM_OPERATORS]
+    return [{"name": event.key, "calls": event.count, "ms": getattr(event, by) / 1e3} for event in slowest]
+
+
+def compare_first_updates(config: Config, hf_config: dict[str, Any], tokens: StepTokens) -> dict[str, Any]:
+    """Make the same first update twice; gradients with other bits are a failure."""
+    found: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        with learner_of(config, hf_config) as learner:
+            batch = make_batch(tokens, learner.shape.vocab_size)
+            learner.step(one_minibatch(batch, max_tokens=tokens.total, share=learner.share), BOUNDS)
+            found.append({name: gradient.clone() for name, gradient in learner.named_gradients()})
+    first, second = found
+    different = [name for name, gradient in first.items() if not torch.equal(gradient, second[name])]
+    if different:
+        return {"failed": f"{len(different)} of {len(first)} gradients differ, the first is {different[0]}"}
+    return {"num_equal_gradients": len(first)}
 
 
 def measure_transfers(config: Config, hf_config: dict[str, Any], num_turns: int) -> dict[str, Any]:
@@ -261,14 +309,17 @@ class Rows:
 
 def row_of(name: str, options: argparse.Namespace, tokens: StepTokens) -> dict[str, Any]:
     """Measure one variant, or say why this machine cannot run it."""
-    hf_config = MODELS[options.model]
-    config = make_config((*VARIANTS.get(name, _LAYERS["local"]), *options.settings), tokens)
-    if found := check_precision(config, shape=model_shape(hf_config), machine=this_machine()):
-        return {"missing": "; ".join(v.message for v in found)}
+    hf_config, settings = MODELS[options.model], VARIANTS.get(name, _LAYERS["local"])
+    if options.tiny:
+        settings = tuple(_LAYERS["local"][0] if setting in _TE else setting for setting in settings)
     try:
+        config = make_config((*settings, *options.settings), tokens)
         if name == TRANSFERS:
             return measure_transfers(config, hf_config, options.turns)
-        return measure(config, hf_config, tokens, options.turns, options.profile)
+        row = measure(config, hf_config, tokens, options.turns, options.profile)
+        return row | compare_first_updates(config, hf_config, tokens) if options.deterministic else row
+    except ConfigError as error:
+        return {"missing": str(error)}
     except Exception as error:  # any library may raise it, and the next variant may still run
         return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
     finally:
@@ -286,31 +337,45 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="print the operators that take longest")
     parser.add_argument("--transfers", action="store_true", help="also measure export, broadcast and snapshot")
+    parser.add_argument("--deterministic", action="store_true", help="sum in a fixed order; make an update twice")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, and our layers for Transformer Engine's")
     parser.add_argument("--output", type=Path, help="file for the rows")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no variant that would end later")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for every variant")
     options = parser.parse_intermixed_args()
+    if options.tiny:
+        vars(options).update(TINY)
+    if options.deterministic:  # as a rank does
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     began_s, longest_s = time.monotonic(), 0.0
     prompt = options.length // 4
     tokens = StepTokens(max(1, options.tokens // options.length), prompt, options.length - prompt)
     kept, names = Rows(options.output), [*options.variants, *([TRANSFERS] if options.transfers else [])]
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{where}, torch {torch.__version__}, {options.model}, {tokens.total} tokens, sequences of {options.length}")
+    modes = [mode for mode in ("profile", "deterministic") if getattr(options, mode)]
+    rows = []
     for name in names:
-        key = f"{options.model}, {tokens.total} tokens of {options.length}, {name}"
-        if key in kept.rows and not {"missing", "failed"} & kept.rows[key].keys():
-            continue
-        start_s = time.monotonic()
-        if start_s - began_s + longest_s > options.seconds:
-            print(f"no time left for {name} and those after it", flush=True)
-            return UNFINISHED
-        kept.add(key, row_of(name, options, tokens))
-        longest_s = max(longest_s, time.monotonic() - start_s)
+        shown = re.sub(r"^te\b", "local", name) if options.tiny else name
+        usual = f"{options.model}, {tokens.total} tokens of {options.length}, {shown}"
+        key = ", ".join([usual, *modes])
+        if key not in kept.rows or {"missing", "failed"} & kept.rows[key].keys():
+            start_s = time.monotonic()
+            if start_s - began_s + longest_s > options.seconds:
+                print(f"no time left for {name} and those after it", flush=True)
+                return UNFINISHED
+            row = row_of(name, options, tokens)
+            if options.deterministic and "seconds" in row and "seconds" in kept.rows.get(usual, {}):
+                row["price"] = row["seconds"]["median"] / kept.rows[usual]["seconds"]["median"] - 1
+            kept.add(key, row)
+            longest_s = max(longest_s, time.monotonic() - start_s)
+        rows.append(kept.rows[key])
     if dist.is_initialized():
         dist.destroy_process_group()
-    counts = {state: sum(state in row for row in kept.rows.values()) for state in ("missing", "failed")}
-    print(f"{len(kept.rows) - sum(counts.values())} measured, {counts['missing']} missing, {counts['failed']} failed")
-    return 0
+    counts = {state: sum(state in row for row in rows) for state in ("missing", "failed")}
+    print(f"{len(rows) - sum(counts.values())} measured, {counts['missing']} missing, {counts['failed']} failed")
+    return 1 if counts["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -51,13 +51,14 @@ use_offline() {
     for folder in patches configs requirements; do
         ln -sfn "$ROOT/$folder" "$OFFLINE/bapo_megatron_$folder"
     done
-    export PYTHONPATH="$OFFLINE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" PIP_NO_INDEX=1 HF_HUB_OFFLINE=1
+    export PYTHONPATH="$OFFLINE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" PATH="$OFFLINE/bin:$PATH"
+    export PIP_NO_INDEX=1 HF_HUB_OFFLINE=1
     for wheel in "${BAPO_WHEELS:-/nonexistent}"/*.whl; do
         [[ ! -e "$wheel" || "$wheel" == */transformer_engine* ]] || wheels+=("$wheel")
     done
-    if ((${#wheels[@]})) && [[ ! -e "$OFFLINE/.wheels" ]]; then
-        "$PY" -m pip install --disable-pip-version-check --quiet --no-deps --target "$OFFLINE" "${wheels[@]}"
-        touch "$OFFLINE/.wheels"
+    if ((${#wheels[@]})) && [[ "$(cat "$OFFLINE/.wheels" 2>/dev/null)" != "${wheels[*]}" ]]; then
+        "$PY" -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target "$OFFLINE" "${wheels[@]}"
+        printf '%s\n' "${wheels[*]}" >"$OFFLINE/.wheels"
     fi
     [[ -d "$OFFLINE/bapo_megatron.egg-info" ]] ||
         (cd "$ROOT" && "$PY" setup.py --quiet egg_info --egg-base "$OFFLINE") 2>/dev/null ||

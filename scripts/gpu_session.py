@@ -1,9 +1,12 @@
 """The stages of scripts/gpu_session.sh, which sets the environment: their steps, what each needs, and its outcome."""
 
 import argparse
+import fcntl
 import json
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_packing import ROOT, WHEELS, source
+
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.runtime.files import write_atomically
 
@@ -22,21 +27,34 @@ LEAST_S = 60.0  # do not start a step with less time left
 LINE_CHARS = 200
 UNFINISHED = 75
 FOLDER = Path(os.environ.get("BAPO_SESSION", "gpu-session"))
-WHEELS = Path(os.environ.get("BAPO_WHEELS", "/nonexistent"))
+LAST = ROOT / "benchmarks"  # losses files of earlier sessions
 BUILT = FOLDER / "built"  # Transformer Engine's torch part, compiled here
 BUILD_CODE = FOLDER / "build.code"  # exit code of the compiler, once it is done
+BUILD_LOCK = FOLDER / "build.lock"  # held by the compiler and all that it started
 PYTEST = ("-m", "pytest", "-rs", "-p", "no:cacheprovider")
+ENGINE = ("GPU", "Transformer Engine")
 LENGTHS = (2048, 16_384, 65_536)
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "sglang", "flash-attn")
 
+# What a losses file has of each update: its name in metrics.jsonl, and how far sessions on the same kind of GPU may be
+# apart, relatively and absolutely. Other kernels in bfloat16 move log-probs by about 0.001, the search moves bounds by
+# 0.01 or more.
+LOSSES = {
+    "loss": ("loss/policy", 0.0, 0.002),
+    "low": ("bapo/low", 0.0, 0.001),
+    "high": ("bapo/high", 0.0, 0.001),
+    "grad_norm": ("optimizer/grad_norm", 0.02, 0.0),
+}
+
 _FACTS = "import json; from bapo_megatron.preflight.group import torch_facts; print(json.dumps(torch_facts()))"
 _ATTENTION = f"""
+import json, pathlib
 from bapo_megatron.preflight.software_checks import check_attention
-for length in {LENGTHS}:
-    print(check_attention({{}}, 28, 4, 128, length, False), flush=True)
+found = {{length: check_attention({{}}, 28, 4, 128, length, False).what for length in {LENGTHS}}}
+pathlib.Path({str(FOLDER / "attention.json")!r}).write_text(json.dumps(found))
+print(*found.values(), sep="; ")
 """
 _BUILD = """
-mkdir -p "$BUILT" && rm -f "$BUILD_CODE"
 code=0
 "$PY" -m pip wheel --no-build-isolation --no-deps --wheel-dir "$BUILT" "$SOURCE" >"$BUILT/build.log" 2>&1 || code=$?
 echo "$code" >"$BUILD_CODE"
@@ -54,6 +72,7 @@ class Step:
     limit_s: float = STAGE_S
     rows: str | None = None  # file that the command writes
     is_timed: bool = False  # must not run while the compiler does
+    has_losses: bool = False  # its rows are compared with the last session's
 
 
 def logprobs(size: str, dry: bool = False) -> Step:
@@ -69,17 +88,27 @@ def logprobs(size: str, dry: bool = False) -> Step:
     )
 
 
-def updates(model: str, *extra: str, name: str, dry: tuple[str, ...] | None = None) -> Step:
-    base = ("benchmarks/gpu_step.py", "--output", str(FOLDER / f"{name}.json"))
-    tiny = None if dry is None else (*base, "--model", "tiny", "--tokens", "256", "--length", "64", *dry)
-    return Step(name, (*base, "--model", model, *extra), dry=tiny, rows=f"{name}.json", is_timed=True)
+def updates(name: str, arguments: str, needs: tuple[str, ...] = ("GPU",), rows: str = "") -> Step:
+    file = rows or f"{name}.json"
+    command = ("benchmarks/gpu_step.py", "--output", str(FOLDER / file), *shlex.split(arguments))
+    return Step(name, command, needs, (*command, "--tiny"), rows=file, is_timed=True, has_losses=True)
+
+
+def two_steps() -> Step:
+    """Two steps of a whole run, sums in a fixed order, so that the second step samples the same tokens every time."""
+    base = ("-m", "bapo_megatron", "train", "demo", f"run.dir={FOLDER}", "run.name=train", "run.deterministic=true")
+    sizes = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.groups_in_flight=6")
+    dry = (*base, "train.num_steps=2", *sizes, "parallel.tensor=1", "monitor.progress=lines")
+    command = (*dry, "model.dtype=bfloat16", "model.implementation=transformer_engine")
+    return Step("train", command, ENGINE, dry, rows="train/metrics.jsonl", has_losses=True)
 
 
 GPU_TESTS = (*PYTEST, "-m", "gpu", "tests/gpu")
+OF_7B = "te 'te recompute' 'te tensorwise' 'te chunk 4096' 'te triton'"
 STAGES: dict[str, tuple[Step, ...]] = {
     "correctness": (
         Step("doctor", ("-m", "bapo_megatron", "doctor"), needs=(), limit_s=120),
-        Step("build", (), needs=("GPU", "CUDA toolkit", "source")),
+        Step("build", (), needs=("GPU", "CUDA toolkit", "source", "ninja")),
         Step("tests", (*GPU_TESTS, "--deselect", "tests/gpu/test_sglang_nccl.py"), dry=GPU_TESTS),
         Step("kernels", (*PYTEST, "tests/unit/test_logprobs_triton.py"), needs=("GPU", "Triton")),
         logprobs("7b", dry=True),
@@ -88,18 +117,19 @@ STAGES: dict[str, tuple[Step, ...]] = {
     ),
     "te": (
         Step("install", (), needs=("GPU", "built")),
-        Step("attention", ("-c", _ATTENTION), needs=("GPU", "Transformer Engine")),
-        Step(
-            "tests",
-            (*PYTEST, "tests/gpu/test_precision_gpu.py", "tests/gpu/test_train_gpu.py"),
-            ("GPU", "Transformer Engine"),
-        ),
+        Step("attention", ("-c", _ATTENTION), ENGINE, rows="attention.json"),
+        Step("tests", (*PYTEST, "tests/gpu/test_precision_gpu.py", "tests/gpu/test_train_gpu.py"), ENGINE),
     ),
     "speed": (
-        updates("1.5b", "--transfers", name="1.5b", dry=("--turns", "1", "--transfers", "--variants", "local", "te")),
-        updates("7b-half", name="7b-half"),
-        updates("7b-half", "--variants", "te", "local", "--turns", "1", "--profile", name="profile"),
+        updates("1.5b", "--model 1.5b --turns 3 --variants te 'te tensorwise' local"),
+        updates("7b-half", f"--model 7b-half --variants {OF_7B}"),
+        updates("profile", "--model 7b-half --turns 1 --profile --variants te", ENGINE),
     ),
+    "bits": (
+        updates("transfers", "--model 1.5b --transfers --variants"),
+        updates("deterministic", "--model 1.5b --turns 3 --deterministic --variants te", ENGINE, rows="1.5b.json"),
+    ),
+    "train": (two_steps(),),
     "two-gpus": (Step("sglang", (*PYTEST, "tests/gpu/test_sglang_nccl.py"), needs=("GPU", "second GPU", "SGLang")),),
 }
 
@@ -122,8 +152,9 @@ class Machine:
             "GPU": self._gpu,
             "second GPU": lambda: "" if self.facts["num_gpus"] > 1 else "two GPUs are needed, but there is only one",
             "CUDA toolkit": self._toolkit,
-            "source": lambda: "" if source() else f"no transformer_engine_torch-*.tar.gz in BAPO_WHEELS={WHEELS}",
-            "built": lambda: built_problem(wait_s=0),
+            "source": lambda: "" if source(WHEELS) else f"no transformer_engine_torch-*.tar.gz in BAPO_WHEELS={WHEELS}",
+            "ninja": lambda: "" if shutil.which("ninja") else "no ninja, and one compiler would take 20 minutes",
+            "built": built_problem,
             "Transformer Engine": self._transformer_engine,
             "Triton": lambda: software.run_python("import triton")[1],
             "SGLang": lambda: software.run_python("import sglang")[1],
@@ -165,18 +196,31 @@ def toolkit_problem(cuda: str) -> str:
     return "" if same else f"{nvcc} belongs to CUDA {version}, but torch to CUDA {cuda}"
 
 
-def source() -> Path | None:
-    return next(iter(sorted(WHEELS.glob("transformer_engine_torch-*.tar.gz"))), None)
+def is_building() -> bool:
+    if not BUILD_LOCK.exists():
+        return False
+    with BUILD_LOCK.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
-def built_problem(wait_s: float) -> str:
+def built_problem(wait_s: float = 0) -> str:
     """Wait for the compiler; return why there is no wheel, or ""."""
     deadline = time.monotonic() + wait_s
-    while not BUILD_CODE.exists():
+    while is_building():
         if time.monotonic() >= deadline:
-            return "Transformer Engine is not compiled: the step `build` of the stage `correctness` does that"
+            return "the compiler still runs: start the stage again when it is done"
         time.sleep(1)
-    return "" if BUILD_CODE.read_text().strip() == "0" else f"the build failed: {BUILT}/build.log"
+    log, again = BUILT / "build.log", "scripts/gpu_session.sh correctness starts it again"
+    if not BUILT.exists():
+        return "Transformer Engine is not compiled: the step `build` of the stage `correctness` does that"
+    if not BUILD_CODE.exists():
+        return f"the build died: {log}; {again}"
+    code = BUILD_CODE.read_text().strip()
+    return "" if code == "0" else f"the build failed with exit code {code}: {log}; {again}"
 
 
 def start_build() -> None:
@@ -188,12 +232,17 @@ def start_build() -> None:
         "MAX_JOBS": str(max(1, (os.cpu_count() or 1) // 2)),
         "CPLUS_INCLUDE_PATH": f"{cudnn}/include",
         "PY": sys.executable,
-        "SOURCE": str(source()),
+        "SOURCE": str(source(WHEELS)),
         "BUILT": str(BUILT),
         "BUILD_CODE": str(BUILD_CODE),
     }
+    shutil.rmtree(BUILT, ignore_errors=True)
+    BUILT.mkdir()
     BUILD_CODE.unlink(missing_ok=True)
-    subprocess.Popen(["bash", "-c", _BUILD], env=os.environ | variables, start_new_session=True)
+    with BUILD_LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command, inherited = ["bash", "-c", _BUILD], (lock.fileno(),)
+        subprocess.Popen(command, env=os.environ | variables, pass_fds=inherited, start_new_session=True)
 
 
 def install_command() -> tuple[str, ...]:
@@ -206,6 +255,8 @@ def run_step(step: Step, command: tuple[str, ...], log: Path, limit_s: float) ->
     start_s = time.monotonic()
     if command[0] == "benchmarks/gpu_step.py":
         command = (*command, "--seconds", f"{limit_s - 20:.0f}")
+    if step.rows is not None and Path(step.rows).parent.name:
+        shutil.rmtree((FOLDER / step.rows).parent, ignore_errors=True)  # a run of that name would be resumed
     with log.open("a") as output:
         print(f"== {step.name}: python {' '.join(command)}", file=output, flush=True)
         process = subprocess.Popen(
@@ -226,8 +277,51 @@ def run_step(step: Step, command: tuple[str, ...], log: Path, limit_s: float) ->
         "seconds": round(time.monotonic() - start_s, 1),
         "line": lines[-1][:LINE_CHARS],
     }
-    rows = FOLDER / step.rows if step.rows else None
-    return outcome | ({"rows": json.loads(rows.read_text())} if rows is not None and rows.exists() else {})
+    if step.rows is None or not (file := FOLDER / step.rows).exists():
+        return outcome
+    if file.suffix == ".jsonl":
+        outcome["rows"] = [json.loads(line) for line in file.read_text().splitlines()]
+    else:
+        outcome["rows"] = json.loads(file.read_text())
+    return outcome
+
+
+def losses_in(rows: Any) -> dict[str, list[dict[str, float]]]:
+    """Return the updates of each variant, or the steps of a run, in the form of a losses file."""
+    if isinstance(rows, dict):
+        return {name: row["losses"] for name, row in rows.items() if "losses" in row}
+    steps = [{"step": row["step"]} | {name: row[metric] for name, (metric, *_) in LOSSES.items()} for row in rows]
+    return {"train demo": steps}
+
+
+def differences(found: dict[str, Any], last: dict[str, Any]) -> list[str]:
+    """Return a line for each number that is too far from the last session's, in the updates that both have."""
+    lines = []
+    for name in found.keys() & last.keys():
+        for mine, theirs in zip(found[name], last[name], strict=False):
+            for field_name, (_, relative, absolute) in LOSSES.items():
+                a, b = mine[field_name], theirs[field_name]
+                if not (math.isclose(a, b, rel_tol=relative, abs_tol=absolute) or (math.isnan(a) and math.isnan(b))):
+                    lines.append(f"{name}, step {mine['step']}: {field_name} {a:.6g}, {b:.6g} in the last session")
+    return sorted(lines)
+
+
+def compare_losses(outcome: dict[str, Any], about: dict[str, Any], gpu: str) -> None:
+    """Add a step's losses to this session's file, and compare them with the last session's on such a GPU."""
+    if not (found := losses_in(outcome["rows"])):
+        return
+    file = f"losses-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
+    mine, last = FOLDER / file, LAST / file
+    kept = json.loads(mine.read_text())["losses"] if mine.exists() else {}
+    write_atomically(mine, json.dumps(about | {"losses": kept | found}, indent=1) + "\n")
+    if not last.exists():
+        outcome["line"] += "; no earlier losses"
+        return
+    earlier = json.loads(last.read_text())
+    if lines := differences(found, earlier["losses"]):
+        outcome |= {"state": "failed", "line": lines[0], "differences": lines}
+    else:
+        outcome["line"] += f"; losses as on {earlier['date']}"
 
 
 def run_stage(name: str, *, is_dry: bool, machine: Machine) -> int:
@@ -236,18 +330,28 @@ def run_stage(name: str, *, is_dry: bool, machine: Machine) -> int:
     kept = json.loads(path.read_text()) if path.exists() else {}
     steps = kept.get("steps", {}) if kept.get("is_dry") == is_dry else {}
     print(f"== stage {name}", flush=True)
+
+    def keep(step: Step, outcome: dict[str, Any]) -> None:
+        versions = {package: software.installed_version(package) for package in PACKAGES}
+        about = {"date": time.strftime("%Y-%m-%d %H:%M"), "machine": machine.facts, "versions": versions}
+        if step.has_losses and "rows" in outcome:
+            compare_losses(outcome, about, machine.facts.get("gpu", "cpu"))
+        steps[step.name] = {"date": about["date"]} | outcome
+        print(f"{step.name}: {outcome['state']}, {outcome['line']}", flush=True)
+        whole = {"stage": name, "is_dry": is_dry} | about | {"steps": steps}
+        write_atomically(path, json.dumps(whole, indent=1) + "\n")
+
     for step in STAGES[name]:
         if steps.get(step.name, {}).get("state") == "done":
             print(f"{step.name}: done before", flush=True)
-            continue
-        steps[step.name] = outcome_of(step, log, deadline, is_dry=is_dry, machine=machine)
-        shown = steps[step.name]
-        print(f"{step.name}: {shown['state']}, {shown['line']}", flush=True)
-        versions = {name: software.installed_version(name) for name in PACKAGES}
-        whole = {"stage": name, "is_dry": is_dry, "date": time.strftime("%Y-%m-%d %H:%M"), "versions": versions}
-        whole |= {"machine": machine.facts}
-        write_atomically(path, json.dumps(whole | {"steps": steps}, indent=1) + "\n")
-    for file in (path, log):
+        else:
+            keep(step, outcome_of(step, log, deadline, is_dry=is_dry, machine=machine))
+    for step in STAGES[name]:
+        if steps[step.name]["state"] == "running":
+            problem = built_problem(wait_s=deadline - time.monotonic())
+            state = "unfinished" if is_building() else "failed" if problem else "done"
+            keep(step, {"state": state, "line": problem or f"compiled: {BUILT}"})
+    for file in (path, log, *FOLDER.glob("losses-*.json")):
         if "OUT" in os.environ and file.exists():
             shutil.copy(file, os.environ["OUT"])
     states = {step["state"] for step in steps.values()}
@@ -263,12 +367,13 @@ def outcome_of(step: Step, log: Path, deadline: float, *, is_dry: bool, machine:
     if is_dry:
         return {"state": "left out", "line": "it has no tiny form"}
     if step.name == "build":
-        start_build()
-        return {"state": "done", "line": f"compiling, with its output in {BUILT}/build.log"}
-    if step.is_timed and (BUILT / "build.log").exists():
-        built_problem(wait_s=deadline - time.monotonic() - LEAST_S)
-        if not BUILD_CODE.exists():
-            return {"state": "unfinished", "line": "the compiler still runs: start the stage again when it is done"}
+        if not is_building() and built_problem():
+            start_build()
+        return {"state": "running", "line": f"compiling, with its output in {BUILT}/build.log"}
+    if step.is_timed and is_building():
+        problem = built_problem(wait_s=deadline - time.monotonic() - LEAST_S)
+        if is_building():
+            return {"state": "unfinished", "line": problem}
     left_s = deadline - time.monotonic()
     if left_s < LEAST_S:
         return {"state": "unfinished", "line": "no time left in this call: start the stage again"}
@@ -278,12 +383,12 @@ def outcome_of(step: Step, log: Path, deadline: float, *, is_dry: bool, machine:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu_session.sh", description=__doc__)
-    parser.add_argument("stage", choices=[*STAGES, "all"])
+    parser.add_argument("stage", nargs="+", choices=[*STAGES, "all"])
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on a CPU")
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     machine = Machine.ask()
-    names = list(STAGES) if options.stage == "all" else [options.stage]
+    names = list(STAGES) if "all" in options.stage else options.stage
     codes = [run_stage(name, is_dry=options.dry_run, machine=machine) for name in names]
     return 1 if 1 in codes else max(codes)
 

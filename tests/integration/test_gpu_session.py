@@ -1,19 +1,26 @@
 """The prepared GPU session on a machine without a GPU: its dry run, and what it reports as missing."""
 
+import io
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import time
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_packing
 import gpu_session
 import pytest
 import torch
 
+from bapo_megatron.config.load import load_config
+from bapo_megatron.preflight import packages
 from tests.distributed import HANG_S
 
 ROOT = Path(__file__).parents[2]
@@ -43,35 +50,175 @@ def states(folder: Path, stage: str) -> dict[str, str]:
     return {name: step["state"] for name, step in json.loads((folder / f"{stage}.json").read_text())["steps"].items()}
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a session in this process."""
+    monkeypatch.setattr(gpu_session, "FOLDER", tmp_path)
+    monkeypatch.setattr(gpu_session, "WHEELS", tmp_path / "wheels")
+    for variable, name in (("LAST", "last"), ("BUILT", "built"), ("BUILD_CODE", "code"), ("BUILD_LOCK", "lock")):
+        monkeypatch.setattr(gpu_session, variable, tmp_path / name)
+    monkeypatch.setenv("OFFLINE", str(tmp_path / "links"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return tmp_path
+
+
+def run(steps: Sequence[gpu_session.Step], monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
+    """Run steps as the stage `mine`; return its exit code and outcomes."""
+    monkeypatch.setattr(gpu_session, "STAGES", {"mine": steps})
+    code = gpu_session.run_stage("mine", is_dry=False, machine=gpu_session.Machine(HOPPER))
+    return code, json.loads((gpu_session.FOLDER / "mine.json").read_text())["steps"]
+
+
+OF_7B = ("recompute", "tensorwise", "chunk 4096", "triton")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
-def test_the_dry_run_needs_neither_gpu_nor_network_and_goes_on_where_it_ended(tmp_path: Path) -> None:
-    done = session(tmp_path, "--dry-run", "all")
+def test_the_dry_run_needs_neither_gpu_nor_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its losses file equals itself as the last session's; another number in that one is a failure, by name."""
+    done = session(tmp_path, "--dry-run", "te", "speed", "bits", "two-gpus")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert states(tmp_path, "correctness") == {
-        "doctor": "left out",
-        "build": "missing",
-        "tests": "done",
-        "kernels": "missing",
-        "logprobs-7b": "done",
-        "logprobs-1.5b": "missing",
-        "logprobs-32b-tp8": "missing",
-    }
-    assert states(tmp_path, "speed") == {"1.5b": "done", "7b-half": "missing", "profile": "missing"}
-    assert states(tmp_path, "te").keys() == {"install", "attention", "tests"}
-    assert states(tmp_path, "two-gpus") == {"sglang": "missing"}
-    assert "build: missing, no GPU: torch" in done.stdout
-    rows = json.loads((tmp_path / "speed.json").read_text())["steps"]["1.5b"]["rows"]
-    measured = {name.rpartition(", ")[2]: row for name, row in rows.items()}
-    assert measured["local"]["seconds"]["median"] > 0
-    assert "needs a GPU" in measured["te"]["missing"]
-    assert measured["transfers"]["weights_gib"] > 0
-    assert all((tmp_path / f"{stage}.log").exists() for stage in ("correctness", "speed"))
+    assert states(tmp_path, "te") == dict.fromkeys(("install", "attention", "tests"), "missing")
+    assert states(tmp_path, "speed") == dict.fromkeys(("1.5b", "7b-half", "profile"), "done")
+    assert states(tmp_path, "bits") == dict.fromkeys(("transfers", "deterministic"), "done")
+    assert "install: missing, no GPU: torch" in done.stdout
+    whole = json.loads((tmp_path / "speed.json").read_text())
+    assert whole["versions"]["torch"] == whole["machine"]["torch"] == torch.__version__
+    steps = whole["steps"] | json.loads((tmp_path / "bits.json").read_text())["steps"]
+    rows = {name: {key.split(", ", 2)[2]: row for key, row in step["rows"].items()} for name, step in steps.items()}
+    assert rows["1.5b"]["local"]["seconds"]["median"] > 0
+    assert "needs a GPU" in rows["1.5b"]["local tensorwise"]["missing"]
+    assert rows["7b-half"].keys() == {"local", *(f"local {way}" for way in OF_7B)}
+    assert len(rows["profile"]["local, profile"]["operators"]) == 20
+    assert rows["transfers"]["transfers"]["weights_gib"] > 0
+    repeated = rows["deterministic"]["local, deterministic"]
+    assert repeated["num_equal_gradients"] > 20
+    assert repeated["price"] > -1
+    assert all((tmp_path / f"{stage}.log").exists() for stage in ("speed", "bits"))
 
-    again = session(tmp_path, "--dry-run", "correctness")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "tests: done before" in again.stdout
-    assert "logprobs-7b: done before" in again.stdout
+    losses = json.loads((tmp_path / "losses-cpu.json").read_text())
+    assert [row["step"] for row in losses["losses"]["tiny, 256 tokens of 64, local"]] == [1, 2, 3, 4]
+    for name in ("FOLDER", "LAST"):
+        monkeypatch.setattr(gpu_session, name, tmp_path / name)
+        (tmp_path / name).mkdir()
+    last = tmp_path / "LAST" / "losses-cpu.json"
+    last.write_text(json.dumps(losses))
+    outcome = dict(steps["7b-half"])
+    gpu_session.compare_losses(outcome, {}, "cpu")
+    assert outcome["state"] == "done"
+    losses["losses"]["tiny, 256 tokens of 64, local recompute"][2]["grad_norm"] *= 1.03
+    last.write_text(json.dumps(losses))
+    gpu_session.compare_losses(outcome, {}, "cpu")
+    assert outcome["state"] == "failed"
+    assert outcome["line"].startswith("tiny, 256 tokens of 64, local recompute, step 3: grad_norm ")
+
+
+LOSSES = {"step": 1, "loss": -0.25, "low": 0.8, "high": 1.2, "grad_norm": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_near"),
+    [
+        ("loss", -0.2515, True),
+        ("loss", -0.253, False),
+        ("loss", math.nan, False),
+        ("low", 0.81, False),
+        ("high", 1.25, False),
+        ("grad_norm", 0.71, True),
+        ("grad_norm", 0.68, False),
+    ],
+)
+def test_losses_near_the_last_sessions_are_the_same(field: str, value: float, is_near: bool) -> None:
+    mine, last = {"te": [LOSSES, LOSSES | {"step": 2, field: value}]}, {"te": [LOSSES, LOSSES | {"step": 2}], "x": []}
+    lines = gpu_session.differences(mine, last)
+    told = f"te, step 2: {field} {value:.6g}, {LOSSES[field]:.6g} in the last session"
+    assert lines == ([] if is_near else [told])
+    assert gpu_session.differences(mine, mine) == []
+
+
+def test_a_run_is_compared_by_its_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step writes what a run writes; of an earlier attempt of the same name nothing may be left."""
+    metrics = {"step": 1} | {metric: LOSSES[name] for name, (metric, *_) in gpu_session.LOSSES.items()}
+    made = folder / "train"
+    code = f"import os; os.mkdir({str(made)!r}); open('{made}/metrics.jsonl', 'w').write({json.dumps(metrics)!r})"
+    train = gpu_session.Step("train", ("-c", code), needs=(), rows="train/metrics.jsonl", has_losses=True)
+    assert run([train], monkeypatch)[0] == 0
+    kept = json.loads((folder / "losses-cpu.json").read_text())
+    assert kept["losses"] == {"train demo": [LOSSES]}
+    kept["losses"]["train demo"][0]["high"] = 1.3
+    (folder / "last").mkdir()
+    (folder / "last" / "losses-cpu.json").write_text(json.dumps(kept))
+    (folder / "mine.json").unlink()
+    _, steps = run([train], monkeypatch)
+    assert steps["train"]["state"] == "failed"
+    assert steps["train"]["line"] == "train demo, step 1: high 1.2, 1.3 in the last session"
+
+
+def test_the_steps_follow_the_plan() -> None:
+    """Each step needs what the steps before it make, and all fit the half hour."""
+    assert {stage: [step.name for step in steps] for stage, steps in gpu_session.STAGES.items()} == {
+        "correctness": ["doctor", "build", "tests", "kernels", "logprobs-7b", "logprobs-1.5b", "logprobs-32b-tp8"],
+        "te": ["install", "attention", "tests"],
+        "speed": ["1.5b", "7b-half", "profile"],
+        "bits": ["transfers", "deterministic"],
+        "train": ["train"],
+        "two-gpus": ["sglang"],
+    }
+    (train,) = gpu_session.STAGES["train"]
+    config = load_config(["demo"], list(train.command[4:]))
+    assert (config.train.num_steps, config.model.dtype, config.run.deterministic) == (2, "bfloat16", True)
+    assert config.model.implementation == "transformer_engine"
+
+
+def test_a_missing_package_ends_the_session_before_it_starts(tmp_path: Path) -> None:
+    """The source of Transformer Engine's torch part needs packages of its own."""
+    about = b"Metadata-Version: 2.1\nRequires-Dist: nosuch-package>=2\nRequires-Dist: transformer_engine_cu12==2.11.0\n"
+    member = tarfile.TarInfo("transformer_engine_torch-2.11.0/PKG-INFO")
+    member.size = len(about)
+    with tarfile.open(tmp_path / "transformer_engine_torch-2.11.0.tar.gz", "w:gz") as archive:
+        archive.addfile(member, io.BytesIO(about))
+    done = session(tmp_path, "--dry-run", "all")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"imports: \d+ of \d+ packages are missing: .*\bnosuch-package\b", line)
+    assert "scripts/gpu_session.sh pack FOLDER --python 3." in line
+    assert not (tmp_path / "session").exists()
+
+
+def test_the_packing_list_is_setup_py_s() -> None:
+    listed = {gpu_packing.name_of(text) for text in gpu_packing.needs(Path("/nonexistent"))}
+    declared = {gpu_packing.name_of(r.name) for r in packages.requirements("core")}
+    assert declared | {"hypothesis", "pytest"} == listed
+    absent, num_asked = gpu_packing.missing(["pytest", "nosuch-package"])
+    assert absent == ["nosuch-package"]
+    assert num_asked > 3, "what pytest needs is asked for, too"
+
+
+def test_packing_downloads_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip sees a stand-in of torch; what the machine has already is left out."""
+    calls = []
+
+    def download(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        calls.append(arguments)
+        for name in ("torch-2.14.1", "sympy-1.14.0", "numpy-2.4.6", "msgspec-0.22.0"):
+            (folder / f"{name}-py3-none-any.whl").touch()
+        if "--constraint" in arguments:
+            lines = Path(arguments[arguments.index("--constraint") + 1]).read_text().splitlines()
+            (torch_line,) = [line for line in lines if line.startswith("torch")]
+            assert "transformer-engine==2.11.0" in lines
+            with zipfile.ZipFile(torch_line.removeprefix("torch @ file://")) as wheel:
+                assert "Requires-Dist" not in wheel.read("torch-2.14.1.dist-info/METADATA").decode()
+        else:
+            code = "import torch.utils.cpp_extension; print(torch.version.cuda)"
+            done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+            assert done.stdout == "13.0\n", done.stderr
+
+    monkeypatch.setattr(gpu_packing, "download", download)
+    gpu_packing.pack(tmp_path, "3.12", ["numpy"])
+    source, wheels = calls
+    assert source[-1] == "transformer-engine-torch==2.11.0"
+    assert {"transformer-engine==2.11.0", "transformer-engine-cu13==2.11.0", "3.12"} <= set(wheels)
+    assert [file.name for file in tmp_path.iterdir()] == ["msgspec-0.22.0-py3-none-any.whl"]
 
 
 @pytest.mark.parametrize(
@@ -93,40 +240,36 @@ def test_the_dry_run_needs_neither_gpu_nor_network_and_goes_on_where_it_ended(tm
             ("GPU", "built"),
             "Transformer Engine is not compiled: the step `build` of the stage `correctness` does that",
         ),
+        (HOPPER, ("GPU", "ninja"), "no ninja, and one compiler would take 20 minutes"),
         (HOPPER, ("GPU",), ""),
     ],
 )
 def test_what_is_missing_is_one_line(
-    facts: dict[str, Any], needs: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    facts: dict[str, Any], needs: tuple[str, ...], reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
     nvcc.chmod(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(gpu_session, "WHEELS", tmp_path)
-    monkeypatch.setattr(gpu_session, "BUILD_CODE", tmp_path / "build.code")
+    monkeypatch.setenv("CUDA_HOME", str(folder))
+    monkeypatch.setenv("PATH", str(nvcc.parent))
     found = gpu_session.Machine(facts).missing(needs)
-    assert found == reason.format(nvcc=nvcc, wheels=tmp_path)
+    assert found == reason.format(nvcc=nvcc, wheels=folder / "wheels")
     assert len(found.splitlines()) <= 1
 
 
-def test_a_machine_without_transformer_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_session, "FOLDER", tmp_path)
+def test_a_machine_without_transformer_engine_continues(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_session.software, "installed_version", lambda name: None)
-    monkeypatch.setattr(gpu_session, "BUILD_CODE", tmp_path / "build.code")
-    monkeypatch.setattr(
-        gpu_session, "STAGES", {"te": (*gpu_session.STAGES["te"], gpu_session.Step("last", ("-c", "print('here')")))}
-    )
-    code = gpu_session.run_stage("te", is_dry=False, machine=gpu_session.Machine(HOPPER))
-    steps = json.loads((tmp_path / "te.json").read_text())["steps"]
+    last = gpu_session.Step("last", ("-c", "print('here')"))
+    code, steps = run((*gpu_session.STAGES["te"], last), monkeypatch)
     assert code == 0
     assert steps["attention"]["line"] == "Transformer Engine is not installed: no FP8"
     assert (steps["last"]["state"], steps["last"]["line"]) == ("done", "here")
 
 
-def test_a_step_that_fails_or_is_late_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_session, "FOLDER", tmp_path)
+def test_a_step_that_fails_or_is_late_is_told_apart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     slow, broken = "import time; print('begun', flush=True); time.sleep(1e6)", "raise SystemExit('wrong values')"
     wait = subprocess.Popen.wait
 
@@ -134,21 +277,24 @@ def test_a_step_that_fails_or_is_late_is_told_apart(tmp_path: Path, monkeypatch:
         if timeout != 2:
             return wait(process, timeout)
         deadline = time.monotonic() + HANG_S
-        while "begun" not in (tmp_path / "mine.log").read_text().splitlines():
+        while "begun" not in (folder / "mine.log").read_text().splitlines():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         raise subprocess.TimeoutExpired(process.args, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", until_it_has_begun)
     steps = (
+        gpu_session.Step("good", ("-c", "pass"), needs=()),
         gpu_session.Step("broken", ("-c", broken), needs=()),
         gpu_session.Step("late", ("-c", slow), needs=(), limit_s=2),
     )
-    monkeypatch.setattr(gpu_session, "STAGES", {"mine": steps})
-    assert gpu_session.run_stage("mine", is_dry=False, machine=gpu_session.Machine({})) == 1
-    found = json.loads((tmp_path / "mine.json").read_text())["steps"]
+    code, found = run(steps, monkeypatch)
+    assert code == 1
     assert (found["broken"]["state"], found["broken"]["line"]) == ("failed", "wrong values")
     assert (found["late"]["state"], found["late"]["line"]) == ("unfinished", "begun")
+    capsys.readouterr()
+    run(steps[:2], monkeypatch)
+    assert capsys.readouterr().out.splitlines()[1:] == ["good: done before", "broken: failed, wrong values"]
 
 
 def test_the_offline_script_installs_nothing(tmp_path: Path) -> None:
@@ -181,32 +327,63 @@ def test_the_offline_script_installs_nothing(tmp_path: Path) -> None:
     assert "torch>=" in done.stdout
 
 
-def test_a_wrong_stage_is_refused(tmp_path: Path) -> None:
-    done = session(tmp_path, "nothing")
-    assert done.returncode == 2
-    assert "invalid choice: 'nothing'" in done.stderr
+def test_a_wrong_stage_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_session.sh", "nothing"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_session.main()
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+BUILD = gpu_session.Step("build", (), needs=())
 
 
 @pytest.mark.slow
-def test_what_is_compiled_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_failed_starts_anew_and_is_done_only_when_it_succeeded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A one-file source stands in for Transformer Engine's torch part: compiled in the background, then installed."""
     name = "transformer_engine_torch"
-    for variable, folder in (("WHEELS", "wheels"), ("FOLDER", "."), ("BUILT", "built"), ("BUILD_CODE", "build.code")):
-        monkeypatch.setattr(gpu_session, variable, tmp_path / folder)
-    monkeypatch.setenv("OFFLINE", str(tmp_path / "links"))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    source = tmp_path / f"{name}-2.11.0"
-    source.mkdir()
+    archive, source = folder / "wheels" / f"{name}-2.11.0.tar.gz", folder / f"{name}-2.11.0"
+    for made in (archive.parent, source):
+        made.mkdir()
+    archive.write_bytes(b"torn")
+    code, steps = run([BUILD], monkeypatch)
+    assert (code, steps["build"]["state"]) == (1, "failed")
+    assert steps["build"]["line"].startswith(f"the build failed with exit code 2: {folder}/built/build.log; ")
+
     (source / "setup.py").write_text(f"from setuptools import setup; setup(name='{name}', py_modules=['{name}'])")
     (source / f"{name}.py").write_text("ANSWER = 42")
-    (tmp_path / "wheels").mkdir()
-    with tarfile.open(tmp_path / "wheels" / f"{source.name}.tar.gz", "w:gz") as archive:
-        archive.add(source, source.name)
-    gpu_session.start_build()
-    assert gpu_session.built_problem(wait_s=HANG_S) == ""
+    with tarfile.open(archive, "w:gz") as files:
+        files.add(source, source.name)
+    code, steps = run([BUILD], monkeypatch)
+    assert (code, steps["build"]["state"]) == (0, "done"), (folder / "built" / "build.log").read_text()
     subprocess.run([sys.executable, *gpu_session.install_command()], check=True, capture_output=True, timeout=HANG_S)
-    assert (tmp_path / "links" / f"{name}.py").read_text() == "ANSWER = 42"
+    assert (folder / "links" / f"{name}.py").read_text() == "ANSWER = 42"
 
-    (tmp_path / "wheels" / f"{source.name}.tar.gz").write_bytes(b"torn")
-    gpu_session.start_build()
-    assert gpu_session.built_problem(wait_s=HANG_S) == f"the build failed: {tmp_path}/built/build.log"
+
+def test_a_build_that_died_starts_anew_and_one_that_runs_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_session, "_BUILD", "kill -9 $$")
+    code, steps = run([BUILD], monkeypatch)
+    assert (code, steps["build"]["state"]) == (1, "failed")
+    assert steps["build"]["line"].startswith(f"the build died: {folder}/built/build.log; ")
+
+    gate = folder / "gate"
+    os.mkfifo(gate)
+    opened = os.open(gate, os.O_RDWR)  # waits for no reader
+    monkeypatch.setattr(gpu_session, "_BUILD", f'echo >>{folder}/starts; read <{gate}; echo 0 >"$BUILD_CODE"')
+    monkeypatch.setattr(gpu_session, "STAGE_S", -1)
+    try:
+        for _ in range(2):
+            code, steps = run([BUILD, gpu_session.Step("timed", (), needs=(), is_timed=True)], monkeypatch)
+            still = ("unfinished", "the compiler still runs: start the stage again when it is done")
+            assert code == gpu_session.UNFINISHED
+            assert [(step["state"], step["line"]) for step in steps.values()] == [still, still]
+    finally:
+        os.write(opened, b"\n")
+    monkeypatch.setattr(gpu_session, "STAGE_S", HANG_S)
+    _, steps = run([BUILD], monkeypatch)
+    os.close(opened)
+    assert steps["build"]["state"] == "done"
+    assert (folder / "starts").read_text() == "\n", "started once"
