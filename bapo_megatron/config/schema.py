@@ -527,6 +527,8 @@ class ParallelConfig(Section):
     threads_per_rank: Processes | None = None
     """CPU threads of one trainer process. Unset: cores / ranks, at least 1; with rollout.overlap only half of the cores
     count, since the engines have the others. In a SLURM job: the cores that it gives each task."""
+    bind_cpus: bool = True
+    """With GPUs, run each rank, and the judges of rank 0, on the CPUs next to its GPU (its NUMA node)."""
     timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 
