@@ -72,7 +72,7 @@ class UpdateMetrics:
         self._values[name].append(value)
 
 
-_COMPILING_STEPS = 2  # of an attempt: kernels compile for packs of one size, then for packs of any size
+_COMPILING_STEPS = 2  # an attempt's first: kernels compile for packs of one size, then for packs of any size
 
 
 class Recorder:

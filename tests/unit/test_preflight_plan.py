@@ -44,7 +44,7 @@ def test_six_flops_per_weight_and_token() -> None:
 
 
 def test_the_expected_mfu_leaves_out_what_is_done_twice() -> None:
-    """Without recomputation, scoring and messages it is the assumed share of the peak, less the logits' second pass."""
+    """Without recomputation, scoring and messages, only computing logits twice lowers the assumed share of the peak."""
     alone = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=1", "bapo.scope=lagged"]
     plan = make_plan(recipe(*alone, "train.recompute=false"), SHAPE)
     layers, output = work.forward_flops(SHAPE, plan.tokens)
