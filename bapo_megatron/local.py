@@ -174,6 +174,10 @@ def _announce(config: Config) -> bool:
 
 def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
     config = with_pinned_models(config)
+    if config.cluster.gpu is not None:
+        from bapo_megatron.preflight.plan import decided
+
+        config = decided(config)
     model_path = resolve_model_path(config.model.path)
     screen = Screen(sys.stdout, config.monitor.progress)
     with RunDir.open(config) as run_dir:

@@ -3,6 +3,8 @@
 With --standby, it first imports everything and waits for its `Orders` (runtime/standby.py).
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import logging
@@ -13,15 +15,18 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from bapo_megatron.errors import UserError, escaped
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime import starting
-from bapo_megatron.runtime.environment import trainer_variables
+from bapo_megatron.runtime.environment import bind_to_gpu, has_gpu_driver, trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.output import ESCAPING, lasting
 from bapo_megatron.runtime.standby import Orders, silent
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
 
 STOPPED = 75  # exit code of a run that stopped early and can resume (EX_TEMPFAIL)
 
@@ -51,8 +56,7 @@ def _stand_by(run_dir: RunDir) -> Orders | None:
     with silent():
         from bapo_megatron.config.load import load_config
 
-        config = load_config([run_dir.config_path], [])
-        os.environ |= trainer_variables(config.sglang.extra, deterministic=config.run.deterministic)
+        _set_variables(load_config([run_dir.config_path], []))
         with starting():
             import bapo_megatron.train  # noqa: F401
     return Orders.wait()
@@ -90,7 +94,9 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
     from bapo_megatron.monitor.console import Console
 
     config = load_config([run_dir.config_path], [])
-    os.environ |= trainer_variables(config.sglang.extra, deterministic=config.run.deterministic)
+    _set_variables(config)
+    if config.parallel.bind_cpus and has_gpu_driver():
+        print(f"runs on {bind_to_gpu(int(os.environ.get('LOCAL_RANK', '0')))}", flush=True)
     with contextlib.ExitStack() as stack:
         HEARTBEAT.beat(TRAINER, "importing torch and Megatron-Core")
         console = None
@@ -128,6 +134,13 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
         recorder.end()
         stop_processes()
     return STOPPED if stop.has_ended_early else 0
+
+
+def _set_variables(config: Config) -> None:
+    """Set the environment of a rank, before it imports torch."""
+    os.environ |= trainer_variables(
+        config.sglang.extra, deterministic=config.run.deterministic, run_dir=Path(config.run.dir)
+    )
 
 
 def _exit_with_parent() -> None:

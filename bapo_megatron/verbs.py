@@ -38,6 +38,7 @@ def train(options: Namespace) -> int:
 def slurm(options: Namespace) -> int:
     """Write a SLURM job, and submit it if asked to."""
     from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.preflight.plan import decided
     from bapo_megatron.runs.resuming import with_pinned_models
     from bapo_megatron.slurm.submit import check_job, describe, make_job, submit
 
@@ -45,6 +46,7 @@ def slurm(options: Namespace) -> int:
     config = load_checked(_given(options), elsewhere=True, here=here, job=lambda config: check_job(config, here=here))
     if not options.dry_run:
         config = with_pinned_models(config)
+    config = decided(config)
     job = make_job(config)
     if options.dry_run:
         print(job.script, end="")

@@ -449,8 +449,10 @@ class TrainConfig(Section):
     needs a GPU; auto: torch, until triton has been measured to be faster (benchmarks/logprobs.py)."""
     entropy_coef: NonNegative = 0.0
     """Weight of an entropy bonus in the loss."""
-    recompute: bool = False
-    """Recompute activations in the backward pass: all of them, unless recompute_layers or recompute_modules is set."""
+    recompute: bool | None = None
+    """Recompute activations in the backward pass: all of them, unless recompute_layers or recompute_modules is set.
+    Unset: with cluster.gpu, as many layers as the plan needs to leave a tenth of the memory free; otherwise none. The
+    run's config.toml has the answer."""
     recompute_layers: Count | None = None
     """recompute: only the first N layers of each pipeline stage (of each chunk, with virtual_pipeline); the others keep
     their activations. Unset: all layers."""
@@ -466,7 +468,7 @@ class TrainConfig(Section):
     @property
     def recomputes_all(self) -> bool:
         """Whether only the layers' inputs are kept."""
-        return self.recompute and self.recompute_layers is None and not self.recompute_modules
+        return bool(self.recompute) and self.recompute_layers is None and not self.recompute_modules
 
     def forwards_first(
         self, num_microbatches: int, *, num_stages: int, layer_input_bytes: float, memory_bytes: float | None
@@ -527,6 +529,8 @@ class ParallelConfig(Section):
     threads_per_rank: Processes | None = None
     """CPU threads of one trainer process. Unset: cores / ranks, at least 1; with rollout.overlap only half of the cores
     count, since the engines have the others. In a SLURM job: the cores that it gives each task."""
+    bind_cpus: bool = True
+    """With GPUs, run each rank, and the judges of rank 0, on the CPUs next to its GPU (its NUMA node)."""
     timeout_s: Positive = 600.0
     """Deadline of one collective between trainer ranks."""
 

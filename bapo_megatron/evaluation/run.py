@@ -24,6 +24,8 @@ from bapo_megatron.errors import UserError, plural
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.preflight.check import num_visible_gpus
+from bapo_megatron.preflight.checks.model import check_server_dtype
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
@@ -83,6 +85,8 @@ def evaluate(
             f'rollout.engine="{config.rollout.engine}": an evaluation starts engines with the checkpoint\'s weights; '
             'set rollout.engine to one that is started, such as "embedded" or "sglang"'
         )
+    if problem := next(check_server_dtype(config), None) if num_visible_gpus() else None:
+        raise UserError(problem.message)
     if config.data.sources:
         raise UserError("data.sources mix the prompts of training: name the file of problems with --data")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

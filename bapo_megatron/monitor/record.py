@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.schema import Config
@@ -70,6 +72,9 @@ class UpdateMetrics:
         self._values[name].append(value)
 
 
+_COMPILING_STEPS = 2  # an attempt's first: kernels compile for packs of one size, then for packs of any size
+
+
 class Recorder:
     """Output of a run's metrics and samples, on trainer rank 0 only."""
 
@@ -84,6 +89,7 @@ class Recorder:
         self._sinks: list[BackgroundSink] = []
         self._alarms = AlarmLog()
         self._stragglers = StragglerAlarm()
+        self._steps_to_compile = _COMPILING_STEPS if torch.cuda.is_available() else 0
         self._endpoint: PrometheusEndpoint | None = None
         if config.monitor.prometheus_port is not None:
             from bapo_megatron.monitor.prometheus import PrometheusEndpoint  # needs prometheus_client
@@ -110,6 +116,8 @@ class Recorder:
         if first_step:
             run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
             self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
+        if self._steps_to_compile:
+            self._console.note(f"the first {self._steps_to_compile} steps also compile kernels for the GPU")
         self._peak_flops = device_peak_flops(self._config.model.dtype)
         self._run_dir.mark_training(first_step)
         self._tell_status(first_step)
@@ -127,6 +135,8 @@ class Recorder:
         """Write and show step number `step`, counted from 1; `parts` are its metrics."""
         metrics: dict[str, float] = {"step": step, "version": version, "run/restarts": self._num_restarts}
         restart, self._restart = self._restart, None
+        is_compiling = self._steps_to_compile > 0
+        self._steps_to_compile -= is_compiling
         if restart:
             metrics["run/recovery_s"] = max(0.0, time.time() - restart.failed_at_s)
         for part in parts:
@@ -138,7 +148,7 @@ class Recorder:
             metrics["time/backward_s"] = max(0.0, metrics["time/train_s"] - spent_s)
             per_gpu = metrics["perf/tflop"] / busy_s / self._config.parallel.size if busy_s > 0 else math.nan
             metrics["perf/tflops_per_gpu"] = per_gpu
-            if self._peak_flops is not None:
+            if self._peak_flops is not None and not is_compiling:
                 metrics["perf/mfu"] = per_gpu * 1e12 / self._peak_flops
         if self._sinks:
             metrics["monitor/sink_errors"] = sum(sink.num_errors for sink in self._sinks)
@@ -158,7 +168,7 @@ class Recorder:
         self._tell_status(step)
         if restart:
             self._console.note(f"recovered {duration(metrics['run/recovery_s'])} after the failure")
-        if warning := self._stragglers.observe(metrics):
+        if not is_compiling and (warning := self._stragglers.observe(metrics)):
             self._console.warn(warning)
         self._warn_of_the_judge(step, metrics.get("reward/failed_share", 0.0))
         if not self._knows_step_time:

@@ -27,9 +27,9 @@ from bapo_megatron.preflight.checks.slurm import (
 )
 from bapo_megatron.preflight.inputs import Findings, read_inputs
 from bapo_megatron.preflight.known import known_config, origin
-from bapo_megatron.preflight.machine_checks import check_open_files, check_room
+from bapo_megatron.preflight.machine_checks import check_host_memory, check_open_files, check_room
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
-from bapo_megatron.preflight.software_checks import check_megatron
+from bapo_megatron.preflight.software_checks import check_megatron, driver_problem, read_driver, update_driver
 from bapo_megatron.preflight.trial import try_loss
 from bapo_megatron.runtime.environment import has_gpu_driver
 from bapo_megatron.runtime.files import located
@@ -164,6 +164,10 @@ def violations_of(
         if path is not None
     }
     num_gpus = nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
+    if has_gpu_driver() and not (elsewhere or num_gpus):
+        found += (outdated := [*_check_driver(config)])
+        if any(v.severity == "error" for v in outdated):
+            num_gpus = _ENOUGH_GPUS  # torch would see them with another driver
     is_known = (
         hf_config is None or unknown_family(hf_config, own_family(config.model.family)) is None
     )  # otherwise its tokenizer is not loaded
@@ -192,6 +196,14 @@ def violations_of(
             lambda: check_room(config, hf_config) if starts_here and nodes == 1 and memory and hf_config else (),
             needs=("model",),
         ),
+        Check(
+            lambda: (
+                check_host_memory(config, hf_config, starts_here=starts_here and nodes == 1 and job is None)
+                if memory and hf_config
+                else ()
+            ),
+            needs=LAYOUT,
+        ),
         Check(lambda: check_machines(config)),
         Check(lambda: check_devices(config)),
         Check(lambda: check_node_gpus(config) if nodes > 1 else (), needs=(*SPLIT, "cluster", "slurm.rollout_nodes")),
@@ -206,6 +218,19 @@ def violations_of(
             for violation in one.find():
                 (untold if violation.depends_on(unread) else found).append(violation)
     return found
+
+
+def _check_driver(config: Config) -> Iterator[Violation]:
+    """Check that the NVIDIA driver runs the CUDA of torch, which otherwise sees no GPU."""
+    import torch
+
+    if (cuda := torch.version.cuda) is None or not (problem := driver_problem(read_driver(), cuda)):
+        return
+    told = f"{problem}, and torch {torch.__version__} is built for CUDA {cuda}"
+    if config.model.dtype == "float32":
+        yield warning(("model.dtype",), f"{told}: the run takes place on CPUs", update_driver(cuda))
+    else:
+        yield Violation(("model.dtype",), told, update_driver(cuda))
 
 
 def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:

@@ -51,7 +51,8 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
         yield software.check_megatron(has_gpu)
         yield from software.check_gpus(driver, _gpus_needed(config))
         probes.wait()
-        yield from software.check_torch(probes.facts, driver)
+        attaches = config is not None and (config.rollout.engine, config.sync.channel) == ("attach", "broadcast")
+        yield from software.check_torch(probes.facts, driver, attaches=attaches)
         if probes.facts.get("num_gpus"):
             yield software.check_chip(probes.facts["capability"])
         needs_fp8 = config is not None and config.precision.uses_fp8

@@ -248,6 +248,11 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
     for name, seconds in (("train", plan.train), ("rollout", plan.rollout)):
         if seconds is not None:
             yield f"{name:<10} {_span(seconds)} a step"
+    yield f"mfu        {plan.mfu:.0%} expected while training; recomputed: {plan.recompute}"
+    if plan.unused:
+        yield f"not used   {', '.join(plan.unused)}"
+    if plan.host_bytes:
+        yield f"host       {plan.host_bytes / 1e9:.0f} GB of each trainer node's memory, for copies of checkpoints"
     yield from _balance(config, plan)
     yield f"sync       {plan.sync_bytes / 1e9:.1f} GB, {_span(plan.sync)}"
     yield (

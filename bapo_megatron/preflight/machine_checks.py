@@ -1,5 +1,7 @@
 """Checks of this machine: disk space and open files for a run (`bapo check`), ports (`bapo doctor`)."""
 
+import os
+import re
 import resource
 import shutil
 import socket
@@ -14,7 +16,8 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import checkpoint_bytes
+from bapo_megatron.preflight.memory import checkpoint_bytes, host_bytes
+from bapo_megatron.preflight.plan import LAYOUT
 from bapo_megatron.runtime import num_cores
 
 Grade = Literal["ok", "absent", "warning", "error"]
@@ -62,6 +65,34 @@ def check_room(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]
         yield Violation(_ROOM, problem, remedy)
     elif not any((folder / str(config.run.name) / "checkpoints").glob("step-*")):
         yield warning(_ROOM, f"{problem}, of which there are up to {num_kept}", remedy)
+
+
+_COPIES = ("checkpoint.asynchronous", "checkpoint.interval_steps", "slurm.options", *LAYOUT)
+_MEMORY_OPTION = re.compile(r"--mem[= ](\d+)([KMGT]?)")
+
+
+def check_host_memory(config: Config, hf_config: dict[str, Any], *, starts_here: bool) -> Iterator[Violation]:
+    """Check that CPU memory holds the copies of checkpoints: what a job asks for on a node, or this machine's.
+
+    Args:
+        starts_here: whether the run takes place on this machine.
+    """
+    needed = host_bytes(config, model_shape(hf_config, own=own_family(config.model.family)))
+    asked = next((found for option in config.slurm.options if (found := _MEMORY_OPTION.fullmatch(option))), None)
+    if starts_here:
+        have, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine has"
+    elif asked and int(asked[1]):
+        have = int(asked[1]) * 1024 ** " KMGT".index(asked[2] or "M")
+        where = f"{asked[0]} of slurm.options is"
+    else:
+        return
+    if needed > have:
+        yield Violation(
+            _COPIES,
+            f"checkpoint.asynchronous=true copies {needed / GIB:.2f} GiB to the memory of each node that trains, and "
+            f"{where} {have / GIB:.2f} GiB",
+            "set it to false" if starts_here else "set it to false, or ask for more",
+        )
 
 
 def _existing(folder: Path) -> Path:

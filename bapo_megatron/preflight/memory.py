@@ -19,6 +19,7 @@ from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, hf_
 from bapo_megatron.hf.splits import Entry
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
 from bapo_megatron.preflight.known import GIB
+from bapo_megatron.preflight.placement import place
 
 _CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
 
@@ -84,6 +85,13 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """Return the bytes of one training checkpoint: float32 weights and two moments, also the critic's."""
     num_models = 1 if config.advantage.compares_responses else 2
     return num_models * _CHECKPOINT_BYTES * model_parameters(shape)
+
+
+def host_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the CPU memory for copies of checkpoints on each node that trains; 0 if there are none."""
+    if not config.checkpoint.asynchronous or config.checkpoint.interval_steps is None:
+        return 0
+    return -(-checkpoint_bytes(config, shape) // (place(config).trainer_nodes if config.cluster.nodes > 1 else 1))
 
 
 def active_parameters(shape: ModelShape) -> int:

@@ -4,6 +4,7 @@ Times are rooflines: "at least" divides by the data sheets' peak rates, "expecte
 reach (COMPUTE_SHARE, LINK_SHARE), which is assumed, not measured. Sampling also waits for messages.
 """
 
+import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,14 +18,23 @@ from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.checks.layout import RANKS
-from bapo_megatron.preflight.known import GIB, GPU, GPUS
-from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, max_microbatches, plans_forwards_first
+from bapo_megatron.preflight.known import GIB, GPU, GPUS, planned_config
+from bapo_megatron.preflight.memory import (
+    TrainerMemory,
+    fullest_rank,
+    host_bytes,
+    max_microbatches,
+    plans_forwards_first,
+    recomputed_layers,
+    searches_exactly,
+)
 from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
 
 COMPUTE_SHARE = 0.4  # share of the peak rate of matrix products
 LINK_SHARE = 0.7  # share of NVLink, network and GPU memory bandwidth
 NETWORK_BYTES_PER_S = 50e9  # per GPU, between machines, in one direction: 400 Gbit/s
 FULL = 0.95  # usable share of the memory; fragmentation may take the rest
+ROOMY = 0.9  # share of the memory to choose by: a plan is an estimate, and free memory absorbs its errors
 
 SPLIT = (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel")
 """Settings that decide how many GPUs trainer and servers take."""
@@ -119,6 +129,10 @@ class RunPlan:
     server: ServerMemory | None  # None without SGLang servers
     tokens: work.StepTokens
     flops: float  # per step, over all ranks
+    recompute: str  # how much of the layers is recomputed
+    mfu: float  # expected while training, as `perf/mfu` counts it
+    unused: tuple[str, ...]  # settings that would make training faster
+    host_bytes: int  # copies of a checkpoint, on each node that trains
     train: Seconds  # per step
     rollout: Seconds | None
     sync: Seconds
@@ -160,6 +174,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     """Plan memory, work and time. response_tokens: average response length; None means the maximum."""
     assert config.cluster.gpu is not None
     gpu = GPUS[config.cluster.gpu]
+    given, config = config, with_recompute(config, shape)
     memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
     tokens = work.StepTokens.of(config, response_tokens)
     trainer = fullest_rank(config, shape, int(memory_gib * GIB))
@@ -171,6 +186,8 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
         least = decode_seconds(config, shape, gpu, server, tokens)
         messages = work.decode_messages_seconds(config, shape, server, tokens)
         rollout = Seconds(least, least / LINK_SHARE + messages)
+    train = _train_seconds(config, shape, gpu, tokens, trainer.num_parameters, passes, flops)
+    peak_flops = config.parallel.size * gpu.flops(config.model.dtype)
     return RunPlan(
         gpu=gpu,
         gpu_memory_gib=memory_gib,
@@ -178,11 +195,78 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
         server=server,
         tokens=tokens,
         flops=flops,
-        train=_train_seconds(config, shape, gpu, tokens, trainer.num_parameters, passes, flops),
+        recompute=_recomputed(config, shape),
+        mfu=work.model_flops(config, shape, tokens) / (train.expected * peak_flops),
+        unused=tuple(_unused(given, scores=passes > 0)),
+        host_bytes=host_bytes(config, shape),
+        train=train,
         rollout=rollout,
         sync=_sync_seconds(config, shape, gpu),
         sync_bytes=work.sync_bytes(config, shape),
     )
+
+
+def decided(config: Config) -> Config:
+    """Return the configuration that a run keeps: see `with_recompute`.
+
+    Raises:
+        UserError: there is a cluster to plan for, and the model's config.json is missing or unknown.
+    """
+    if config.cluster.gpu is None:
+        return config
+    return with_recompute(config, model_shape(planned_config(config.model.path), own=own_family(config.model.family)))
+
+
+def with_recompute(config: Config, shape: ModelShape) -> Config:
+    """Choose how many layers to recompute, if that is left open: the fewest that leave a tenth of the memory free.
+
+    Without a cluster to plan for, nothing is chosen.
+    """
+    t, c = config.train, config.cluster
+    if t.recompute is not None or t.recompute_layers is not None or t.recompute_modules or c.gpu is None:
+        return config
+    gpu_bytes = int((c.gpu_memory_gib or GPUS[c.gpu].memory_gib) * GIB)
+    num_layers = max(1, shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline))
+
+    def recomputing(count: int) -> Config:
+        layers = count if 0 < count < num_layers else None
+        train = t.model_copy(update={"recompute": count > 0, "recompute_layers": layers})
+        return config.model_copy(update={"train": train})
+
+    def is_roomy(count: int) -> bool:
+        return fullest_rank(recomputing(count), shape, gpu_bytes).total <= ROOMY * gpu_bytes
+
+    return recomputing(bisect.bisect_left(range(num_layers), True, key=is_roomy))
+
+
+def _recomputed(config: Config, shape: ModelShape) -> str:
+    if modules := config.train.recompute_modules if config.train.recompute else ():
+        return f"{' and '.join(modules)} of every layer"
+    layers = shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline)
+    return f"{recomputed_layers(config, shape)} of {plural(layers, 'layer')} on a rank"
+
+
+def _unused(config: Config, *, scores: bool) -> Iterator[str]:
+    """Yield the settings that would make training faster and are not used (docs/performance.md).
+
+    Args:
+        scores: whether updates have scoring passes.
+    """
+    p, r = config.parallel, config.rollout
+    has_fp8 = config.cluster.gpu != "a100"
+    levers = {
+        "train.recompute=false": config.train.recompute,
+        'bapo.scope="lagged"': scores and searches_exactly(config),
+        'precision.fp8="hybrid"': has_fp8 and not config.precision.uses_fp8,
+        "parallel.overlap_communication=true": p.data * p.context > 1 and not p.overlap_communication,
+        "parallel.virtual_pipeline=2": p.pipeline > 1 and p.virtual_pipeline == 1,
+        "sglang.extra.enable_nccl_nvls=true": has_fp8
+        and engine_kind(r.engine).section == "sglang"
+        and p.tensor * p.data > 1
+        and not config.sglang.extra.get("enable_nccl_nvls"),
+        "checkpoint.asynchronous=true": config.checkpoint.interval_steps and not config.checkpoint.asynchronous,
+    }
+    yield from (setting for setting, is_unused in levers.items() if is_unused)
 
 
 def check_machines(config: Config) -> Iterator[Violation]:
@@ -245,7 +329,7 @@ def memory_problems(config: Config, plan: RunPlan) -> list[Violation]:
     longest = config.data.max_prompt_tokens + r.max_response_tokens
     if need > have:
         remedies = ["split the model over more ranks"]
-        remedies += [] if config.train.recompute else ["set train.recompute=true"]
+        remedies += ["set train.recompute=true"] if config.train.recompute is False else []
         remedies += ["set a smaller train.max_tokens_per_microbatch"] * (
             config.train.max_tokens_per_microbatch > longest
         )

@@ -135,8 +135,12 @@ def check_gpus(driver: NvidiaDriver, needed: int) -> Iterator[Finding]:
         yield Finding("GPUs", "ok", what)
 
 
-def check_torch(facts: dict[str, Any], driver: NvidiaDriver) -> Iterator[Finding]:
-    """Check torch and its CUDA against the driver, and NCCL, from the facts (or the "problem") of a group probe."""
+def check_torch(facts: dict[str, Any], driver: NvidiaDriver, *, attaches: bool = False) -> Iterator[Finding]:
+    """Check torch and its CUDA against the driver, and NCCL, from the facts (or the "problem") of a group probe.
+
+    Args:
+        attaches: whether weights go over NCCL to servers of another environment, which do not tell their version.
+    """
     if "torch" not in facts:
         advice = "`nvidia-smi` shows which processes use the GPUs" if driver.visible else ""
         yield Finding("torch", "error", facts["problem"], advice)
@@ -149,18 +153,35 @@ def check_torch(facts: dict[str, Any], driver: NvidiaDriver) -> Iterator[Finding
         return
     if cuda is None:
         yield Finding("torch", "error", what, "there are GPUs: install a CUDA build of torch")
-    elif int(cuda.split(".")[0]) > driver.cuda[0]:
-        newest = f"{driver.cuda[0]}.{driver.cuda[1]}"
-        yield Finding("torch", "error", f"{what}; the driver runs CUDA up to {newest}", "update one of them")
+    elif problem := driver_problem(driver, cuda):
+        yield Finding("torch", "error", f"{what}; {problem}", update_driver(cuda))
     elif facts["num_gpus"] == 0:
         why = f"{what}; it sees 0 of {plural(len(driver.visible), 'GPU')}"
         yield Finding("torch", "error", why, "`python -c 'import torch; torch.cuda.init()'` shows why")
     else:
         yield Finding("torch", "ok", what)
     if "nccl" in facts:
-        yield Finding("NCCL", "ok", facts["nccl"])
+        same = f'attached servers need the same: install torch {facts["torch"]} there, or set sync.channel="disk"'
+        yield Finding("NCCL", "ok", facts["nccl"], same if attaches else "")
     else:
         yield Finding("NCCL", "error", "torch cannot use it", "install a CUDA build of torch")
+
+
+_OLDEST_DRIVERS = {12: "525", 13: "580"}  # by CUDA's major version, whose minor ones they all run
+
+
+def driver_problem(driver: NvidiaDriver, cuda: str) -> str:
+    """Say that the driver is too old for torch's CUDA; empty if it is not, or does not answer."""
+    if driver.problem or int(cuda.split(".")[0]) <= driver.cuda[0]:
+        return ""
+    return f"the NVIDIA driver {driver.version} runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
+
+
+def update_driver(cuda: str) -> str:
+    """Return the advice for a driver that is too old for this CUDA."""
+    oldest = _OLDEST_DRIVERS.get(int(cuda.split(".")[0]))
+    needed = f"{oldest} or newer (as root: apt-get install nvidia-driver-{oldest})" if oldest else "a newer one"
+    return f"update the driver to {needed}, and restart"
 
 
 def check_chip(capability: Sequence[int]) -> Finding:

@@ -19,11 +19,10 @@ from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, plans_forwards_first
-from bapo_megatron.preflight.plan import Balance, RunPlan, make_plan, step_balance
+from bapo_megatron.preflight.plan import ROOMY, Balance, RunPlan, make_plan, step_balance
 
 _FASTER = 0.9  # share of a time: a smaller gain is within the estimate's error
 _LIGHTER = 0.97  # share of the present memory: a smaller gain is not worth a change
-_ROOMY = 0.9  # share of a GPU's memory: a plan is an estimate, and free memory absorbs its errors
 _MIN_CHUNK_TOKENS = 64
 _MOST_NODES = 32
 
@@ -69,7 +68,7 @@ def _plainness(config: Config, plan: RunPlan) -> tuple[float, ...]:
     Tensor ranks, which stay on one machine and all compute, come before stages and context ranks.
     """
     p, ranks = config.parallel, config.parallel.size
-    is_tight = plan.trainer.total > _ROOMY * plan.gpu_memory_gib * GIB
+    is_tight = plan.trainer.total > ROOMY * plan.gpu_memory_gib * GIB
     others = p.pipeline * p.context
     tensor = p.tensor if others == 1 else -p.tensor
     return is_tight, ranks & (ranks - 1) > 0, others, tensor, config.rollout.server_tensor_parallel

@@ -53,6 +53,11 @@ def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
     return shape.forward_flops(tokens.total, tokens.per_sequence * tokens.total, num_rows)
 
 
+def model_flops(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
+    """Count the FLOPs of a step's updates without overhead, as `perf/tflop` does: a backward pass takes two."""
+    return 3 * config.train.epochs_per_step * sum(forward_flops(shape, tokens))
+
+
 def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
     """Count the FLOPs of all ranks: scoring passes, forward, backward and recomputation."""
     layers, output = forward_flops(shape, tokens)

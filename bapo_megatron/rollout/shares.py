@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.runtime.ranks import gather_json
-from bapo_megatron.tokens import CORE_STREAMS, TokenStream
+from bapo_megatron.tokens import CORE_STREAMS, TOKEN_IDS, VERSIONS, TokenStream
 from bapo_megatron.types import Batch
+
+_SENT_AS = {TOKEN_IDS: "int32", VERSIONS: "int32"}  # every id and every version fits in half of its bytes
 
 SharePlan = Callable[[Batch], Sequence[Tensor]]
 """The sequences that each data rank needs, int64, ascending: the same on every rank, from lengths and masks alone."""
@@ -87,15 +89,15 @@ class BatchShares:
             share = lengths.holding(needed)
             values = {}
             for stream in of_owners:
-                rows = None
+                rows, sent = None, replace(stream, dtype=_SENT_AS.get(stream, stream.dtype))
                 if batch:
-                    rows = share.here(batch.values[stream])
+                    rows = _cast(share.here(batch.values[stream]), sent)
                     if ranks[0] != 0:
                         _send(rows, ranks[0])
                 elif rank == ranks[0]:
-                    rows = _receive(stream.new_tensor(share.num_tokens_here), 0)
+                    rows = _receive(sent.new_tensor(share.num_tokens_here), 0)
                 if rank in ranks:
-                    values[stream] = self._passed_on(stream, rows, ranks, share.num_tokens_here)
+                    values[stream] = _cast(self._passed_on(sent, rows, ranks, share.num_tokens_here), stream)
             if rank in ranks:
                 mine = _batch(everywhere | values, seq_lens_S)
                 mine = replace(mine, here_S=share.here_S, rewards_S=rewards_S, metrics=header["metrics"])
@@ -120,6 +122,10 @@ def _batch(values: dict[TokenStream, Tensor], seq_lens_S: Tensor) -> Batch:
     core: dict[str, Any] = {f"{stream.name}_T": rows for stream, rows in values.items() if stream in CORE_STREAMS}
     extra = {stream: rows for stream, rows in values.items() if stream not in CORE_STREAMS}
     return Batch(seq_lens_S=seq_lens_S, extra=extra, **core)
+
+
+def _cast(rows: Tensor, stream: TokenStream) -> Tensor:
+    return rows.to(getattr(torch, stream.dtype))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

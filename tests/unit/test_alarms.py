@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.paths import schema
@@ -21,6 +22,8 @@ from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.history import read_history
+from bapo_megatron.runs.steps import read_metrics
+from bapo_megatron.runtime.straggler import straggler_metrics
 from tests.unit.run_folders import make_run, plain, step
 from tests.unit.test_full_disk import full_disk
 
@@ -328,6 +331,18 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 CUT: Metrics = {**WELL, "rollout/truncated_share": 1.0}
+
+
+def test_on_gpus_the_steps_that_compile_have_no_mfu_and_no_slow_rank(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("bapo_megatron.monitor.record.device_peak_flops", lambda dtype: 4e12)
+    times = {"time/score_s": 0.0, "time/train_s": 1.0, "time/forward_s": 0.3, "time/optimizer_s": 0.1}
+    row = {**WELL, **times, **straggler_metrics([1, 1, 9]), "train/tokens": 8.0, "perf/tflop": 4.0}  # of two ranks
+    screen = record(tmp_path, 0, [row] * 4)
+    assert "the first 2 steps also compile kernels for the GPU" in screen
+    assert "is slow" not in screen
+    assert [r.get("perf/mfu") for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [None, None, 0.5, 0.5]
+    assert "trainer rank 2 is slow" in record(tmp_path, 4, [row] * 5), "three steps after the two of its attempt"
 
 
 def test_an_alarm_is_told_once_on_the_terminal_and_kept_in_status_json(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def first_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> lis
 
 
 def test_the_first_three_lines_say_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
-    fits, time, change = first_lines(SMALL, capsys)
+    fits, time, change = first_lines([*SMALL, "train.recompute=true"], capsys)
     assert fits.startswith("fits       yes: a trainer GPU needs 56.5 of 75.1 GiB; a server holds ")
     assert time.startswith("time       ")
     assert "a step expected (synchronous): training " in time

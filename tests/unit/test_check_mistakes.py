@@ -298,6 +298,7 @@ def test_the_memory_plan_reads_the_settings_that_its_violations_name(
     read = {name for config in on_gpus for name in reads(config, lambda c: check_memory(c, hf_config))}
     for_times = {"cluster", "train.epochs_per_step", "critic.epochs_per_step", "rollout.overlap", "rollout.abort_tail"}
     for_times |= {"rollout.groups_in_flight", "rollout.max_concurrent_requests"}
+    for_times |= {"checkpoint.asynchronous", "checkpoint.interval_steps"}
     named = {*MEMORY, *SERVER_MEMORY}
     assert {name for name in read if not overlap([name], named | for_times)} == set()
     assert {name for name in named | for_times if not overlap([name], read)} == {"model.path"}, "it decides hf_config"

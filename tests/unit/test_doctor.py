@@ -26,9 +26,9 @@ from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.preflight import check, packages
 from bapo_megatron.preflight import doctor as doctor_room
 from bapo_megatron.preflight import machine_checks as machine
-from bapo_megatron.preflight import packages
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.doctor import parse_rendezvous, verdict
 from bapo_megatron.preflight.group import Probes, Rendezvous, started_probes
@@ -305,6 +305,27 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch, free_share: float, se
     assert not list(machine.check_room(only_if_stopped, load_hf_config(folder)))
 
 
+@pytest.mark.parametrize(
+    ("options", "starts_here", "problem"),
+    [
+        (["--mem=200"], False, "--mem=200 of slurm.options is 0.20 GiB"),  # MiB
+        (["--exclusive", "--mem 1G"], False, ""),
+        (["--mem=0"], False, ""),  # all that a node has
+        ([], False, ""),
+        (["--mem=1G"], True, "this machine has 0.25 GiB"),
+    ],
+)
+def test_copies_of_checkpoints_fit_the_memory(monkeypatch, options: list[str], starts_here: bool, problem: str) -> None:
+    """A 7B model's are 91 GB on one node; this one's, of 31 million parameters, are 0.35 GiB."""
+    monkeypatch.setattr(machine.os, "sysconf", {"SC_PHYS_PAGES": 65536, "SC_PAGE_SIZE": 4096}.__getitem__)
+    monkeypatch.setattr("bapo_megatron.preflight.memory.model_parameters", lambda shape: 31_000_000)
+    config = Config.model_validate({"checkpoint": {"asynchronous": True}, "slurm": {"options": options}})
+    found = list(machine.check_host_memory(config, load_hf_config(demo_model_path()), starts_here=starts_here))
+    assert [problem in v.problem for v in found] == [True] * bool(problem)
+    off = Config.model_validate({"slurm": {"options": options}})
+    assert not list(machine.check_host_memory(off, load_hf_config(demo_model_path()), starts_here=starts_here))
+
+
 def test_gpus() -> None:
     def verdicts(driver: NvidiaDriver, needed: int) -> list[tuple[str, str]]:
         return [(f.name, f.verdict) for f in software.check_gpus(driver, needed)]
@@ -327,6 +348,28 @@ def test_gpus() -> None:
 )
 def test_torch_against_the_driver(facts: dict[str, Any], driver: NvidiaDriver, verdicts: list[str]) -> None:
     assert [f.verdict for f in software.check_torch(facts, driver)] == verdicts
+
+
+def test_a_driver_that_is_too_old_is_one_error_with_its_remedy(monkeypatch, capsys) -> None:
+    facts = {"torch": "2.14.1", "cuda": "13.0", "num_gpus": 0}
+    found = next(iter(software.check_torch(facts, DRIVER)))
+    told = "the NVIDIA driver 570.1 runs CUDA up to 12.8"
+    remedy = "update the driver to 580 or newer (as root: apt-get install nvidia-driver-580), and restart"
+    assert (found.what, found.advice) == (f"2.14.1, built for CUDA 13.0; {told}", remedy)
+    monkeypatch.setattr(check, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(check, "read_driver", lambda: DRIVER)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for dtype, code, end in (("float32", 0, ": the run takes place on CPUs"), ("bfloat16", 2, "")):
+        assert cli.main(["check", "demo", f"model.dtype={dtype}"]) == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{told}, and torch {torch.__version__} is built for CUDA 13.0{end}; {remedy}" in line
+    monkeypatch.setattr(check, "read_driver", lambda: NvidiaDriver("580.1", (13, 0)))
+    assert cli.main(["check", "demo"]) == 0
+
+
+def test_attached_servers_need_the_same_nccl() -> None:
+    *_, nccl = software.check_torch(FACTS, DRIVER, attaches=True)
+    assert f"attached servers need the same: install torch {FACTS['torch']} there" in nccl.advice
 
 
 def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,15 @@ def test_bad_input_is_one_error_before_any_engine_starts(
     assert not (tmp_path / "out" / "logs").exists(), "so that the same --output can be given again"
 
 
+def test_sglang_on_a_gpu_is_not_asked_for_float32(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(run_module, "num_visible_gpus", lambda: 1)
+    assert main(["eval", "demo", "--output", str(tmp_path / "eval"), "rollout.engine=sglang"]) == 2
+    error = capsys.readouterr().err
+    assert "has no kernels for float32" in error
+    assert 'set model.dtype="bfloat16"' in error
+    assert not (tmp_path / "eval").exists()
+
+
 def test_a_checkpoint_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["eval", str(tmp_path / "nothing"), "--output", str(tmp_path / "out")]) == 2
     assert "neither a Hugging Face folder" in capsys.readouterr().err

@@ -23,7 +23,8 @@ from bapo_megatron.runtime.environment import TRAINER_VARIABLES, nccl_variables,
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
 from tests.distributed import HANG_S
 
-NAMES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "PYTORCH_CUDA_ALLOC_CONF", *TRAINER_VARIABLES)
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+NAMES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "PYTORCH_CUDA_ALLOC_CONF", *TRAINER_VARIABLES, *CACHES)
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +41,10 @@ def of_engine(**extra: object) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("extra", "values"),
-    [({}, "00"), ({"enable_nccl_nvls": True}, "01"), ({"enable_symm_mem": True}, "11")],
+    [({}, "00"), ({"enable_nccl_nvls": True}, "11"), ({"enable_symm_mem": True}, "11")],
 )
 def test_trainer_and_engines_get_the_same_of_nccl(extra: dict[str, bool], values: str) -> None:
-    """This is SGLang's own rule, srt/entrypoints/engine.py."""
+    """This is SGLang's own rule, srt/entrypoints/engine.py, except that multicast also gets the memory it needs."""
     same = nccl_variables(extra)
     assert "".join(same.values()) == values
     assert of_engine(**extra) == same
@@ -59,6 +60,59 @@ def test_the_compiler_is_for_gpus(monkeypatch: pytest.MonkeyPatch, has_gpu: bool
     assert trainer_variables({}).get("TORCHDYNAMO_DISABLE") == (None if has_gpu else "1")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     assert trainer_variables({}).get("TORCHDYNAMO_DISABLE") == (None if has_gpu else "0")
+
+
+def test_compiled_kernels_stay_with_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert not {*CACHES} & trainer_variables({}, run_dir=tmp_path).keys(), "nothing is compiled on a CPU"
+    monkeypatch.setattr(environment, "has_gpu_driver", lambda: True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/image/triton")
+    monkeypatch.chdir(tmp_path)
+    variables = trainer_variables({}, run_dir=Path("runs"))
+    assert [variables[name] for name in CACHES] == [f"{tmp_path}/runs/.compiled/inductor", "/image/triton"]
+
+
+def nvml_of(near: dict[str, list[int]]) -> SimpleNamespace:
+    """Return a stand-in for pynvml whose GPUs, by index and UUID, have these masks of near CPUs."""
+
+    def handle(gpu: int | str) -> str:
+        if str(gpu) not in near:
+            raise RuntimeError("Invalid Argument")
+        return str(gpu)
+
+    return SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetCpuAffinity=lambda gpu, num_words: near[gpu][:num_words],
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "cpus", "said"),
+    [
+        (None, 0, {2, 3}, "CPUs next to GPU 0: 2"),  # CPU 1 is near, and not for this process
+        (None, 1, {64, 70}, "CPUs next to GPU 1: 2"),
+        ("1,0", 1, {2, 3}, "CPUs next to GPU 0: 2"),
+        ("GPU-5e", 0, {64}, "CPUs next to GPU GPU-5e: 1"),
+        (None, 2, None, "any CPU: this process may use none of the 1 next to GPU 2"),
+        (None, 7, None, "any CPU: the driver does not name the CPUs next to the GPU (Invalid Argument)"),
+        ("0", 1, None, "any CPU: the driver does not name the CPUs next to the GPU (list index out of range)"),
+    ],
+)
+def test_a_rank_runs_next_to_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, local_rank: int, cpus: set[int] | None, said: str
+) -> None:
+    bound: list[set[int]] = []
+    near = {"0": [0b1110, 0], "1": [0, 0b1000001], "2": [1, 0], "GPU-5e": [0, 1]}
+    monkeypatch.setitem(sys.modules, "pynvml", nvml_of(near))
+    monkeypatch.setattr(os, "cpu_count", lambda: 72)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 64, 65, 70})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(cpus))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert (environment.bind_to_gpu(local_rank), bound) == (said, [cpus] if cpus else [])
 
 
 def test_a_deterministic_run_has_attention_and_products_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +178,7 @@ def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_sets_them_before_it_imports_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[str, str] = {}
+    bound: list[int] = []
 
     def beat(*_: object) -> None:
         seen.update(os.environ)
@@ -132,9 +187,18 @@ def test_a_rank_sets_them_before_it_imports_torch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(HEARTBEAT, "beat", beat)  # "importing torch and Megatron-Core"
     monkeypatch.setattr("bapo_megatron.config.load.load_config", lambda *_: Config())
+    monkeypatch.setattr(trainer, "has_gpu_driver", lambda: True)
+    monkeypatch.setattr(trainer, "bind_to_gpu", lambda local_rank: bound.append(local_rank))
+    monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(InterruptedError):
         trainer.train_on_rank(SimpleNamespace(config_path=tmp_path), [], 0, None, None)  # type: ignore[arg-type]
     assert trainer_variables({}).items() <= seen.items()
+    assert bound == [3]
+    unbound = Config.model_validate({"parallel": {"bind_cpus": False}})
+    monkeypatch.setattr("bapo_megatron.config.load.load_config", lambda *_: unbound)
+    with pytest.raises(InterruptedError):
+        trainer.train_on_rank(SimpleNamespace(config_path=tmp_path), [], 0, None, None)  # type: ignore[arg-type]
+    assert bound == [3]
 
 
 def test_the_launchers_import_neither_torch_nor_matplotlib() -> None:

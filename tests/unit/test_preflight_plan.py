@@ -29,8 +29,9 @@ GPU_BYTES = 80 * GIB
 
 
 def recipe(*overrides: str) -> Config:
+    """Load a recipe that recomputes everything, whatever the plan would choose."""
     files = ["recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100"]
-    return load_config(files, overrides)
+    return load_config(files, ["train.recompute=true", *overrides])
 
 
 def test_six_flops_per_weight_and_token() -> None:
@@ -40,6 +41,31 @@ def test_six_flops_per_weight_and_token() -> None:
     rule = 6 * (model_parameters(SHAPE) - 2 * SHAPE.vocab_size * SHAPE.hidden_size) * tokens.total
     output = 8 * SHAPE.vocab_size * SHAPE.hidden_size * 63  # logits twice, two gradients
     assert math.isclose(work.step_flops(config, SHAPE, tokens, 0), rule + output, rel_tol=2e-3)
+
+
+def test_the_expected_mfu_leaves_out_what_is_done_twice() -> None:
+    """Without recomputation, scoring and messages, only computing logits twice lowers the assumed share of the peak."""
+    alone = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=1", "bapo.scope=lagged"]
+    plan = make_plan(recipe(*alone, "train.recompute=false"), SHAPE)
+    layers, output = work.forward_flops(SHAPE, plan.tokens)
+    assert plan.mfu == pytest.approx(0.4 * 3 * (layers + output) / (3 * layers + 4 * output))
+    assert make_plan(recipe(*alone), SHAPE).mfu < plan.mfu
+    assert make_plan(recipe(*alone[:-1], "train.recompute=false"), SHAPE).mfu < plan.mfu
+
+
+def test_the_plan_names_the_levers_that_are_not_used() -> None:
+    def unused(*overrides: str) -> set[str]:
+        return {setting.partition("=")[0] for setting in make_plan(recipe(*overrides), SHAPE).unused}
+
+    off = {"train.recompute", "bapo.scope", "precision.fp8", "sglang.extra.enable_nccl_nvls"}
+    assert unused() == off
+    assert unused("parallel.overlap_communication=false") - off == {"parallel.overlap_communication"}
+    assert unused("parallel.pipeline=2", "parallel.data=2") - off == {"parallel.virtual_pipeline"}
+    assert unused("checkpoint.asynchronous=false") - off == {"checkpoint.asynchronous"}
+    assert unused("cluster.gpu=a100") == {"train.recompute", "bapo.scope"}
+    on = ("train.recompute=none", "precision.fp8=hybrid", "bapo.scope=lagged", "sglang.extra.enable_nccl_nvls=true")
+    assert unused(*on) == set()
+    assert unused("loss.name=grpo", *on[:2], on[3]) == set(), "no search"
 
 
 def test_recomputation_repeats_the_forward_flops_of_what_it_covers() -> None:

@@ -7,9 +7,19 @@ from plans_page import ALGORITHMS, best_example, combinations, example, planned,
 
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config, shipped_configs
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.checks.all import check_settings
-from bapo_megatron.preflight.known import KNOWN_MODELS
-from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused
+from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, planned_config
+from bapo_megatron.preflight.plan import (
+    ROOMY,
+    check_machines,
+    check_memory,
+    check_unused,
+    decided,
+    make_plan,
+    with_recompute,
+)
 
 COMBINATIONS = [(model, algorithm, cluster) for model, cluster in combinations() for algorithm in ALGORITHMS]
 
@@ -54,6 +64,42 @@ def test_32b_on_one_node_is_refused_with_the_numbers(
     error = capsys.readouterr().err
     assert "a trainer rank needs" in error
     assert "GiB" in error
+
+
+def test_as_few_layers_are_recomputed_as_the_memory_asks_for() -> None:
+    chosen = set()
+    for model, algorithm, cluster in COMBINATIONS:
+        config = planned(model, algorithm, cluster)
+        shape = model_shape(planned_config(config.model.path))
+        limit = ROOMY * GPUS[cluster.rpartition("-")[2]].memory_gib * GIB
+        train = with_recompute(config, shape).train
+        per_rank = shape.num_layers // config.parallel.pipeline
+        count = (train.recompute_layers or per_rank) if train.recompute else 0
+        chosen.add(0 < count < per_rank)
+
+        def need(count: int, config: Config = config, shape: ModelShape = shape) -> int:
+            settings = {"recompute": count > 0, "recompute_layers": count or None}
+            fixed = config.model_copy(update={"train": config.train.model_copy(update=settings)})
+            return make_plan(fixed, shape).trainer.total
+
+        assert need(count) <= limit
+        assert count == 0 or need(count - 1) > limit
+    assert chosen == {True, False}
+
+
+def test_a_run_keeps_what_its_plan_has_chosen() -> None:
+    config = planned("recipes/r1-distill-qwen-7b-8k", "BAPO", "clusters/1x8-h100")
+    assert (config.train.recompute, config.train.recompute_layers) == (None, None)
+    kept = decided(config)
+    assert kept.train.recompute is True
+    assert decided(kept) == kept
+    larger = {"cluster": config.cluster.model_copy(update={"gpu": "h200"})}
+    assert decided(config.model_copy(update=larger)).train.recompute is False
+    assert decided(kept.model_copy(update=larger)).train == kept.train, "a resumed run repeats it"
+    here = {"cluster": config.cluster.model_copy(update={"gpu": None})}
+    assert decided(config.model_copy(update=here)).train.recompute is None, "nothing is known of this machine"
+    parts = load_config([], ["cluster.gpu=h100", "train.recompute_modules=['mlp']"])
+    assert decided(parts).train.recompute is None, "your own choice waits for train.recompute=true"
 
 
 def test_the_page_has_a_plan_of_every_combination() -> None:

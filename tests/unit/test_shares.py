@@ -114,6 +114,13 @@ def sent_by_rank_0(monkeypatch: pytest.MonkeyPatch, batch: Batch, data_size: int
     return sent
 
 
+def test_a_token_takes_20_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Id, version, advantage and log-prob of four bytes each, once; what all four ranks need is two bytes, twice."""
+    batch = make_batch(256)
+    sent = sent_by_rank_0(monkeypatch, batch, 2, [Pass(Share(0, 2), 200)])
+    assert sent == (4 * 4 + 2 * 2) * batch.sampled_T.numel() + 2 * 256 * (8 + 4)  # and lengths and rewards
+
+
 @pytest.mark.parametrize("data_size", [2, 4, 8])
 def test_rank_0_sends_each_sequence_to_a_data_rank_once(monkeypatch: pytest.MonkeyPatch, data_size: int) -> None:
     batch = make_batch(256, HEAVY)

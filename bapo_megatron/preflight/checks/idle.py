@@ -64,7 +64,7 @@ IDLE = (
     Idle(
         "train.recompute_layers train.recompute_modules",
         "train.recompute",
-        lambda c: c.train.recompute,
+        lambda c: bool(c.train.recompute),
         "train.recompute=true",
     ),
     Idle(

@@ -62,15 +62,19 @@ def check_dtype(config: Config, num_gpus: int, *, starts_here: bool) -> Iterator
 
     bfloat16 is an error if the run starts here, otherwise a warning.
     """
-    r = config.rollout
     if config.model.dtype == "bfloat16" and not num_gpus:
         problem, remedy = 'model.dtype="bfloat16" needs a GPU, and none is visible here', 'set it to "float32" on CPUs'
         severity: Severity = "error" if starts_here else "warning"
         yield Violation(("model.dtype", "cluster.gpu"), problem, remedy, severity)
+    if num_gpus or config.cluster.gpu is not None:
+        yield from check_server_dtype(config)
+
+
+def check_server_dtype(config: Config) -> Iterator[Violation]:
+    """Check that there is no float32 for SGLang's kernels on GPUs."""
     if (
         config.model.dtype == "float32"
-        and (num_gpus or config.cluster.gpu is not None)
-        and r.engine == "sglang"
+        and config.rollout.engine == "sglang"
         and "attention_backend" not in config.sglang.extra
     ):
         yield Violation(
