@@ -23,9 +23,10 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distri
 
 @contextmanager
 def lean_import() -> Iterator[None]:
-    """Let Megatron-Core be imported without two modules that a run does not use and that take a second each.
+    """Let Megatron-Core be imported without modules that a run does not use and that take up to a second each.
 
-    They are wandb, which it wants for its own logs, and torch's compiler, which its decorators import even if disabled.
+    They are torch's compiler, which its decorators import even if disabled, and wandb and tensorboard, which it wants
+    for its own logs.
 
     Raises:
         UserError: Megatron-Core fails because the installed Transformer Engine cannot be imported.
@@ -35,7 +36,8 @@ def lean_import() -> Iterator[None]:
     compiler = torch.compile
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         torch.compile = lambda function: function  # type: ignore[assignment]
-    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # as if it were not installed
+    hidden = [name for name in ("wandb", "tensorboard") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # as if they were not installed
     try:
         yield
     except Exception as error:
@@ -44,8 +46,8 @@ def lean_import() -> Iterator[None]:
         raise
     finally:
         torch.compile = compiler
-        if sys.modules["wandb"] is None:
-            del sys.modules["wandb"]
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _broken_transformer_engine() -> str:
