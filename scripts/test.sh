@@ -49,6 +49,7 @@ lint() {
 
 tests() {
     say "pytest $*"
+    "$PY" -m compileall -q bapo_megatron patches tests  # hundreds of processes start, and Python may keep nothing itself
     "$PY" -m pytest "$@"
 }
 

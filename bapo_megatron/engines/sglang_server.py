@@ -19,10 +19,13 @@ from bapo_megatron_patches.sglang import apply_cpu_compat
 from bapo_megatron.engines.key import take_key
 from bapo_megatron.engines.processes import LOOPBACK
 from bapo_megatron.engines.update_group import host_store
+from bapo_megatron.runtime import starting
 
 _STORE_TIMEOUT_S = 300.0  # for the store's own requests; torch's default
 
-apply_cpu_compat()
+with starting():
+    apply_cpu_compat()
+    import sglang.srt.managers.scheduler  # noqa: F401 - this process and its children all import most of it
 faulthandler.register(signal.SIGUSR1)  # a supervisor asks for the stacks of a hung server and of its schedulers
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import load_hf_config, unknown_family
+from bapo_megatron.runtime import starting
 
 
 def load_tokenizer(folder: Path, own: Family | None = None) -> Any:
@@ -21,7 +22,8 @@ def load_tokenizer(folder: Path, own: Family | None = None) -> Any:
     hf_config = load_hf_config(folder)
     if (problem := unknown_family(hf_config, own)) is not None:
         raise CheckpointError(f"{folder / 'config.json'}: {problem}")
-    from transformers import AutoTokenizer  # takes seconds
+    with starting():  # it takes seconds
+        from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     check_tokenizer(tokenizer, hf_config["vocab_size"])

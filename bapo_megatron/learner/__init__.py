@@ -20,15 +20,15 @@ for _message in (
     warnings.filterwarnings("ignore", message=_message, module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
-_NOT_USED = ("wandb", "flash_attn.cute")
+_NOT_USED = ("wandb", "tensorboard", "flash_attn.cute")
 
 
 @contextmanager
 def lean_import() -> Iterator[None]:
-    """Let Megatron-Core be imported without modules that a run does not use and that take a second each.
+    """Let Megatron-Core be imported without modules that a run does not use and that take up to a second each.
 
-    They are wandb, which it wants for its own logs; flash_attn.cute, which SGLang brings and no layer here calls; and
-    torch's compiler, which its decorators import even if disabled.
+    They are torch's compiler, which its decorators import even if disabled, wandb and tensorboard, which it wants for
+    its own logs, and flash_attn.cute, which SGLang brings and no layer here calls.
 
     Raises:
         UserError: Megatron-Core fails because the installed Transformer Engine cannot be imported.
@@ -38,8 +38,8 @@ def lean_import() -> Iterator[None]:
     compiler = torch.compile
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         torch.compile = lambda function: function  # type: ignore[assignment]
-    for name in _NOT_USED:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
+    hidden = [name for name in _NOT_USED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # as if they were not installed
     try:
         yield
     except Exception as error:
@@ -48,9 +48,8 @@ def lean_import() -> Iterator[None]:
         raise
     finally:
         torch.compile = compiler
-        for name in _NOT_USED:
-            if sys.modules[name] is None:
-                del sys.modules[name]
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _broken_transformer_engine() -> str:

@@ -4,11 +4,12 @@ For every n, a source with share p of the weights gives more than np - 1 and few
 The order of the sources depends only on the weights; only the order of each source's own prompts is random.
 """
 
+from __future__ import annotations
+
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Discriminator, Tag
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
 from bapo_megatron.config.schema import Config
@@ -16,6 +17,9 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.stream import PromptStream, StreamState
 from bapo_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class MixtureState(TypedDict):

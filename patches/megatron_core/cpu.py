@@ -146,10 +146,8 @@ def one_thread_per_group() -> Iterator[None]:
     original = gloo.__init__
 
     def with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # torch reads it only for its own options
-        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")] if interfaces else []
         options = gloo._Options()
-        options._devices = devices or [gloo.create_default_device()]
+        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))  # torch reads it only for its own options
         options._timeout, options._threads = timeout, 1
         for name, value in more.items():  # enable_reconfigure, since torch 2.14
             setattr(options, name, value)
@@ -160,6 +158,14 @@ def one_thread_per_group() -> Iterator[None]:
         yield
     finally:
         gloo.__init__ = original
+
+
+@functools.cache
+def _devices(interfaces: str) -> list[Any]:
+    """Return gloo's devices, the same for all groups: each has a thread that wakes a hundred times a second."""
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    named = [gloo.create_device(interface=name) for name in filter(None, interfaces.split(","))]
+    return named or [gloo.create_default_device()]
 
 
 @functools.cache

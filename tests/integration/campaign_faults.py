@@ -201,5 +201,5 @@ PUSHES = [
     Fault("push: other weights", "/weights_checker", _other_weights, part=b"checksum"),
     Fault("push: restarted unnoticed before it", "/pause_generation", _restarted(4, in_push=True)),
 ]
-REPLIES = [spoilt(kind, num_times) for kind in FAULTS if kind != "silence" for num_times in (1, 3)]
+SPOILT = [kind for kind in FAULTS if kind != "silence"]
 JUDGE = ("judge: hang", "judge: crash")

@@ -130,7 +130,7 @@ def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Pa
     for seed, asynchronous in enumerate(("false", "true")):
         settings = (f"train.num_steps={NUM_STEPS}", f"checkpoint.asynchronous={asynchronous}")
         folder = tmp_path / asynchronous
-        runs += kill_and_resume(folder, settings, num_kills=5, seed=seed, step_s=longest_step_s(reference))
+        runs += kill_and_resume(folder, settings, num_kills=3, seed=seed, step_s=longest_step_s(reference))
     for run in runs:
         assert_same(run, reference, NUM_STEPS)
         # Batches (tokens, log-probs) and bounds, including those that an attempt lost and the next one computed again.
@@ -169,7 +169,7 @@ def test_the_same_command_goes_on_after_everything_was_killed(reference: Path, t
 def test_an_overlapped_run_loses_nothing_and_trains_nothing_twice(reference: Path, tmp_path: Path) -> None:
     settings = ("rollout.overlap=true", "rollout.max_staleness=5", "parallel.tensor=1", "train.num_steps=10")
     step_s = longest_step_s(reference)
-    for run in kill_and_resume(tmp_path, settings, num_kills=5, seed=2, step_s=step_s):
+    for run in kill_and_resume(tmp_path, settings, num_kills=3, seed=2, step_s=step_s):
         assert_nothing_lost(run, num_steps=10, max_staleness=5)
 
 

@@ -9,6 +9,7 @@ import sys
 import types
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import bapo_megatron_patches.megatron_core as patches
@@ -74,27 +75,31 @@ assert torch.cuda.current_device is before[2]["current_device"]
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=HANG_S)
 
 
-def make_gloo_groups() -> tuple[set[int], bool, str]:
-    """Return the thread counts of Megatron's groups, whether torch's class is restored, a wrong interface's error."""
+def make_gloo_groups() -> tuple[set[int], int, bool, str]:
+    """Return the thread counts of Megatron's groups and the number of their devices' threads, whether torch's class is
+    restored, and a wrong interface's error."""
     original = dist.ProcessGroupGloo.__init__
     patches.apply_cpu_compat()
     start_processes(ParallelConfig())
     groups = parallel_state._global_process_group_list[1:]  # the first stands for the default group
     assert parallel_state.get_data_parallel_group(with_context_parallel=True) in groups
     threads = {group._get_backend(torch.device("cpu")).options._threads for group in groups}
+    num_loops = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")].count("gloo_tcp_loop\n")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     parallel_state.create_group([0])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo,no-such-interface"
     with pytest.raises(RuntimeError) as caught:
         parallel_state.create_group([0])
     stop_processes()
-    return threads, dist.ProcessGroupGloo.__init__ is original, str(caught.value)
+    return threads, num_loops, dist.ProcessGroupGloo.__init__ is original, str(caught.value)
 
 
 def test_gloo_groups_of_megatron_have_one_thread() -> None:
-    """Two threads occasionally corrupt the heap. The groups use the environment's interfaces, as torch's own do."""
-    threads, stays_as_it_is, error = in_new_process(make_gloo_groups)
+    """Two threads occasionally corrupt the heap. The groups use the environment's interfaces, as torch's own do, and
+    share the thread that listens there."""
+    threads, num_loops, stays_as_it_is, error = in_new_process(make_gloo_groups)
     assert threads == {1}
+    assert num_loops == 2, "the default group has its own"
     assert stays_as_it_is
     assert "no-such-interface" in error
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from tests.distributed import HANG_S
-from tests.hang import PATIENT
 from tests.integration.engines import EngineProcess, start_engines
+from tests.integration.forked import SMALL
 from tests.integration.gates import Gates
 
 
@@ -62,9 +62,8 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
 ) -> None:
     """The launcher alone gets kill -9, and its engines live on; Ctrl-C reaches the whole group, as from a terminal."""
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=ended"]
-    command += ["monitor.progress=lines", "parallel.tensor=2", f"rollout.engine={engine}"]
+    command += [*SMALL, "parallel.tensor=2", f"rollout.engine={engine}"]
     command += [f'rollout.urls=["{servers[0].url}"]'] if engine == "attach" else []
-    command += PATIENT
     gates = Gates(tmp_path / "gates", "import")
     with (tmp_path / "output").open("wb") as output:
         environment = os.environ | gates.environment
@@ -138,8 +137,7 @@ def test_a_local_run_listens_on_loopback_only(tmp_path: Path, settings: list[str
     The variables are checked too: if the host's name means loopback, gloo listens there without them.
     """
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=quiet"]
-    command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=2", "rollout.prompts_per_step=4"]
-    command += PATIENT
+    command += [*SMALL, "parallel.tensor=2", "train.num_steps=2"]
     command += ["reward.kind=bapo_megatron.rewards.answers:judge_chain", *settings]  # in judge processes
     gates = Gates(tmp_path / "gates", 2)
     with (tmp_path / "output").open("wb") as output:
@@ -192,8 +190,7 @@ if any("engines.embedded" in word for word in sys.orig_argv):
 def test_the_only_engine_killed_in_an_evaluation_costs_time_and_nothing_else(tmp_path: Path) -> None:
     """The engine is restarted, pushed to, and asked for the rest. The first thing that it samples is an evaluation."""
     command = [sys.executable, "-m", "bapo_megatron", "train", "demo", f"run.dir={tmp_path}", "run.name=killed"]
-    command += ["monitor.progress=lines", "parallel.tensor=2", "train.num_steps=1"]
-    command += ["eval.interval_steps=1", "eval.num_prompts=400", *PATIENT]
+    command += [*SMALL, "parallel.tensor=1", "train.num_steps=1", "eval.interval_steps=1", "eval.num_prompts=40"]
     (tmp_path / "sitecustomize.py").write_text(KILLED_IN_AN_EVALUATION)  # Python runs it when it starts
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     with (tmp_path / "output").open("wb") as output:
@@ -205,7 +202,7 @@ def test_the_only_engine_killed_in_an_evaluation_costs_time_and_nothing_else(tmp
         assert len(fenced) == 1
         assert "requests from eval-" in fenced[0]
         (row,) = map(json.loads, (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines())
-        assert row["eval/num_samples"] == 400
+        assert row["eval/num_samples"] == 40
     finally:
         run.kill()  # the others end with it
         run.wait()

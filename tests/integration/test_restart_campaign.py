@@ -1,4 +1,7 @@
-"""Three cases of the campaign that kills trainer ranks in whole runs (restart_campaign.py)."""
+"""Two cases of the campaign that kills trainer ranks in whole runs (restart_campaign.py).
+
+test_restarted_runs.py kills in a save and stops a rank.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -24,10 +27,9 @@ def test_the_seeds_kill_in_every_combination_with_and_without_standby() -> None:
     "case",
     [
         Case(0, "TP2xDP2", "embedded", "update-4", 3, "KILL", standby=False),
-        Case(1, "PP2", "embedded", "save-17", 1, "KILL", standby=True),
         pytest.param(Case(2, "PP2", "sglang", "push-70", 0, "KILL", standby=False), marks=NEEDS_SGLANG),
     ],
-    ids=["update", "checkpoint", "sglang-push"],
+    ids=["update", "sglang-push"],
 )
 def test_a_run_whose_rank_was_killed_loses_and_mislabels_nothing(tmp_path: Path, case: Case) -> None:
     assert fight(tmp_path, case)["restarts"] == 1

@@ -39,22 +39,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return run.path
 
 
-@pytest.mark.parametrize(
-    ("rank", "place", "settings"),
-    [(1, 3, ()), (0, "push-150", ("checkpoint.asynchronous=true",)), (1, "save-40", ())],
-    ids=["between-steps", "push", "save"],
-)
 def test_ranks_start_again_beside_their_engine_and_lose_nothing(
-    start: Callable[..., Started], tmp_path: Path, reference: Path, rank: int, place: int | str, settings: tuple[str]
+    start: Callable[..., Started], tmp_path: Path, reference: Path
 ) -> None:
-    run = start("killed", *settings, gates=Gates(tmp_path / "gates", place, 4))
-    run.at_gate(place)
+    """Rank 0 is killed within a push."""
+    run = start("killed", "checkpoint.asynchronous=true", gates=Gates(tmp_path / "gates", "push-150", 4))
+    run.at_gate("push-150")
     engines = run.engines()
     assert len(engines) == 1
     ranks = run.ranks()
-    ranks[rank].kill()
+    ranks[0].kill()
     assert run.gates is not None
-    run.gates.open(place)
+    run.gates.open("push-150")
     run.at_gate(4)
     assert run.engines() == engines, "the same process, started at the same time"
     assert not any(p.is_running() for p in ranks.values())
@@ -68,14 +64,14 @@ def test_ranks_start_again_beside_their_engine_and_lose_nothing(
     assert {0, 1} >= set(restarts)
     assert restarts[-1] == 1
     assert [row["run/recovery_s"] > 0 for row in rows if "run/recovery_s" in row] == [True]
-    assert f"trainer rank {rank} ended with exit code -9" in run.text
+    assert "trainer rank 0 ended with exit code -9" in run.text
     assert "restart 1 of 3 in 1 s" in run.text
     assert "after the failure" in run.text
     logs = [{path.name for path in (run.path / "logs" / f"attempt-{n}").glob("*.log")} for n in (1, 2)]
     assert logs == [{"trainer-0.log", "trainer-1.log", "engine-0.log"}, {"trainer-0.log", "trainer-1.log"}]
     restart = restart_of(RunDir.attach(run.path))
     assert restart is not None
-    assert f"trainer rank {rank} ended" in restart.problem
+    assert "trainer rank 0 ended" in restart.problem
     events = {event.name: event.count for event in count_events(read_history(run.path))}
     assert events["restarts of the trainer ranks"] == 1
 
@@ -83,13 +79,14 @@ def test_ranks_start_again_beside_their_engine_and_lose_nothing(
 def test_ranks_that_start_again_come_from_standby(
     start: Callable[..., Started], tmp_path: Path, reference: Path
 ) -> None:
-    run = start("stood-by", "run.standby=true", gates=Gates(tmp_path / "gates", 3, 4))
-    run.at_gate(3)
+    """Rank 1 is killed within a save."""
+    run = start("stood-by", "run.standby=true", gates=Gates(tmp_path / "gates", "save-40", 4))
+    run.at_gate("save-40")
     ranks = run.ranks()
     standby = run.on_standby(list(ranks.values()))
-    ranks[0].kill()
+    ranks[1].kill()
     assert run.gates is not None
-    run.gates.open(3)
+    run.gates.open("save-40")
     run.at_gate(4)
     assert set(run.ranks().values()) == set(standby)
     refilled = run.on_standby(standby)

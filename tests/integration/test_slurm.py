@@ -29,7 +29,7 @@ from tests.slurm_kinds import KINDS, settings_of
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-NUM_STEPS = 8
+NUM_STEPS = 5
 SETTINGS = (*SMALL, f"train.num_steps={NUM_STEPS}", "rollout.num_servers=2")
 TWO_NODES = ("cluster.nodes=2", "slurm.interface=lo", "slurm.time_limit=01:00:00")
 
@@ -152,7 +152,7 @@ def test_ranks_start_again_in_the_job_after_a_rank_and_a_whole_node_have_died(
     cluster: Cluster, alone: Callable[[], Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "restarted"
-    gates = Gates(tmp_path / "gates", 3, 5, 7)
+    gates = Gates(tmp_path / "gates", 2, 3, 4)
     job = submitted(cluster, run, "run.max_restarts=3", "slurm.spare_nodes=1", gates=gates)
 
     def complaints() -> str:
@@ -169,22 +169,22 @@ def test_ranks_start_again_in_the_job_after_a_rank_and_a_whole_node_have_died(
     def engines(node: str) -> list[psutil.Process]:
         return processes(node, "bapo_megatron.engines.embedded")
 
-    gates.wait(3, is_running, complaints)
+    gates.wait(2, is_running, complaints)
     first = {node: engines(node) for node in ("n1", "n2")}
     assert [len(found) for found in first.values()] == [1, 1]
     (rank,) = processes("n2", "bapo_megatron.slurm.node", "trainer")
     rank.kill()
-    gates.open(3)
+    gates.open(2)
 
-    gates.wait(5, is_running, complaints)
+    gates.wait(3, is_running, complaints)
     assert {node: engines(node) for node in ("n1", "n2")} == first, "the same processes"
     assert processes("n3") == []
     with cluster.failing("n2", job):
-        gates.open(5)
-        gates.wait(7, is_running, complaints)
+        gates.open(3)
+        gates.wait(4, is_running, complaints)
         assert engines("n1") == first["n1"]
         assert len(processes("n3", "bapo_megatron.slurm.node", "trainer")) == 1
-        gates.open(7)
+        gates.open(4)
         wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", "the job was done", cluster, run)
     assert len(list((run / "logs").glob("attempt-*"))) == 3
     log = (run / "slurm" / f"job-{job}.log").read_text()
@@ -193,13 +193,13 @@ def test_ranks_start_again_in_the_job_after_a_rank_and_a_whole_node_have_died(
     assert "restart 1 of 3 in 1 s" in log
     assert not (run / "slurm" / f"job-{job}-0" / "key").exists()
     rows = read_jsonl(run / "metrics.jsonl")
-    assert [row["run/restarts"] for row in rows] == [0, 0, 1, 1, 2, 2, 2, 2]
-    assert [row["step"] for row in rows if "run/recovery_s" in row] == [3, 5]
+    assert [row["run/restarts"] for row in rows] == [0, 1, 2, 2, 2]
+    assert [row["step"] for row in rows if "run/recovery_s" in row] == [2, 3]
 
     # Bit for bit while there are two engines; then one has other batches, and other last digits of log-probs.
     expected = alone()
-    assert metrics_of(run)[:4] == metrics_of(expected)[:4]
-    for step in range(1, 5):
+    assert metrics_of(run)[:2] == metrics_of(expected)[:2]
+    for step in (1, 2):
         assert checkpoint_of(run, step) == checkpoint_of(expected, step)
     assert read_jsonl(run / "samples.jsonl") == read_jsonl(expected / "samples.jsonl")
     for row, other in zip(rows, read_jsonl(expected / "metrics.jsonl"), strict=True):

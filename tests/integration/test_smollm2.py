@@ -84,7 +84,6 @@ def check_log_probs(model: Path, ready: Path) -> None:
 
 
 def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path, tmp_path: Path) -> None:
-    check_log_probs(smollm2, tmp_path / "before.ready")
     settings = (
         "parallel.tensor=1",
         "parallel.pipeline=2",
@@ -118,14 +117,11 @@ def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path,
     assert first["reward/judged"] == judged
     assert f"untrained pass rate {first['reward/judged_mean']:.2f} ({judged} responses)" in done.stdout
     convert(tmp_path / "smollm2", tmp_path / "trained")
-    check_log_probs(tmp_path / "trained", tmp_path / "after.ready")
+    check_log_probs(tmp_path / "trained", tmp_path / "ready")
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 3}, {"pipeline": 2}], ids=str)
-def test_a_real_model_goes_through_megatron_and_back_bit_by_bit(
-    smollm2: Path, tmp_path: Path, layout: dict[str, int]
-) -> None:
+def test_a_real_model_goes_through_megatron_and_back_bit_by_bit(smollm2: Path, tmp_path: Path) -> None:
     """Logits reach 34 here, where transformers' own differ by 5e-5 between float32 and float64."""
     (tmp_path / "smollm2").symlink_to(smollm2)
     write_reference(AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32), tmp_path / "smollm2")
-    check_models(tmp_path, ["smollm2"], layout, tolerance=1.5e-4)
+    check_models(tmp_path, ["smollm2"], {"tensor": 3, "pipeline": 2}, tolerance=1.5e-4)

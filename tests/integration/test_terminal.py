@@ -180,6 +180,7 @@ def test_a_judge_that_fails_is_loud(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "run.name=mine",
         f"run.dir={tmp_path}",
         "train.num_steps=2",
+        "parallel.tensor=1",
         f"reward.kind=my_judges:{function}",
     ]
     done = run(*BAPO, "train", "demo", *settings)
@@ -214,7 +215,7 @@ def read_until(started: subprocess.Popen[str], row: str) -> str:
 @pytest.mark.slow
 def test_a_run_outlives_its_reader_and_saves_when_it_is_told_to_end(tmp_path: Path) -> None:
     command = [*BAPO, "train", "demo", *SMALL, f"run.dir={tmp_path}", "run.name=mine"]
-    command += ["checkpoint.interval_steps=none"]
+    command += ["checkpoint.interval_steps=none", "parallel.tensor=1"]
     gates = Gates(tmp_path / "gates", 3)
     environment = os.environ | gates.environment
     first = subprocess.Popen([*command, "train.num_steps=400"], stdout=subprocess.PIPE, text=True, env=environment)
