@@ -9,20 +9,30 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from inspect import unwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn import Parameter
 
 from bapo_megatron.algorithms.logprobs import VocabShard, _TokenLogProbs
 from bapo_megatron.algorithms.losses import LossInputs
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT
 from bapo_megatron.config.losses import LOSSES
-from bapo_megatron.learner.elementwise import _GatedActivation, _Rotate
+from bapo_megatron.config.schema import Config
+from bapo_megatron.learner import adam, split_model
+from bapo_megatron.learner.adam import AdamState, ChainedAdam
+from bapo_megatron.learner.attention import Block, PackedAttention, PackedSequences, _Place, make_blocks
+from bapo_megatron.learner.elementwise import _GatedActivation, _Rotate, rotation_of
 from bapo_megatron.learner.embedding import Lookup
 from bapo_megatron.learner.token_metrics import TokenMetrics
 from bapo_megatron.types import ClipBounds
@@ -140,13 +150,96 @@ def test_a_loss_and_its_metrics(name: str, options: dict[str, Any]) -> None:
     config = section(name=name, **{key: value for key, value in options.items() if key in section.model_fields})
     given = inputs()
     with fakes():
-        given = moved(replace(given, batch=moved(given.batch)))
+        given = replace(moved(given), batch=given.batch.to(CUDA))
         tokens = config.tokens(given)
         assert tokens.loss_R.device == CUDA
         batch = given.batch
         mismatch = logprob_mismatch(given.log_probs_R, batch.behaviour_logprobs_R, batch.mask_R)
         sums = TokenMetrics().summarize(tokens, mismatch, with_profile=True)
         assert {sums.sums.device, sums.maxima.device} == {CUDA}
+
+
+def moved_block(block: Block) -> Block:
+    return replace(moved(block), queries=moved(block.queries), keys=moved(block.keys))
+
+
+@pytest.mark.parametrize("context_size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_pack_in_attention(dtype: torch.dtype, context_size: int) -> None:
+    """Describe a pack, whose lengths stay on the CPU, rotate its queries and keys, and attend."""
+    cu_seqlens_S1 = torch.tensor([0, 4, 20, 36], dtype=torch.int32)
+    blocks = make_blocks(cu_seqlens_S1, 0, context_size)
+    num_tokens, positions_T = 36 // context_size, torch.arange(36 // context_size)
+    with fakes():
+        pack = PackedSequences(blocks=[moved_block(block) for block in blocks])
+        pack.gather = lambda k_T1KD, v_T1KD: (on_cuda(36, 2, 8, dtype=dtype), on_cuda(36, 2, 8, dtype=dtype))  # type: ignore[method-assign]
+        pack.rotation = rotation_of(torch.outer(positions_T.to(CUDA).float(), on_cuda(4)), dtype)
+        q_T1ND, k_T1KD, v_T1KD = (on_cuda(num_tokens, 1, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+        out_T1X = PackedAttention(None, 0.3)(q_T1ND, k_T1KD, v_T1KD, packed_seq_params=pack)  # type: ignore[arg-type]
+        assert (out_T1X.device, out_T1X.dtype, out_T1X.shape) == (CUDA, dtype, (num_tokens, 1, 32))
+        for block in pack.blocks or ():
+            queries = block.queries
+            places = (queries.packed_B, queries.padded_B, queries.num_sequences * queries.length)
+            run_both_passes(_Place, on_cuda(num_tokens, 4, 8, dtype=dtype), *places)
+
+
+SHAPE, OWNED = (6, 4), slice(3, 15)  # a bfloat16 parameter, and a rank's range of it
+
+
+def mixed_optimizer(parameter: Parameter) -> Any:
+    """Return Megatron's optimizer with float32 main weights."""
+    inner = torch.optim.Adam([{"params": [parameter], "wd_mult": 1.0}])
+    made = Float16OptimizerWithFloat16Params.__new__(Float16OptimizerWithFloat16Params)
+    construct = unwrap(Float16OptimizerWithFloat16Params.__init__)  # without the correction for a run on a CPU
+    construct(made, inner, OptimizerConfig(optimizer="adam", bf16=True), None, None)
+    return made
+
+
+def split_optimizer(parameter: Parameter) -> Any:
+    """Return Megatron's distributed optimizer, as far as `AdamState` reads it."""
+    made = DistributedOptimizer.__new__(DistributedOptimizer)
+    made.optimizer = torch.optim.Adam([Parameter(on_cuda(OWNED.stop - OWNED.start))])
+    made.model_param_group_index_map = {parameter: (0, 0)}
+    made._get_model_param_range_map = lambda _: {"param": SimpleNamespace(start=OWNED.start, end=OWNED.stop)}
+    return made
+
+
+@pytest.fixture
+def parameter() -> Parameter:
+    with fakes():
+        made = Parameter(on_cuda(*SHAPE, dtype=torch.bfloat16))
+        made.main_grad = on_cuda(*SHAPE)
+        return made
+
+
+@pytest.mark.parametrize("make", [mixed_optimizer, split_optimizer])
+def test_adams_state(make: Callable[[Parameter], Any], parameter: Parameter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill, count and gather on the device what a checkpoint holds, which comes from the CPU."""
+    monkeypatch.setattr(adam, "dist", SimpleNamespace(all_reduce=lambda tensor, group: tensor))
+    with fakes():
+        state = AdamState(make(parameter), group=None)  # type: ignore[arg-type]
+        for name in (WEIGHT, *MOMENTS):
+            state.fill(name, parameter, torch.zeros(SHAPE))
+        of_adam = state._state(state._weight(parameter))
+        assert {name: x.device for name, x in of_adam.items()} == dict.fromkeys(("step", *MOMENTS), CUDA)
+        state.set_steps(3)
+        gathered = [state.gather(parameter, name) for name in (WEIGHT, *MOMENTS)]
+        for whole in (*gathered, state.gather_gradient(parameter)):
+            assert (whole.device, whole.dtype, whole.shape) == (CUDA, torch.float32, SHAPE)
+        assert of_adam["step"].device == CUDA
+
+
+def test_an_optimizer_step(parameter: Parameter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy gradients to main weights, clip, step and copy back; the norm, which the CPU reads, is the only wait."""
+    monkeypatch.setattr(split_model, "device", lambda: CUDA)
+    with fakes():
+        one = mixed_optimizer(parameter)
+        chain = ChainedOptimizer([one])
+        chain.get_grad_norm = lambda: 2.0
+        ChainedAdam(chain, SimpleNamespace(axes={"dense": SimpleNamespace(copies=None)}))  # type: ignore[arg-type]
+        model = SimpleNamespace(config=Config(), optimizer=chain)
+        assert split_model.TrainedModel.optimizer_step(model, 1e-3) == 2.0  # type: ignore[arg-type]
+        assert {x.device for x in one.optimizer.state[parameter.main_param].values()} == {CUDA}
 
 
 def mix(x: Tensor) -> Tensor:
