@@ -34,14 +34,17 @@ from typing import Any
 from unittest.mock import patch
 
 from bapo_megatron.config.load import load_config
+from bapo_megatron.learner import lean_import
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.files import write_atomically
 
 os.environ |= trainer_variables({}, deterministic="--deterministic" in sys.argv)  # before torch is imported
 
+with lean_import():
+    from megatron.core import parallel_state
+
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn import ModuleList, Parameter
 
