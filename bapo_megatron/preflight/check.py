@@ -1,5 +1,6 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
+import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,14 @@ from bapo_megatron.preflight.inputs import Findings, read_inputs
 from bapo_megatron.preflight.known import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_host_memory, check_open_files, check_room
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
-from bapo_megatron.preflight.software_checks import check_megatron, driver_problem, read_driver, update_driver
+from bapo_megatron.preflight.software_checks import (
+    REBUILD_ENGINE,
+    check_megatron,
+    driver_problem,
+    read_driver,
+    transformer_engine_problem,
+    update_driver,
+)
 from bapo_megatron.preflight.trial import try_loss
 from bapo_megatron.runtime.environment import has_gpu_driver
 from bapo_megatron.runtime.files import located
@@ -176,6 +184,7 @@ def violations_of(
     checks = [
         Check(lambda: _absent(config, known is not None) if is_dry else ()),
         Check(lambda: _check_installed(config, bool(num_gpus)) if not (elsewhere or is_job) else ()),
+        Check(lambda: _check_transformer_engine() if not (elsewhere or is_job) else ()),
         Check(
             lambda: check_settings(
                 config,
@@ -245,6 +254,14 @@ def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:
     if megatron.verdict != "ok":
         severity: Severity = "error" if megatron.verdict == "error" else "warning"
         yield Violation(("model.implementation",), f"{megatron.name} {megatron.what}", megatron.advice, severity)
+
+
+def _check_transformer_engine() -> Iterator[Violation]:
+    """Check that an installed Transformer Engine works: Megatron-Core imports it for every run."""
+    is_there = importlib.util.find_spec("transformer_engine") is not None
+    if is_there and (problem := transformer_engine_problem()):
+        remedy = f"{REBUILD_ENGINE}, or remove it: pip uninstall transformer-engine transformer-engine-torch"
+        yield Violation(("model.implementation",), f"Transformer Engine cannot be imported: {problem}", remedy)
 
 
 def _absent(config: Config, is_known: bool) -> Iterator[Violation]:

@@ -226,6 +226,15 @@ def check_megatron(has_gpu: bool) -> Finding:
     return Finding("megatron-core", "warning" if has_gpu else "error", what, mend)
 
 
+REBUILD_ENGINE = "scripts/install_gpu.sh compiled builds it against this torch"
+
+
+def transformer_engine_problem() -> str:
+    """Say why Transformer Engine cannot be imported in a new process; empty if it can be."""
+    # torch first, as in a trainer: whoever comes first decides which cuBLAS both load.
+    return run_python("import torch, transformer_engine.pytorch")[1]
+
+
 def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
     """Check that Transformer Engine can be imported, and whether this chip has FP8."""
     name, installed = "Transformer Engine", installed_version("transformer-engine")
@@ -236,11 +245,8 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
         return Finding(name, "absent", f"{installed}; not examined, as torch did not answer")
     if not facts["num_gpus"]:
         return Finding(name, "absent", f"{installed}, and no GPU to use it")
-    # torch first, as in a trainer: whoever comes first decides which cuBLAS both load.
-    _, problem = run_python("import torch, transformer_engine.pytorch")
-    if problem:
-        advice = "scripts/install_gpu.sh compiled builds it against this torch"
-        return Finding(name, "error", f"{installed} cannot be imported: {problem}", advice)
+    if problem := transformer_engine_problem():
+        return Finding(name, "error", f"{installed} cannot be imported: {problem}", REBUILD_ENGINE)
     capability = tuple(facts["capability"])
     chip = f"compute capability {capability[0]}.{capability[1]}"
     if capability < _FP8_CAPABILITY:

@@ -307,6 +307,7 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwa
     )
     if hardware.gpu is None:  # assume an A100's rates, with this GPU's memory
         table["cluster"]["gpu_memory_gib"] = round(hardware.gpu_memory_gib, 1)
+        merge(table, {"train": {"recompute": False}})  # without [cluster] the run has no plan that decides
     problems = ["there is no layout for this model"]
     for tensor in (n for n in range(1, num_served + 1) if num_served % n == 0 and shape.num_heads % n == 0):
         merge(table, {"rollout": {"num_servers": num_served // tensor, "server_tensor_parallel": tensor}})

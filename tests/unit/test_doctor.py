@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import itertools
+import os
 import resource
 import signal
 import socket
@@ -365,6 +366,20 @@ def test_a_driver_that_is_too_old_is_one_error_with_its_remedy(monkeypatch, caps
         assert f"{told}, and torch {torch.__version__} is built for CUDA 13.0{end}; {remedy}" in line
     monkeypatch.setattr(check, "read_driver", lambda: NvidiaDriver("580.1", (13, 0)))
     assert cli.main(["check", "demo"]) == 0
+
+
+def test_an_empty_transformer_engine_is_one_error_before_anything_starts(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    empty = "Found empty `transformer-engine` meta package"
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(f"raise RuntimeError('{empty}')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert cli.main(["check", "demo"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = (
+        f"bapo: Transformer Engine cannot be imported: RuntimeError: {empty}; scripts/install_gpu.sh compiled builds it"
+    )
+    assert line.startswith(told)
 
 
 def test_attached_servers_need_the_same_nccl() -> None:

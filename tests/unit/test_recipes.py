@@ -1,11 +1,12 @@
 """Every shipped combination of model, algorithm and cluster passes `bapo check`, and is on the page of plans."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from plans_page import ALGORITHMS, best_example, combinations, example, planned, table
 
-from bapo_megatron import cli
+from bapo_megatron import cli, local
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
@@ -100,6 +101,22 @@ def test_a_run_keeps_what_its_plan_has_chosen() -> None:
     assert decided(config.model_copy(update=here)).train.recompute is None, "nothing is known of this machine"
     parts = load_config([], ["cluster.gpu=h100", "train.recompute_modules=['mlp']"])
     assert decided(parts).train.recompute is None, "your own choice waits for train.recompute=true"
+
+
+def test_jobs_and_local_runs_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Config] = []
+
+    def keep(config: Config) -> SimpleNamespace:
+        kept.append(config)
+        return SimpleNamespace(script="")
+
+    monkeypatch.setattr("bapo_megatron.slurm.submit.make_job", keep)
+    job = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h100", f"run.dir={tmp_path}", "--dry-run"]
+    assert cli.main(["slurm", *job]) == 0
+    monkeypatch.setattr(local.RunDir, "open", keep)
+    with pytest.raises(TypeError):  # what `keep` returns is not a run's folder
+        local.train_locally(load_config(["demo"], [f"run.dir={tmp_path}", "cluster.gpu=h100"]))
+    assert [(c.train.recompute, c.train.recompute_layers) for c in kept] == [(True, 22), (False, None)]
 
 
 def test_the_page_has_a_plan_of_every_combination() -> None:

@@ -106,6 +106,8 @@ def test_layouts_fit_the_gpus(
     assert config.cluster.gpu == here.gpu
     if here.gpu:
         assert not [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]
+    else:
+        assert config.train.recompute is not None, "no plan decides later"
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, data: Path, model: Any) -> None:
