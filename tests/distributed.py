@@ -1,5 +1,6 @@
 """Run a test body in new processes that share a gloo group, with a deadline and the child's traceback."""
 
+import gc
 import sys
 import tempfile
 import time
@@ -86,6 +87,7 @@ def _join(processes: list[Any], deadline: float) -> None:
 
 def _child(fn: Callable[..., None], rank: int, world_size: int, folder: str, backend: str, args: tuple) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # collections need not visit a million imported objects
     try:
         dist.init_process_group(
             backend,

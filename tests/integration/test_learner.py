@@ -191,12 +191,10 @@ def test_one_process_equals_reference_and_refuses_impossible_settings(folder: Pa
 
 @pytest.mark.slow
 def test_two_processes_equal_reference(folder: Path) -> None:
+    """test_layouts.py compares two families in more layouts with one process."""
     cases: list[Case] = [
-        ("qwen3", {"tensor": 2}, 1000),
         ("qwen3", {"tensor": 2, "sequence": True}, 60),
-        ("qwen3", {"pipeline": 2}, 60),
         ("qwen3", {"data": 2}, 60),
-        ("qwen2", {"tensor": 2}, 60),
         ("qwen2", {"pipeline": 2}, 1000),
         ("llama", {"tensor": 2}, 60),
         ("llama", {"pipeline": 2}, 60),
@@ -235,10 +233,8 @@ def test_fewer_sequences_than_ranks(folder: Path) -> None:
 @pytest.mark.slow
 def test_four_processes_equal_reference(folder: Path) -> None:
     cases: list[Case] = [
-        ("qwen3", {"tensor": 2, "pipeline": 2}, 60),
         ("qwen2", {"tensor": 2, "pipeline": 2, "sequence": True}, 60),
         ("llama", {"tensor": 2, "pipeline": 2}, 1000),
-        ("qwen3", {"tensor": 2, "data": 2}, 60),
     ]
     run_distributed(check_layouts, 4, folder, cases)
 
