@@ -6,16 +6,9 @@ versions of Transformer Engine renamed.
 
 import importlib
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 
 SUPPORTED = "0.16.1"
-PATCHES = {"0.16.1": "v0_16_1"}  # by version of megatron-core: the module for a machine without CUDA
-
-
-def cpu_patch() -> ModuleType:
-    """Return the module for the installed version of megatron-core. Raises KeyError if there is none."""
-    return importlib.import_module(f"{__name__}.{PATCHES[version('megatron-core')]}")
 
 
 def apply_cpu_compat() -> None:
