@@ -9,10 +9,14 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
+<<<<<<< HEAD
 TRIED = {"0.16.1": "Python 3.11", "0.19.2": "Python 3.12 and newer"}
 """Each version that the tests have run with, and the Python that gets it (requirements/cpu.txt)."""
 
 ADVISED = "0.16.1" if sys.version_info < (3, 12) else "0.19.2"
+=======
+SUPPORTED = "0.16.1"
+>>>>>>> te
 
 
 def apply_cpu_compat() -> None:

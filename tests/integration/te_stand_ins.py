@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bapo_megatron_patches.megatron_core.cpu import cpu_torch
 from torch import Tensor
 
 from bapo_megatron.runtime.environment import trainer_variables
@@ -80,9 +81,7 @@ def install(folder: Path) -> None:
 
 def _view_of_torch() -> Any:
     """Return torch with the CPU as its CUDA device."""
-    from bapo_megatron_patches.megatron_core import cpu
-
-    view = cpu.cpu_torch()
+    view = cpu_torch()
     chip = SimpleNamespace(major=HOPPER[0], minor=HOPPER[1], multi_processor_count=132, name="H100")
     view.cuda.__dict__.update(
         is_available=lambda: True,
