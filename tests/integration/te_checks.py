@@ -135,7 +135,7 @@ def check_weights(learner: MegatronLearner, folder: Path) -> None:
 
 
 def check_calls(minibatch: MiniBatch, *, overwrites: bool) -> None:
-    """Check what an update asked of the kernels: causal packs, weight gradients in float32, one Adam.
+    """Check what an update asked of the kernels: causal packs, weight gradients in float32, one norm, one Adam.
 
     Args:
         overwrites: the first micro-batch's weight gradients overwrite the buffers, and are not added to zeros.
@@ -147,6 +147,7 @@ def check_calls(minibatch: MiniBatch, *, overwrites: bool) -> None:
     assert [f["accumulate"] for f in of_weights[:num_linears]] == [not overwrites] * num_linears
     assert [f["accumulate"] for f in of_weights[num_linears:]] == [True] * num_linears * (num_packs - 1)
     assert facts["fused_attn_bwd"] == [{"deterministic": True}] * NUM_LAYERS * num_packs
+    assert max(f["num_tensors"] for f in facts["multi_tensor_l2norm"]) > num_linears, "the gradients' norm"
     assert {f["step"] for f in facts["multi_tensor_adam"]} == {1}
 
 

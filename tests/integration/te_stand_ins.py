@@ -446,6 +446,7 @@ def multi_tensor_l2norm(
     """Return the norm of all tensors together, [1]."""
     assert not per_tensor
     (tensors,) = tensor_lists
+    _note("multi_tensor_l2norm", num_tensors=len(tensors))
     return torch.stack([x.float().norm() for x in tensors]).norm().view(1), None
 
 

@@ -122,24 +122,40 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         patches.apply_cpu_compat()
 
 
-def test_attention_finds_the_new_name_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine 2.11 has `utils.SplitAlongDim`; megatron-core looks for `attention._SplitAlongDim`."""
+def test_kernels_of_transformer_engine_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 2.11 has `utils.SplitAlongDim`, not `attention._SplitAlongDim`, and not all kernels that 0.19.2 wants."""
     attention = importlib.import_module("megatron.core.transformer.attention")
+    clipping = importlib.import_module("megatron.core.optimizer.clip_grads")
     assert "SplitAlongDim(mixed_qkv, 3, split_arg_list)" in inspect.getsource(attention)
+    before = {
+        name: getattr(clipping, name) for name in ("multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl")
+    }
+    for name, function in before.items():
+        monkeypatch.setattr(clipping, name, function)  # restored afterwards
     monkeypatch.setattr(attention, "SplitAlongDim", None)
     patches.apply_engine_compat()
     assert attention.SplitAlongDim is None, "Transformer Engine is not installed here"
+    assert before == {name: getattr(clipping, name) for name in before}
 
     class SplitAlongDim(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, dim, sizes):  # type: ignore[no-untyped-def]
             return x.split(sizes, dim)
 
+    engine = types.ModuleType("transformer_engine.pytorch")
+    kernels = types.SimpleNamespace(
+        multi_tensor_applier="applier", multi_tensor_l2norm="norm", multi_tensor_scale="scale"
+    )
+    engine.optimizers = kernels  # type: ignore[attr-defined]
     utils = types.ModuleType("transformer_engine.pytorch.utils")
     utils.SplitAlongDim = SplitAlongDim  # type: ignore[attr-defined]
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.utils", utils)
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    for module in (engine, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     patches.apply_engine_compat()
     first, second = attention.SplitAlongDim(torch.arange(3.0), 0, [1, 2])
     assert (first.tolist(), second.tolist()) == ([0.0], [1.0, 2.0])
+    assert [getattr(clipping, name) for name in before] == ["applier", "norm", "scale"]
+    clipping.l2_norm_impl = "apex"  # type: ignore[attr-defined]
+    patches.apply_engine_compat()
+    assert clipping.l2_norm_impl == "apex", "its kernels are as good"
