@@ -4,7 +4,7 @@
 
 Without FOLDER, this prints the list. With it, pip downloads the wheels, and Transformer Engine with the source of its
 torch part, for Linux on x86-64. `scripts/gpu_session.sh` names what is missing before it starts (`gpu_packing.py
-missing`). It needs nothing but Python and pip, and setuptools for downloading.
+missing`). Naming needs nothing but Python; downloading needs pip, setuptools and packaging.
 """
 
 import argparse
