@@ -19,6 +19,9 @@ gc.disable()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# By default, threads of torch that wait for each other keep their cores busy, which other processes need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # As in an active environment, so that printed commands begin with the name of the program, not with its path.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
