@@ -1,13 +1,15 @@
 """Five problems in the formats of TRL, verl and slime, as CSV, as Parquet and from a function: the same prompts."""
 
+import contextlib
 import csv
 import functools
 import hashlib
+import io
 import json
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.stream import PromptStream
@@ -24,7 +27,13 @@ from tests.hang import PATIENT
 from tests.integration.test_train import bapo
 
 PROBLEMS = {"3+5*2=": "2", "1+1=": "2", "6-2+3=": "0", "4*4=": "2", "5+5-1=": "2"}
-TINY = ("rollout.samples_per_prompt=2", "rollout.max_response_tokens=16", "monitor.progress=lines", *PATIENT)
+TINY = (
+    "parallel.tensor=1",
+    "rollout.samples_per_prompt=2",
+    "rollout.max_response_tokens=16",
+    "monitor.progress=lines",
+    *PATIENT,
+)
 Row = dict[str, Any]
 
 
@@ -96,6 +105,18 @@ def write(file: Path, rows: list[Row]) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def by_process(arguments: Sequence[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a command."""
+    done = bapo(*arguments)
+    return done.returncode, done.stdout if done.returncode == 0 else done.stderr
+
+
+def within(arguments: Sequence[str]) -> tuple[int, str]:
+    """Return what `by_process` does, of a command that runs in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        return main(arguments), output.getvalue()
+
+
 @pytest.fixture(scope="module")
 def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     """Run the commands once per format."""
@@ -118,10 +139,11 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outc
             began_s = time.monotonic()
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(folder)
-                done = bapo(*arguments)
-            assert done.returncode == 0, f"{name}: bapo {verb}\n{done.stdout}{done.stderr}"
-            printed[verb] = done.stdout
-            facts.append(f"{verb} {done.returncode} ({time.monotonic() - began_s:.0f} s)")
+                patch.syspath_prepend(folder)
+                patch.delitem(sys.modules, "my_rows", raising=False)
+                code, printed[verb] = by_process(arguments) if verb == "train" else within(arguments)
+            assert code == 0, f"{name}: bapo {verb}\n{printed[verb]}"
+            facts.append(f"{verb} {code} ({time.monotonic() - began_s:.0f} s)")
         data, judge = (next(s for s in printed["init"].splitlines() if s.startswith(key)) for key in ("data", "judge"))
         print(f"{name:<8} {data:<60} {judge:<14} {', '.join(facts)}")
         with pytest.MonkeyPatch.context() as patch:
