@@ -764,7 +764,8 @@ class MonitorConfig(Section):
     top_k, whose cut is a difference as well. 1e9 means never."""
     judge_alarm: float = Field(0.05, ge=0)
     """Warn in each step in which the judge failed on more than this share of the responses (errors and timeouts, which
-    count as wrong); 1 means never. A judge that fails on all of the first responses ends the run."""
+    count as wrong), or the environment on more of its turns; 1 means never. One that fails on all of the first ends
+    the run."""
 
     token_profile: bool = False
     """Record ratios, entropy and clipping for ten bins of token probability (profile/*): sixty numbers per step."""
