@@ -99,11 +99,8 @@ class TextJudge:
 
     def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Return one verdict per sample. This blocks; see `RewardScorer.verdicts`."""
-        return self.scorer.verdicts([(s.prompt, text) for s, text in zip(samples, self.texts(samples), strict=True)])
-
-    def texts(self, samples: Sequence[Sample]) -> list[str]:
-        """Return the policy's own words in each sample, without special tokens."""
-        return texts(self.tokenizer, samples)
+        words = texts(self.tokenizer, samples)
+        return self.scorer.verdicts([(s.prompt, text) for s, text in zip(samples, words, strict=True)])
 
 
 def texts(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
