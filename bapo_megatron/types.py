@@ -40,7 +40,7 @@ from bapo_megatron.tokens import (
 )
 
 TurnEnd = Literal["stop", "length"]
-"""How a turn of the policy ends: at a stop token, or at the sample's length limit."""
+"""How a turn of the policy ends: at a stop token, or at a length limit of the turn or the sample."""
 FinishReason = Literal["stop", "length", "turns", "failed"]
 """How a sample ends: as its last turn ended, at its limit of turns, or because its environment failed."""
 Giver = Literal["prompt", "template", "environment", "trajectory"]
@@ -220,6 +220,16 @@ class Trajectory:
                 turns[-1].append(segment.token_ids)
             before = segment
         return [TOKEN_IDS.joined(parts) for parts in turns]
+
+    @property
+    def num_turn_tokens(self) -> int:
+        """Number of tokens of the turn at the end; 0 after a given token."""
+        num = 0
+        for segment in reversed(self.segments):
+            if not isinstance(segment.origin, Sampled):
+                break
+            num += segment.num_tokens
+        return num
 
     def num_fed(self, streams: Iterable[TokenStream]) -> int:
         """Return how many leading tokens have rows of all fed `streams`; the first token needs none."""
@@ -568,6 +578,11 @@ class Group:
     def rewards(self) -> tuple[float, ...]:
         """The rewards of its valid samples."""
         return tuple(s.reward for s in self.valid if s.reward is not None)
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether enough samples are valid to compare them: two, or the only one."""
+        return len(self.valid) >= min(2, len(self.samples))
 
     @property
     def is_complete(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from bapo_megatron.prompts.chains import MODULUS, OPERATORS, Chain, ChainOptions, apply_operator
 from bapo_megatron.prompts.programs import PROGRAMS, Program, ProgramOptions, ProgramTask, solution
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
+from bapo_megatron.prompts.sums import Sum
 
 WRONG_FACTS_SHARE = 0.25
 WRONG_FACT_BELIEVED, WRONG_FACT_RIGHT = 0.72, 0.18  # the rest of the time, they answer anything
@@ -19,6 +20,8 @@ RIGHT_FACT_RIGHT = 0.90
 RAMBLE, RAMBLE_ON = 0.30, 0.85
 NEEDLESS_TERM = "+1"
 LETTER_LOST = 0.15
+CALLS, STOPS_EARLY = 0.20, 0.10
+CALL_WRONG, COPY_WRONG, SUM_WRONG = 0.05, 0.15, 0.40
 
 CHAIN_RESPONSE_TOKENS = 48
 PROGRAM_RESPONSE_TOKENS = 24
@@ -51,8 +54,8 @@ class Beliefs(Generic[Fact, Value]):
 
 
 class Pupil(Protocol):
-    def demonstrate(self) -> tuple[str, str]:
-        """Return a random prompt and the pupil's response."""
+    def demonstrate(self) -> tuple[str, ...]:
+        """Return a random prompt and the pupil's response; or several responses, with answers between them."""
 
 
 class ChainPupil:
@@ -83,6 +86,37 @@ class ChainPupil:
             value = result
             going_on = self.rng.random() < RAMBLE_ON
         return text
+
+
+class CalculatorPupil:
+    """Pupil for sums, who asks a calculator now and then, and otherwise knows only sums of digits.
+
+    Demonstrations hold a call and its answer for each operation: ("37*46=", "37*46?", "1702;", "1702").
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(f"calculator demonstrations/{seed}")
+
+    def demonstrate(self) -> tuple[str, ...]:
+        task = Sum.random(self.rng)
+        if self.rng.random() >= CALLS:
+            guess = self.rng.randrange(10, 100) * self.rng.randrange(10, 100)
+            return task.prompt, f"{guess}" if task.is_hard else self._written(task.answer, SUM_WRONG)
+        texts, value = [task.prompt], task.numbers[0]
+        for operator, number in zip(task.operators, task.numbers[1:], strict=True):
+            left, right = self._written(value, CALL_WRONG), self._written(number, CALL_WRONG)
+            value = Sum((int(left), int(right)), operator).answer
+            texts += [f"{left}{operator}{right}?", f"{value};"]
+            if self.rng.random() < STOPS_EARLY:
+                break
+        return *texts, self._written(value, COPY_WRONG)
+
+    def _written(self, number: int, wrong: float) -> str:
+        """Write a number, with a random digit somewhere in this share of cases."""
+        digits = list(str(number))
+        if self.rng.random() < wrong:
+            digits[self.rng.randrange(len(digits))] = str(self.rng.randrange(10))
+        return "".join(digits)
 
 
 class ProgramPupil:

@@ -77,12 +77,12 @@ def build_model(
 def warm_start(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    demonstrate: Callable[[], tuple[str, str]],
+    demonstrate: Callable[[], tuple[str, ...]],
     *,
     num_updates: int,
     batch_size: int,
 ) -> None:
-    """Train on demonstrations; `demonstrate` returns the next (prompt, response)."""
+    """Train on demonstrations; `demonstrate` returns the next (prompt, response), perhaps with more turns."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
     warmup = 30
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -106,15 +106,22 @@ def warm_start(
 
 
 def demonstration_batch(
-    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[tuple[str, str]]
+    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[tuple[str, ...]]
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids and labels, int64 [size, longest], padded on the right; labels outside responses are -100."""
+    """Return token ids and labels, int64 [size, longest], padded on the right; labels outside responses are -100.
+
+    Each demonstration alternates between what is given and a response; the last response ends with the end token.
+    """
     rows, labels = [], []
-    for prompt_text, response_text in demonstrations:
-        prompt = tokenizer.encode(prompt_text)
-        response = [*tokenizer.encode(response_text), tokenizer.eos_token_id]
-        rows.append(torch.tensor(prompt + response))
-        labels.append(torch.tensor([-100] * len(prompt) + response))
+    for texts in demonstrations:
+        ids: list[int] = []
+        labelled: list[int] = []
+        for number, text in enumerate(texts):
+            piece = tokenizer.encode(text)
+            ids += piece
+            labelled += piece if number % 2 else [-100] * len(piece)
+        rows.append(torch.tensor([*ids, tokenizer.eos_token_id]))
+        labels.append(torch.tensor([*labelled, tokenizer.eos_token_id]))
     pad = torch.nn.utils.rnn.pad_sequence
     return (
         pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id),

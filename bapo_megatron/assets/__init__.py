@@ -6,7 +6,12 @@ from bapo_megatron.assets import hub
 from bapo_megatron.errors import CheckpointError
 
 # value of model.path -> folder here
-SHIPPED_MODELS = {"demo": "demo-model", "study": "study-model", "study-domains": "study-domains-model"}
+SHIPPED_MODELS = {
+    "demo": "demo-model",
+    "tool": "tool-model",
+    "study": "study-model",
+    "study-domains": "study-domains-model",
+}
 
 CHECKOUT = Path(__file__).parents[2]
 

@@ -81,7 +81,11 @@ class BatchBuilder:
             mask_T=sampled_T & is_trained_S.repeat_interleave(seq_lens_S),
             rewards_S=rewards_S.float(),
             extra=extra,
-            metrics=batch_metrics(groups) | source_metrics(groups, config.data.sources) | metrics | reward_metrics,
+            metrics=batch_metrics(groups)
+            | (turn_metrics(groups) if config.environment.is_used else {})
+            | source_metrics(groups, config.data.sources)
+            | metrics
+            | reward_metrics,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,6 +140,19 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/resumed_token_share": sum(s.num_resumed_tokens for s in samples) / max(sum(lengths), 1),
         "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 < len(g.rewards) for g in groups) / len(groups),
         **_part_means(samples),
+    }
+
+
+def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return what one step's samples did with their environment, under the names in `bapo help metrics`."""
+    samples = [s for g in groups for s in g.valid]
+    num_turns = [len(t.turns) for s in samples for t in s.trajectories]
+    return {
+        "environment/turns_mean": statistics.fmean(num_turns),
+        "environment/answered_share": sum(s.num_given_tokens > 0 for s in samples) / len(samples),
+        "environment/given_tokens_mean": statistics.fmean(s.num_given_tokens for s in samples),
+        "environment/turn_limit_share": sum(s.finish_reason == "turns" for s in samples) / len(samples),
+        "environment/failed_samples": float(sum(len(g.samples) for g in groups) - len(samples)),
     }
 
 

@@ -111,3 +111,8 @@ KEEP_GROUP = Seam(
     "def keep_group(group: Group, config: Config) -> bool",
     ("group", "config"),
 )
+ENVIRONMENT = Seam(
+    "environment.kind",
+    ("none", "calculator", "guess"),
+    "def step(turn, state, **options) -> dict, plain or async, as docs/turns.md says",
+)

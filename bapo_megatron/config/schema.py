@@ -24,7 +24,7 @@ from bapo_megatron.config.base import (
     Violation,
     Whole,
 )
-from bapo_megatron.config.dotted import KEEP_GROUP, REWARD
+from bapo_megatron.config.dotted import ENVIRONMENT, KEEP_GROUP, REWARD
 from bapo_megatron.config.engines import ENGINE
 from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
@@ -249,7 +249,7 @@ class RewardConfig(Section):
     """Concurrent verifications: processes for a plain function, calls for an async one.
     Unset: one process per core, at most 8; or 64 calls."""
     process_memory_mib: Count = 4096
-    """Data memory of one judge process, in MiB; raise it for a judge that loads a model."""
+    """Data memory of one process of a judge or an environment, in MiB; raise it for one that loads a model."""
     allowed_calls: Annotated[tuple[str, ...], AfterValidator(known_calls)] = ()
     """code: system calls that programs may make although the sandbox refuses them by default, such as "chmod"; see
     docs/security.md for the risks."""
@@ -265,6 +265,48 @@ class RewardConfig(Section):
     scaling of PPO implementations, without a mean)."""
     clip: Positive | None = None
     """Bound the scaled reward to [-clip, clip], after scale and running_std. Unset: no bound."""
+
+
+class EnvironmentConfig(Section):
+    """Several turns: an environment answers each turn of the policy, and gives the reward instead of a judge; see
+    docs/turns.md."""
+
+    kind: Annotated[str, AfterValidator(ENVIRONMENT.known)] = "none"
+    """none: each response is one turn, and [reward] judges it; calculator: works out "12*34?"; guess: a number to be
+    guessed; or your own function, "my_package.my_module:my_step"."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment by name: calculator {cost, is_broken}, guess {max_guesses, is_silent}; your own
+    function: its arguments after turn and state."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens that end a turn, besides the tokenizer's end-of-sequence token; each is one token of the tokenizer, such
+    as "?" or "<|im_end|>"."""
+    max_turns: Count = 4
+    """A sample that has taken this many turns ends (reason "turns"), with the rewards of its turns."""
+    max_turn_tokens: Count | None = None
+    """A turn that reaches this length ends, cut; the environment sees that. Unset: no limit besides
+    rollout.max_response_tokens, which counts the policy's tokens of all turns."""
+    max_answer_tokens: Count = 256
+    """A longer answer of the environment is cut. Memory is planned for max_turns - 1 such answers."""
+    timeout_s: Positive = 30.0
+    """Deadline of one answer. A sample whose environment misses it, raises or dies fails: it gets no reward, and its
+    group is trained without it."""
+    concurrency: Count | None = None
+    """As reward.concurrency: processes for a plain function, calls for an async one."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether an environment answers the policy's turns."""
+        return self.kind != "none"
+
+    @property
+    def turn_limit(self) -> int | None:
+        """Length limit of a turn, besides the response's; None without one."""
+        return self.max_turn_tokens if self.is_used else None
+
+    @property
+    def max_given_tokens(self) -> int:
+        """Most tokens that a sample may be given after its prompt."""
+        return (self.max_turns - 1) * self.max_answer_tokens if self.is_used else 0
 
 
 class RolloutConfig(Section):
@@ -726,7 +768,8 @@ class MonitorConfig(Section):
     top_k, whose cut is a difference as well. 1e9 means never."""
     judge_alarm: float = Field(0.05, ge=0)
     """Warn in each step in which the judge failed on more than this share of the responses (errors and timeouts, which
-    count as wrong); 1 means never. A judge that fails on all of the first responses ends the run."""
+    count as wrong), or the environment on more of its turns; 1 means never. One that fails on all of the first ends
+    the run."""
 
     token_profile: bool = False
     """Record ratios, entropy and clipping for ten bins of token probability (profile/*): sixty numbers per step."""
@@ -783,6 +826,7 @@ class Config(Section):
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     loss: AnyLoss = Field(default_factory=LOSSES[DEFAULT])
@@ -827,11 +871,20 @@ class Config(Section):
         return {setting: path for setting, path in files.items() if path is not None}
 
     @property
+    def longest_trained(self) -> int:
+        """Number of tokens in the longest sequence that may be trained: prompt, response and environment's answers."""
+        return self._context_tokens + self.rollout.max_response_tokens
+
+    @property
     def longest_sequence(self) -> int:
-        """Number of tokens in the longest allowed prompt plus the longest response that engines may be asked for."""
+        """Number of tokens in the longest sequence that engines may be asked for, in training or evaluation."""
         sets = self.eval.sets if self.eval.interval_steps is not None else ()
         responses = [self.rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in sets)]
-        return self.data.max_prompt_tokens + max(responses)
+        return self._context_tokens + max(responses)
+
+    @property
+    def _context_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.environment.max_given_tokens
 
     def divide_cores(self, num_cores: int, num_ranks: int, num_engine_processes: int) -> tuple[int, int]:
         """Return the threads of a trainer rank and of an engine process, on a machine with this many of each.

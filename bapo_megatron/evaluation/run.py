@@ -1,6 +1,6 @@
 """Evaluating a checkpoint: sample and judge all problems with training's Evaluator and drivers, and save the results.
 
-checkpoint -> Hugging Face folder -> engines -> Evaluator, JudgeOnce (rollout/) -> result.json
+checkpoint -> Hugging Face folder -> engines -> Evaluator, driver (rollout/) -> result.json
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
+from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
+from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, texts
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED
+from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, step_driver, stop_token_ids
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
-from bapo_megatron.types import Ended, Prompt, Sample
+from bapo_megatron.types import Ended, Given, Prompt, Sample
 
 _FRESH = -1  # weight version of engines that never received weights
 
@@ -78,7 +80,7 @@ def evaluate(
         tell: receives each progress line.
 
     Raises:
-        UserError: the checkpoint, problems, judge or engines do not fit together, or `output` is not empty.
+        UserError: checkpoint, problems, judge, environment or engines do not fit together, or `output` is not empty.
     """
     if not num_started(config.rollout):
         raise UserError(
@@ -97,9 +99,9 @@ def evaluate(
     output.mkdir(parents=True, exist_ok=True)
     with (
         hf_folder(checkpoint, output / "model", own_family(config.model.family)) as (model_path, version),
-        RewardScorer(config) as scorer,
+        contextlib.closing(_answers(config)) as answers,
     ):
-        asked = Asking(config, model_path, scorer, limit)
+        asked = Asking(config, model_path, answers, limit)
         (output / "logs").mkdir()
         share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # there is no trainer
         key = new_key()
@@ -126,16 +128,28 @@ def evaluate(
     return evaluation
 
 
-class Asking:
-    """Problems and their judge, checked before any engine starts."""
+def _answers(config: Config) -> RewardScorer | EnvironmentProcesses:
+    return environment_of(config) if config.environment.is_used else RewardScorer(config)
 
-    def __init__(self, config: Config, model_path: Path, scorer: RewardScorer, limit: int | None) -> None:
+
+class Asking:
+    """Problems, and their judge or environment, checked before any engine starts."""
+
+    def __init__(
+        self, config: Config, model_path: Path, answers: RewardScorer | EnvironmentProcesses, limit: int | None
+    ) -> None:
         self._config = config
-        self.kind = JudgeSpec.of(config).kind
-        self._tokenizer = load_tokenizer(model_path, own_family(config.model.family))
-        self.judge = TextJudge(scorer, self._tokenizer)
+        self.kind = config.environment.kind if config.environment.is_used else JudgeSpec.of(config).kind
+        self.tokenizer = load_tokenizer(model_path, own_family(config.model.family))
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
-        stream = PromptStream(config, self._tokenizer)
+        self._stop_ids = stop_token_ids(config, self.tokenizer)
+        self.driver: Driver
+        if isinstance(answers, EnvironmentProcesses):
+            tokens = TurnTokens(self.tokenizer, self._vocab_size)
+            self.driver = step_driver(config, answers, tokens, config.rollout.max_response_tokens)
+        else:
+            self.driver = JudgeOnce(TextJudge(answers, self.tokenizer))
+        stream = PromptStream(config, self.tokenizer)
         self.prompts = stream.in_order(limit or (None if config.data.has_rows else config.eval.num_prompts))
         self.num_skipped = stream.num_skipped
 
@@ -148,15 +162,15 @@ class Asking:
         """
         config = self._config
         num_at_once = max(1, config.rollout.max_concurrent_requests * len(urls) // config.eval.samples_per_prompt)
-        stop, one_set = (int(self._tokenizer.eos_token_id),), config.unnamed_eval_set
+        one_set = config.unnamed_eval_set
         problems: list[Problem] = []
         writer = JsonlWriter(responses)
         engines = ConnectedEngines.connect(config.rollout, urls, self._vocab_size, key)
         with contextlib.closing(writer), contextlib.closing(engines):
             for start in range(0, len(self.prompts), num_at_once):
                 prompts = self.prompts[start : start + num_at_once]
-                drivers = {one_set.name: JudgeOnce(self.judge)}
-                evaluator = Evaluator(config, engines.pool, [(one_set, prompts)], stop, drivers)
+                drivers = {one_set.name: self.driver}
+                evaluator = Evaluator(config, engines.pool, [(one_set, prompts)], self._stop_ids, drivers)
                 engines.loop.run(evaluator.sample(_FRESH), evaluator.deadline_s, evaluator.what, evaluator.progress)
                 (samples,) = engines.loop.submit(evaluator.judged()).result().values()
                 judged = self.judged(samples)
@@ -173,9 +187,19 @@ class Asking:
 
     def judged(self, samples: Sequence[Sample]) -> list[Judged]:
         """Return the ended samples as responses."""
-        texts = self.judge.texts(samples)
         ends = [s.need for s in samples if isinstance(s.need, Ended)]
-        return [Judged(*found) for found in zip(samples, texts, ends, strict=True)]
+        turns = [self._turns(s) if self._config.environment.is_used else [] for s in samples]
+        return [Judged(*found) for found in zip(samples, texts(self.tokenizer, samples), ends, turns, strict=True)]
+
+    def _turns(self, sample: Sample) -> list[dict[str, str]]:
+        """Return who wrote what after the prompt, special tokens included."""
+        turns: list[tuple[str, list[int]]] = []
+        for segment in sample.trajectories[-1].segments[1:]:
+            by = segment.origin.by if isinstance(segment.origin, Given) else "policy"
+            if not turns or turns[-1][0] != by:
+                turns.append((by, []))
+            turns[-1][1].extend(segment.token_ids.tolist())
+        return [{"by": by, "text": self.tokenizer.decode(ids, skip_special_tokens=False)} for by, ids in turns]
 
     def problems(self, prompts: Sequence[Prompt], judged: Sequence[Judged]) -> Iterator[Problem]:
         """Yield the problem of each prompt, with its responses."""
@@ -191,13 +215,14 @@ class Judged:
     """One response: its text and how it ended."""
 
     sample: Sample
-    text: str
+    text: str  # the policy's words
     end: Ended
+    turns: list[dict[str, str]]  # with an environment: {"by": "policy" or "environment", "text": ...}
 
     @property
     def reward(self) -> float:
-        assert self.sample.reward is not None, "a judge gives every response a reward"
-        return self.sample.reward
+        """The reward; 0 if the environment failed, which counts as wrong here."""
+        return self.sample.reward or 0.0
 
     def answered(self, kind: str) -> Answered:
         s = self.sample
@@ -210,7 +235,8 @@ class Judged:
             "index": self.sample.prompt.prompt_id,
             "sample_id": self.sample.sample_id,
             "response": self.text,
-            "reward": self.reward,
+            **({"turns": self.turns} if self.turns else {}),
+            "reward": self.sample.reward,
             "parts": dict(self.end.parts),
             "verifier_problem": self.end.problem,
             "verifier_message": self.end.message,

@@ -126,7 +126,7 @@ def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
         return
     if not (is_float32 or lacks_engine or implementation == "local"):
         return
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.longest_trained
     mask_gib = longest / (2 * context) * longest * (4 if is_float32 else 2) / 2**30
     if mask_gib > _MAX_MASK_GIB:
         yield Violation(
@@ -136,6 +136,7 @@ def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
                 "parallel.context",
                 "data.max_prompt_tokens",
                 "rollout.max_response_tokens",
+                "environment",
             ),
             f"parallel.context={context} with sequences of {longest} tokens: local layers would keep a mask of "
             f"{mask_gib:.1f} GiB each",

@@ -170,7 +170,7 @@ class Recorder:
             self._console.note(f"recovered {duration(metrics['run/recovery_s'])} after the failure")
         if not is_compiling and (warning := self._stragglers.observe(metrics)):
             self._console.warn(warning)
-        self._warn_of_the_judge(step, metrics.get("reward/failed_share", 0.0))
+        self._warn_of_failures(step, metrics)
         if not self._knows_step_time:
             self._knows_step_time = True
             self._check_time_limit(metrics["time/step_s"])
@@ -186,18 +186,23 @@ class Recorder:
     def _tell_status(self, num_done: int) -> None:
         self._run_dir.write_status(step=num_done, alarms=self._alarms.raised)
 
-    def _warn_of_the_judge(self, step: int, failed_share: float) -> None:
-        """Warn about a judge that fails often; keep the attempt's first reason in judge.txt."""
+    def _warn_of_failures(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn about a judge or environment that fails often; keep the attempt's first reason in judge.txt."""
         assert self._rollouts is not None
+        is_environment = self._config.environment.is_used
+        failed_share = metrics.get("environment/failed_share" if is_environment else "reward/failed_share", 0.0)
         failure = self._rollouts.judge_failure() if failed_share > self._config.monitor.judge_alarm else None
         if failure is None:
             return
         path = self._run_dir.log_dir / "judge.txt"
         if not path.exists():
             write_atomically(path, f"{failure.message}\n{failure.traceback}")
+        who, of, what = ("judge", "responses", "count as wrong")
+        if is_environment:
+            who, of, what = ("environment", "turns", "end their samples without a reward")
         self._console.warn(
-            f"the judge failed on {percent(failed_share)} of the responses of step {step}, which count as wrong; first "
-            f"reason: {failure.message} (see {shown_path(path)}; limit: monitor.judge_alarm)"
+            f"the {who} failed on {percent(failed_share)} of the {of} of step {step}, which {what}; first reason: "
+            f"{failure.message} (see {shown_path(path)}; limit: monitor.judge_alarm)"
         )
 
     def _check_time_limit(self, step_s: float) -> None:

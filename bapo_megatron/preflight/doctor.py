@@ -115,6 +115,6 @@ def _attention(config: Config | None) -> tuple[int, int, int, int, bool]:
         shape = model_shape(hf_config, own=own_family(config.model.family))
     except UserError:
         return common  # `bapo check` reports the missing model
-    tensor, longest = config.parallel.tensor, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    tensor, longest = config.parallel.tensor, config.longest_trained
     heads, kv_heads = shape.num_heads // tensor, max(1, shape.num_kv_heads // tensor)
     return heads, kv_heads, shape.head_dim, longest, config.parallel.context > 1

@@ -59,8 +59,16 @@ def outline(config: Config) -> str:
             f"{plural(t.max_tokens_per_microbatch, 'token')} per rank and update",
             f"rollout    {engines}, {plural(r.groups_in_flight or r.prompts_per_step, 'group')} in flight, "
             f"partial rollout {partial}",
+            *_turns(config),
         ]
     )
+
+
+def _turns(config: Config) -> list[str]:
+    """Return a line about the environment, if there is one."""
+    one = config.environment
+    limits = f"at most {plural(one.max_turns, 'turn')}, answers of at most {plural(one.max_answer_tokens, 'token')}"
+    return [f"turns      {one.kind} answers: {limits}"] if one.is_used else []
 
 
 def plan_text(config: Config) -> str:

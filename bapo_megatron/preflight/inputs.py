@@ -1,4 +1,4 @@
-"""Reads what a run will read, before it starts: prompts, judge, recorded rollouts, names that are passed on upstream.
+"""Reads what a run will read before it starts: prompts, judge or environment, recordings, names that are passed on.
 
 Each check calls the code that the run calls, but only on the first rows.
 """
@@ -48,7 +48,7 @@ def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: b
     """
     found: list[Violation] = []
     if engine_kind(config.rollout.engine).samples:
-        sections = (config.data, config.reward, config.eval)
+        sections = (config.data, config.reward, config.environment, config.eval)
         values = [section.model_dump_json() for section in sections]
         key = json.dumps([config.run.seed, config.model.path, config.rollout.prompts_per_step, *values, here])
         if key not in memory:
@@ -75,7 +75,8 @@ def _key(config: Config, here: bool) -> Iterator[Violation]:
 
 
 def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
-    """Read the prompts for training and evaluation, and let their judge score one of each with the correct answer."""
+    """Read the prompts for training and evaluation; let their judge score one of each with the correct answer, or start
+    the environment."""
     questions: list[Asked] = []
     is_complete = True
     for table, one in _sources_read(config).items():
@@ -107,7 +108,10 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
         if table == "data" and one.has_rows:
             yield from _few_prompts(config, len(source), settings)
         yield from _lengths(alone, model, source, first, settings)
-    yield from _judge(config, questions, is_complete=is_complete)
+    if config.environment.is_used:
+        yield from _environment(config, model)
+    else:
+        yield from _judge(config, questions, is_complete=is_complete)
 
 
 def _few_prompts(config: Config, num_prompts: int, settings: tuple[str, ...]) -> Iterator[Violation]:
@@ -151,18 +155,11 @@ def _lengths(
     is_short = all(0 < len(question.text.encode()) <= data.max_prompt_tokens for question in first)
     if model is None or (config.model.path in SHIPPED_MODELS and is_short and not data.chat_template):
         return
-    from bapo_megatron.hf.tokenizer import load_tokenizer
     from bapo_megatron.prompts.stream import PromptStream
 
-    try:
-        tokenizer = load_tokenizer(model, own_family(config.model.family))
-    except UserError as error:
-        yield Violation(("model.path",), str(error))
-        return
-    except Exception as error:  # transformers raises many kinds for a damaged file
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        problem = f"model.path={config.model.path}: its tokenizer cannot be loaded: {reason[:300]}"
-        yield Violation(("model.path",), problem)
+    tokenizer = _tokenizer(config, model)
+    if isinstance(tokenizer, Violation):
+        yield tokenizer
         return
     if not data.chat_template:  # without one, checks/data.py reports a system prompt
         config = config.model_copy(update={"data": data.model_copy(update={"system_prompt": None})})
@@ -176,6 +173,20 @@ def _lengths(
     except UserError as error:
         how = ("data.max_prompt_tokens", "data.on_bad_prompt", "data.chat_template", "data.system_prompt", "model.path")
         yield Violation((*settings, *how), str(error))
+
+
+def _tokenizer(config: Config, model: Path) -> Any:
+    """Load the policy's tokenizer; return a violation if it cannot be loaded."""
+    from bapo_megatron.hf.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(model, own_family(config.model.family))
+    except UserError as error:
+        return Violation(("model.path",), str(error))
+    except Exception as error:  # transformers raises many kinds for a damaged file
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        problem = f"model.path={config.model.path}: its tokenizer cannot be loaded: {reason[:300]}"
+        return Violation(("model.path",), problem)
 
 
 def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iterator[Violation]:
@@ -235,6 +246,27 @@ def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]], settings: 
             problem = f"{what} gives 0 to the answer of {question.where} itself{boxed}"
             remedy = _ANSWERED_IN_WORDS if spec.kind == "math" else _OFFER
             yield warning(settings, problem, remedy)
+
+
+def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
+    """Start the environment, and find its stop tokens in the tokenizer."""
+    from bapo_megatron.rollout.turn_tokens import environment_of, stop_token_ids
+
+    limits = ("environment.concurrency", "reward.process_memory_mib")
+    try:
+        environment_of(config).close()
+    except (UserError, RuntimeError) as error:  # RuntimeError: no process stays alive
+        yield Violation(("environment.kind", "environment.options", *limits), str(error))
+    if not config.environment.stop_tokens or model is None:
+        return
+    tokenizer = _tokenizer(config, model)
+    if isinstance(tokenizer, Violation):
+        yield tokenizer
+        return
+    try:
+        stop_token_ids(config, tokenizer)
+    except UserError as error:
+        yield Violation(("environment.stop_tokens", "environment.kind", "model.path"), str(error))
 
 
 _OFFER = "if it expects another form, let its module offer one: def sample_response(answer) -> str"

@@ -230,7 +230,7 @@ def max_microbatches(config: Config) -> int:
     r = config.rollout
     per_minibatch = r.prompts_per_step * r.samples_per_prompt // config.train.minibatches_per_step
     per_rank = -(-per_minibatch // config.parallel.data)
-    longest = config.data.max_prompt_tokens + r.max_response_tokens
+    longest = config.longest_trained
     budget = config.train.max_tokens_per_microbatch * config.parallel.context
     per_microbatch = max(1, budget // longest)
     return -(-per_rank // per_microbatch)
@@ -253,7 +253,7 @@ def searches_exactly(config: Config) -> bool:
 def microbatch_tokens(config: Config) -> int:
     """Count one rank's tokens in the largest micro-batch; a sequence over the limit gets its own."""
     context = config.parallel.context
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.longest_trained
     per_rank = _sequences_per_rank(config) * longest
     return -(-min(max(config.train.max_tokens_per_microbatch * context, longest), per_rank) // context)
 
@@ -265,7 +265,7 @@ def _sequences_per_rank(config: Config) -> int:
 
 
 def _tokens_of_update(config: Config) -> int:
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.longest_trained
     return -(-_sequences_per_rank(config) * longest // config.parallel.context)
 
 
@@ -366,7 +366,7 @@ class _Activations:
     def _mask(self) -> int:
         """Count mask entries of both query chunks, for a pack full of the longest sequences."""
         context = self._config.parallel.context
-        longest = self._config.data.max_prompt_tokens + self._config.rollout.max_response_tokens
+        longest = self._config.longest_trained
         pack = self._T * context
         length = min(longest, pack)
         entries_of_one = (length / (2 * context)) * length * (2 * context + 1) / (2 * context)

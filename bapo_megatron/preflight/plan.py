@@ -82,6 +82,7 @@ MEMORY = (
     "rollout.samples_per_prompt",
     "rollout.max_response_tokens",
     "data.max_prompt_tokens",
+    "environment",
     "loss.name",
     "loss.options",
     "loss.kl_coef",
@@ -99,6 +100,7 @@ SERVER_MEMORY = (
     "rollout.engine",
     "rollout.max_response_tokens",
     "data.max_prompt_tokens",
+    "environment",
     "eval.sets",
     "eval.interval_steps",
     "model.path",
@@ -326,7 +328,7 @@ def memory_problems(config: Config, plan: RunPlan) -> list[Violation]:
     """List what exceeds the memory, with numbers; empty if everything fits."""
     found, r = [], config.rollout
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
-    longest = config.data.max_prompt_tokens + r.max_response_tokens
+    longest = config.longest_trained
     if need > have:
         remedies = ["split the model over more ranks"]
         remedies += ["set train.recompute=true"] if config.train.recompute is False else []

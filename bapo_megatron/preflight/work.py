@@ -28,7 +28,7 @@ class StepTokens:
     """Tokens that one step trains on. Example: StepTokens(512, prompt=1024, response=8192).total == 4_718_592."""
 
     num_sequences: int
-    prompt: int
+    prompt: int  # with all that an environment gives after it
     response: int
 
     @classmethod
@@ -36,7 +36,8 @@ class StepTokens:
         """Count a step's tokens; `response_tokens` is the average response length, None means the maximum."""
         r = config.rollout
         response = min(response_tokens or r.max_response_tokens, r.max_response_tokens)
-        return cls(r.prompts_per_step * r.samples_per_prompt, config.data.max_prompt_tokens, response)
+        given = config.longest_trained - r.max_response_tokens
+        return cls(r.prompts_per_step * r.samples_per_prompt, given, response)
 
     @property
     def per_sequence(self) -> int:

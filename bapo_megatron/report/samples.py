@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,14 @@ _MAX_NUMBER = 1e15
 _MAX_SAMPLES = 200
 _MAX_TOTAL_CHARS = 250_000
 _MAX_TEXT_CHARS = 4000
+
+
+class ShownSegment(NamedTuple):
+    """Some text of a response, with one origin."""
+
+    version: int | None  # version of the weights that sampled it
+    text: str
+    is_given: bool  # by an environment, not sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +42,22 @@ class ShownSample:
     prompt: str
     answer: str
     reason: str  # parts of the reward, and the judge's reason
-    segments: list[tuple[int | None, str]]  # version and text of each segment
+    segments: list[ShownSegment]
 
     @property
     def num_chars(self) -> int:
-        return len(self.prompt) + len(self.answer) + len(self.reason) + sum(len(text) for _, text in self.segments)
+        return len(self.prompt) + len(self.answer) + len(self.reason) + sum(len(s.text) for s in self.segments)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy."""
+        before = [True, *(s.is_given for s in self.segments)]
+        return sum(last and not s.is_given for last, s in zip(before, self.segments, strict=False))
+
+    @property
+    def num_resumed(self) -> int:
+        """How often a turn was set aside and continued later."""
+        return sum(not s.is_given for s in self.segments) - self.num_turns
 
 
 def read_samples(run: History) -> list[ShownSample]:
@@ -71,7 +90,7 @@ def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, in
         prompt=_shortened(str(record.get("prompt", ""))),
         answer="" if record.get("answer") is None else _shortened(_plain(record["answer"])),
         reason=_reason(record),
-        segments=[(_version(segment), _shortened(str(segment.get("text", "")))) for segment in segments],
+        segments=[ShownSegment(_version(s), _shortened(str(s.get("text", ""))), is_given="by" in s) for s in segments],
     )
 
 

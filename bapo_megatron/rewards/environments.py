@@ -1,11 +1,12 @@
 """Environments: a user's function, run in worker processes, that answers the turns of the policy.
 
-    def step(turn, state): ...          async def step(turn, state): ...
+    def step(turn, state, **options): ...          async def step(turn, state, **options): ...
 
-The function gets the new turn (a `TurnJson`) and the state that its last answer returned (None at first), both as JSON.
-It must keep nothing else: after a lost process or a killed run, it is asked again with the same two. It returns one of
+The function gets the new turn (a `TurnJson`), the state that its last answer returned (None at first), both as JSON,
+and environment.options by name. It must keep nothing else: after a lost process or a killed run, it is asked again with
+the same turn and state. It returns one of
 
-    {"text": "1702;", "state": {...}}     the sample continues after this; or "messages": [...], "token_ids": [...]
+    {"text": "1702;", "state": {...}}     the sample continues after this; or "token_ids": [...]
     {"reward": 1.0}                       the sample ends; a reward next to a text counts for this turn
     {"failed": "the browser crashed"}     no reward: the sample is dropped
 
@@ -19,23 +20,22 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from typing_extensions import TypedDict
 
-from bapo_megatron.config.dotted import Seam
+from bapo_megatron.config.dotted import ENVIRONMENT
 from bapo_megatron.rewards.judges import place_of
+from bapo_megatron.rewards.steps import calculator, guess
 
-ENVIRONMENT = Seam(
-    "environment.kind",
-    (),
-    "def step(turn, state) -> dict, plain or async, as docs/api/rollout.md says",
-    ("turn", "state"),
-)
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
+
+BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "guess": guess}
 MAX_ANSWER_BYTES = 1_000_000  # of JSON
-_KEYS = ("text", "messages", "token_ids", "state", "reward", "failed")
-_WORDS = ("text", "messages", "token_ids")
+_KEYS = ("text", "token_ids", "state", "reward", "failed")
+_WORDS = ("text", "token_ids")
 
 
 class TurnJson(TypedDict):
@@ -52,11 +52,10 @@ class TurnJson(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Words after which the policy continues: exactly one of text, messages and tokens."""
+    """Words after which the policy continues: either text or tokens."""
 
     state: Any
     text: str | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
     token_ids: Sequence[int] | None = None
     reward: float | Mapping[str, float] | None = None  # this turn's reward
 
@@ -91,6 +90,10 @@ class Environment(Protocol):
         """Answer a turn. May be called again with the same turn and state."""
         ...
 
+    def close(self) -> None:
+        """End its processes, if any. Safe to call twice."""
+        ...
+
 
 def as_answer(value: Any) -> StepAnswer:
     """Parse the JSON that a step function returned. Raises TypeError or ValueError."""
@@ -98,11 +101,11 @@ def as_answer(value: Any) -> StepAnswer:
     words = [name for name in _WORDS if name in keys]
     if not keys <= {*_KEYS} or len(words) + ("failed" in keys) > 1 or not (words or keys & {"reward", "failed"}):
         raise TypeError(
-            "a step returns a dict with text, messages or token_ids, or with a reward at the end, or with failed, not "
+            "a step returns a dict with text or token_ids, or with a reward at the end, or with failed, not "
             f"{type(value).__name__}: {value!r:.200}"
         )
     try:
-        size = len(json.dumps(value, allow_nan=False).encode())
+        size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
     except (TypeError, ValueError, RecursionError) as problem:
         raise TypeError(f"a step returns JSON; {problem}: {value!r:.200}") from problem
     if size > MAX_ANSWER_BYTES:
@@ -123,8 +126,7 @@ def as_answer(value: Any) -> StepAnswer:
 def _is_word(name: str, given: Any) -> bool:
     if name == "text":
         return isinstance(given, str)
-    kind = int if name == "token_ids" else Mapping
-    return isinstance(given, list | tuple) and all(isinstance(one, kind) and one is not True for one in given)
+    return isinstance(given, list | tuple) and all(type(one) is int for one in given)
 
 
 def _reward(value: Any) -> float | dict[str, float]:
@@ -148,9 +150,15 @@ class EnvironmentSpec:
     gives: ClassVar[str] = "answer"
     keeps_deadline: ClassVar[bool] = False
 
-    kind: str  # "package.module:function"
+    kind: str  # a key of BUILT_IN, or "package.module:function"
     timeout_s: float
     process_memory_bytes: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Config) -> EnvironmentSpec:
+        one, memory = config.environment, config.reward.process_memory_mib << 20
+        return cls(one.kind, one.timeout_s, memory, one.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +166,7 @@ class StepFunction:
     """A step function, as a worker process calls it."""
 
     function: Callable[..., Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_async(self) -> bool:
@@ -168,7 +177,7 @@ class StepFunction:
         return place_of(self.function)
 
     def __call__(self, fields: dict[str, Any]) -> Any:
-        return self.function(fields["turn"], fields["state"])
+        return self.function(fields["turn"], fields["state"], **self.options)
 
     def reply(self, value: Any) -> dict[str, Any]:
         """Return the reply that carries what the function returned. Raises TypeError or ValueError."""
@@ -177,5 +186,13 @@ class StepFunction:
 
 
 def build_environment(spec: EnvironmentSpec) -> StepFunction:
-    """Build the environment. Raises UserError if it cannot be built or has the wrong signature."""
-    return StepFunction(ENVIRONMENT.load(spec.kind))
+    """Build the environment. Raises UserError if it cannot be built, or does not take turn, state and the options."""
+    function = BUILT_IN.get(spec.kind) or ENVIRONMENT.load(spec.kind)
+    signature = ENVIRONMENT.signature(spec.kind, function)
+    try:
+        signature.bind(None, None, **spec.options)
+    except TypeError as error:
+        raise ENVIRONMENT.error(
+            spec.kind, f"its signature is {signature}, which does not fit turn, state and environment.options: {error}"
+        ) from None
+    return StepFunction(function, spec.options)

@@ -173,16 +173,16 @@ class RolloutBook:
         return self._active[prompt_id]
 
     def settle(self, group: Group, version: int) -> bool:
-        """Let a complete group wait to be trained, or drop it; a group without a reward is dropped as "failed".
+        """Let a complete group wait to be trained, or drop it, as "failed" if too few samples have a reward.
 
         A group that is too old at `version` is dropped even so, as "stale".
         """
         oldest = self._end(group)
-        is_kept = bool(group.valid) and self.keep(group)
+        is_kept = group.has_baseline and self.keep(group)
         if self.bound.slack(oldest, version) < 0:
             self._drop(group, "stale")
         elif not is_kept:
-            self._drop(group, "keep_group" if group.valid else "failed")
+            self._drop(group, "keep_group" if group.has_baseline else "failed")
         else:
             self._finished[group.prompt.prompt_id] = group
             self._finished_ages.put(group.prompt.prompt_id, oldest)
@@ -263,7 +263,7 @@ class RolloutBook:
             raise CheckpointError(f"the checkpoint's samples contradict its ledger: {error}") from error
         if any(group.is_complete for group in active):
             raise CheckpointError("the checkpoint holds a group whose samples have all ended among the active ones")
-        if not all(group.is_complete and group.valid for group in finished):
+        if not all(group.is_complete and group.has_baseline for group in finished):
             raise CheckpointError("the checkpoint holds a finished group without rewards")
         self._active = {group.prompt.prompt_id: group for group in active}
         self._finished = {group.prompt.prompt_id: group for group in finished}

@@ -35,6 +35,7 @@ class RolloutStats:
     num_retries: int = 0  # requests sent again
     num_stale_groups: int = 0
     num_dropped_groups: int = 0  # judged, not worth training
+    num_failed_groups: int = 0  # too few rewards left, since environments failed
     rewards: list[float] = field(default_factory=list)  # rewards of all judged responses, dropped ones included
     num_fenced: int = 0  # engines fenced off since this attempt began
     errors: list[str] = field(default_factory=list)  # why requests were sent again
@@ -52,6 +53,7 @@ class Dispatcher:
         stop_token_ids: tuple[int, ...],
         run_seed: int,
         streams: Sequence[TokenStream] = (),
+        max_turn_tokens: int | None = None,
     ) -> None:
         """`streams`: streams of models and plugins to ask the engines for."""
         self.pool = pool
@@ -60,6 +62,7 @@ class Dispatcher:
         self._stop_token_ids = stop_token_ids
         self._run_seed = run_seed
         self._streams = tuple(streams)
+        self._max_turn_tokens = max_turn_tokens
         self._call_numbers = itertools.count()
         self.open_requests: dict[str, Engine] = {}  # by rid: unanswered requests
         self.stats = RolloutStats()
@@ -171,8 +174,7 @@ class Dispatcher:
 
     def _request(self, sample: Sample, rid: str) -> GenerateRequest:
         assert isinstance(sample.need, NeedsTokens), f"{sample.sample_id} needs no tokens"
-        room = self._config.max_response_tokens - sample.num_sampled_tokens
-        trajectory = sample.turn
+        trajectory, room = sample.turn, self._room(sample)
         return GenerateRequest(
             rid=rid,
             token_ids=tuple(trajectory.token_ids.tolist()),
@@ -185,6 +187,13 @@ class Dispatcher:
             streams=self._streams,
             num_fed=trajectory.num_fed(self._streams),
         )
+
+    def _room(self, sample: Sample) -> int:
+        """Return how many tokens the turn may still have; at least 1, also if a resumed run has lower limits."""
+        room = self._config.max_response_tokens - sample.num_sampled_tokens
+        if self._max_turn_tokens is not None:
+            room = min(room, self._max_turn_tokens - sample.turn.num_turn_tokens)
+        return max(room, 1)
 
     def _grown(self, sample: Sample, result: GenerateResult, step: int) -> Sample:
         """Return the sample with the reply's tokens, cut into segments at the server's version spans."""
@@ -204,7 +213,7 @@ class Dispatcher:
             for s in result.spans
         ]
         late = {stream: values[: len(values) - num_new] for stream, values in result.rows.items()}
-        is_full = sample.num_sampled_tokens + num_new >= self._config.max_response_tokens
+        is_full = num_new >= self._room(sample)
         turn_end: TurnEnd | None = "stop" if result.finish_reason == "stop" else "length" if is_full else None
         return sample.extended(segments, turn_end, late)
 

@@ -7,6 +7,9 @@ Training in rounds or as a stream, the evaluation in a run, and `bapo eval` use 
 
 import asyncio
 import logging
+import statistics
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -96,11 +99,13 @@ class TextJudge:
 
     def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Return one verdict per sample. This blocks; see `RewardScorer.verdicts`."""
-        return self.scorer.verdicts([(s.prompt, text) for s, text in zip(samples, self.texts(samples), strict=True)])
+        words = texts(self.tokenizer, samples)
+        return self.scorer.verdicts([(s.prompt, text) for s, text in zip(samples, words, strict=True)])
 
-    def texts(self, samples: Sequence[Sample]) -> list[str]:
-        """Return the policy's own words in each sample, without special tokens."""
-        return self.tokenizer.batch_decode([s.sampled_ids.tolist() for s in samples], skip_special_tokens=True)
+
+def texts(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
+    """Return the policy's own words in each sample, without special tokens."""
+    return tokenizer.batch_decode([s.sampled_ids.tolist() for s in samples], skip_special_tokens=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +138,14 @@ class StepDriver:
     encode: Callable[[Continue], Sequence[int]]  # the tokens of an answer; raises ValueError if it has none
     decode: Callable[[Sequence[int]], str]  # the text of a turn, without special tokens
     max_response_tokens: int  # sampled tokens over all turns
-    max_tokens: int  # tokens of a trajectory, including its prompt
-    max_turns: int | None = None
+    max_answer_tokens: int  # the environment's, in one turn; the rest is cut
+    max_turns: int
     by_group: bool = field(default=False, init=False)
-    _num_failed: int = field(default=0, init=False)
+    recent_failure: Verdict | None = field(default=None, init=False)
+    """The first failure among the answers that the latest `metrics` are about."""
+    _counts: Counter[str] = field(default_factory=Counter, init=False)  # since the attempt began
+    _failures: list[Verdict] = field(default_factory=list, init=False)  # since the last `metrics`
+    _waits_s: list[float] = field(default_factory=list, init=False)  # of answers since the last `metrics`
     _works: bool = field(default=False, init=False)
 
     @property
@@ -151,22 +160,40 @@ class StepDriver:
         """
         return list(await asyncio.gather(*map(self._step, samples)))
 
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the answers (`bapo help metrics`), some of them since the last call."""
+        waits_s, failures = self._waits_s, self._failures
+        self._waits_s, self._failures = [], []
+        self.recent_failure = failures[0] if failures else None
+        return {
+            "reward/judged": float(self._counts["ended"]),
+            "environment/timeouts": float(self._counts["timeout"]),
+            "environment/errors": float(self._counts["error"]),
+            "environment/cut_answers": float(self._counts["cut"]),
+            "environment/failed_share": len(failures) / len(waits_s) if waits_s else 0.0,
+            "environment/wait_s": statistics.fmean(waits_s) if waits_s else 0.0,
+        }
+
+    def close(self) -> None:
+        """End the environment's processes. Safe to call twice."""
+        self.environment.close()
+
     async def _step(self, sample: Sample) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} does not wait for an environment"
         end, turn = sample.need.turn_end, sample.turn.turns[-1].tolist() if sample.turn.turns else []
         of = sample.prompt
-        answer = await self.environment.step(
-            TurnJson(
-                prompt=of.text,
-                answer=of.answer,
-                source=of.source,
-                number=len(sample.turn_rewards) + 1,
-                text=self.decode(turn),
-                token_ids=turn,
-                end=end,
-            ),
-            sample.state,
+        asked = TurnJson(
+            prompt=of.text,
+            answer=of.answer,
+            source=of.source,
+            number=len(sample.turn_rewards) + 1,
+            text=self.decode(turn),
+            token_ids=turn,
+            end=end,
         )
+        began_s = time.monotonic()
+        answer = await self.environment.step(asked, sample.state)
+        self._waits_s.append(time.monotonic() - began_s)
         if isinstance(answer, Continue):
             try:
                 return self._continued(sample, answer, [*self.encode(answer)])
@@ -179,6 +206,7 @@ class StepDriver:
             where = f"sample {sample.sample_id} of prompt {of.prompt_id}"
             raise UserError(f"environment, {where}: neither words nor an end: {answer!r:.200}")
         self._works = True
+        self._counts["ended"] += 1
         parts = answer.reward if isinstance(answer.reward, Mapping) else {}
         return replace(sample, need=Ended(end, total(answer.reward), parts=parts))
 
@@ -186,23 +214,27 @@ class StepDriver:
         if not token_ids:
             raise ValueError(f"an answer without a token: {answer!r:.200}")
         self._works = True
-        longer = sample.answered(token_ids, answer.state, answer.reward)
+        self._counts["cut"] += len(token_ids) > self.max_answer_tokens
+        longer = sample.answered(token_ids[: self.max_answer_tokens], answer.state, answer.reward)
         reason: Literal["turns", "length"] | None = None
-        if len(longer.turn_rewards) == self.max_turns:
+        if len(longer.turn_rewards) >= self.max_turns:
             reason = "turns"
-        elif longer.num_sampled_tokens >= self.max_response_tokens or longer.turn.num_tokens >= self.max_tokens:
+        elif longer.num_sampled_tokens >= self.max_response_tokens:
             reason = "length"
         if reason is None:
             return longer
+        self._counts["ended"] += 1
         earned = sum(total(reward) for reward in longer.turn_rewards if reward is not None)
         return replace(sample, need=Ended(reason, earned), state=answer.state, turn_rewards=longer.turn_rewards)
 
     def _count_failure(self, sample: Sample, failure: Failed) -> None:
         where = f"turn {len(sample.turn_rewards) + 1} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
         log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
-        self._num_failed += 1
-        if not self._works and self._num_failed >= _NUM_FIRST:
+        self._counts[failure.problem] += 1
+        self._failures.append(Verdict(0.0, failure.problem, failure.reason))
+        num_failed = self._counts["timeout"] + self._counts["error"]
+        if not self._works and num_failed >= _NUM_FIRST:
             raise UserError(
-                f"the environment failed on all of the first {self._num_failed} turns, so nothing can be learned; the "
-                f"last one, {where}: {failure.reason}"
+                f"the environment failed on all of the first {num_failed} turns, so nothing can be learned; the last "
+                f"one, {where}: {failure.reason}"
             )

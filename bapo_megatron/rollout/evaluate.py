@@ -36,7 +36,13 @@ class _SetEvaluator:
         self._limit, self._driver = limit, driver
         sampling = {name: getattr(of, name) for name in ("temperature", "top_p", "top_k")}
         whole = config.rollout.model_copy(update={**sampling, "max_response_tokens": limit, "tokens_per_round": None})
-        self._dispatcher = Dispatcher(whole, pool, stop_token_ids=stop_token_ids, run_seed=config.run.seed)
+        self._dispatcher = Dispatcher(
+            whole,
+            pool,
+            stop_token_ids=stop_token_ids,
+            run_seed=config.run.seed,
+            max_turn_tokens=config.environment.turn_limit,
+        )
         prefix = f"eval-{of.name}-" if of.name else "eval-"
         self._empty = [
             Sample.of(f"{prefix}{prompt.prompt_id}.{i}", prompt)
@@ -173,10 +179,12 @@ class Evaluator:
 def eval_metrics(samples: Sequence[Sample], name: str = "") -> dict[str, float]:
     """Return mean reward, its standard error over prompts, and the samples' lengths, for the set of this name.
 
-    Invalid samples are left out.
+    Invalid samples are left out; without a valid one, there are no numbers but their count.
     """
     by_prompt: dict[int, list[float]] = {}
     samples = [s for s in samples if s.reward is not None]
+    if not samples:
+        return {f"eval/{name}/num_samples" if name else "eval/num_samples": 0.0}
     for sample in samples:
         if sample.reward is not None:
             by_prompt.setdefault(sample.prompt.prompt_id, []).append(sample.reward)

@@ -26,20 +26,23 @@ from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats
-from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
+from bapo_megatron.rollout.drivers import Driver, JudgeOnce, StepDriver, TextJudge
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, step_driver, stop_token_ids
 from bapo_megatron.types import Batch, Group, Prompt
 
+Answers = RewardScorer | StepDriver
+"""What gives rewards, with metrics about them: a judge, or an environment."""
 EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation and training draw different prompts
 
 
 @dataclass(slots=True)
 class InRunEvaluation:
-    """The evaluation inside a run: its own problems, and judges that do not disturb the training judge."""
+    """The evaluation inside a run: its own problems, and judges or environments that do not disturb training's."""
 
     evaluator: Evaluator
-    judges: list[TextJudge]
+    answers: list[Answers]
 
 
 class ManagerState(BookState):
@@ -55,7 +58,8 @@ class RolloutManager:
     config: Config
     engines: ConnectedEngines
     prompts: PromptStream | PromptMixture
-    judge: TextJudge
+    tokenizer: Any
+    answers: Answers
     scheduler: Scheduler
     builder: BatchBuilder
     evaluation: InRunEvaluation | None  # None without eval.interval_steps
@@ -63,11 +67,11 @@ class RolloutManager:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""
-        return self.judge.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def judge_failure(self) -> Verdict | None:
-        """Return the first response on which the judge failed, of those judged for the latest batch."""
-        return self.judge.scorer.recent_failure
+        """Return the first failure of the judge or the environment on responses for the latest batch."""
+        return self.answers.recent_failure
 
     def engine_states(self) -> list[EngineState]:
         """Return states that are at most a few seconds old; empty without monitor.prometheus_port."""
@@ -132,12 +136,12 @@ class RolloutManager:
         self.builder.load_state_dict(state["batches"])
 
     def close(self) -> None:
-        """Stop sampling; close connections and judges."""
+        """Stop sampling; close connections, judges and environments."""
         self.engines.loop.run(self.scheduler.close(), self._patience_s, "sampling to stop", self._progress)
-        self.judge.scorer.close()
+        self.answers.close()
         if self.evaluation is not None:
-            for judge in self.evaluation.judges:
-                judge.scorer.close()
+            for answers in self.evaluation.answers:
+                answers.close()
         self.engines.close()
 
     @property
@@ -156,15 +160,16 @@ class RolloutManager:
 
     def _metrics(self, stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
         """Return the costs of a batch, under the names of `bapo help metrics`."""
-        filtered = self.config.rollout.keep_group != "all"
+        filtered, has_environment = self.config.rollout.keep_group != "all", self.config.environment.is_used
         judged_mean = statistics.fmean(stats.rewards) if stats.rewards else math.nan
         return {
-            **self.judge.scorer.metrics(),
+            **self.answers.metrics(),
             **({"reward/judged_mean": judged_mean} if filtered else {}),
             "rollout/num_rounds": float(stats.num_rounds),
             "rollout/num_retries": float(stats.num_retries),
             "rollout/num_stale_groups": float(stats.num_stale_groups),
             "rollout/num_dropped_groups": float(stats.num_dropped_groups),
+            **({"environment/failed_groups": float(stats.num_failed_groups)} if has_environment else {}),
             "rollout/num_fenced": float(stats.num_fenced),
             "rollout/tokens_generated": float(stats.num_tokens),
             "rollout/tokens_per_s": stats.num_tokens / max(elapsed_s, 1e-9),
@@ -182,54 +187,68 @@ def connect_rollouts(
         may_have_failed: engines may be down; see ConnectedEngines.connect.
 
     Raises:
-        UserError: the prompts, the judge or an engine do not fit; names which.
+        UserError: the prompts, the judge, the environment or an engine do not fit; names which.
     """
     key = client_key(config.rollout)  # before judges inherit the environment
     tokenizer = load_tokenizer(model_path, own_family(config.model.family))
-    stop_token_ids = (int(tokenizer.eos_token_id),)
+    vocab_size = load_hf_config(model_path)["vocab_size"]
+    tokens = TurnTokens(tokenizer, vocab_size)
+    stop_ids = stop_token_ids(config, tokenizer)
     prompts = prompts_of(config, tokenizer)
     prompts.check()
-    judge = TextJudge(RewardScorer(config), tokenizer)
-    # The responses of a group are judged one by one, each of them twice.
-    driver = JudgeOnce(judge, 2 * config.reward.timeout_s * config.rollout.samples_per_prompt)
+    answers: Answers
+    if config.environment.is_used:
+        limit = config.rollout.max_response_tokens
+        driver: Driver = (answers := step_driver(config, environment_of(config), tokens, limit))
+    else:
+        answers = RewardScorer(config)
+        # The responses of a group are judged one by one, each of them twice.
+        patience_s = 2 * config.reward.timeout_s * config.rollout.samples_per_prompt
+        driver = JudgeOnce(TextJudge(answers, tokenizer), patience_s)
     streams = token_streams(config.model.family, model_path)
-    vocab_size = load_hf_config(model_path)["vocab_size"]
     engines = ConnectedEngines.connect(config.rollout, urls, vocab_size, key, streams, may_have_failed=may_have_failed)
     scheduler = Scheduler(
         config.rollout,
         pool=engines.pool,
         prompts=prompts,
         driver=driver,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=stop_ids,
         seed=config.run.seed,
         keep=group_filter(config),
         updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
         streams=streams,
+        max_turn_tokens=config.environment.turn_limit,
     )
     evaluation = None
     if config.eval.interval_steps is not None:
-        evaluation = _evaluation(config, engines, tokenizer, stop_token_ids)
+        evaluation = _evaluation(config, engines, tokens, stop_ids)
     engines.watch(with_states=config.monitor.prometheus_port is not None)
-    return RolloutManager(config, engines, prompts, judge, scheduler, BatchBuilder(config), evaluation)
+    return RolloutManager(config, engines, prompts, tokenizer, answers, scheduler, BatchBuilder(config), evaluation)
 
 
 def _evaluation(
-    config: Config, engines: ConnectedEngines, tokenizer: Any, stop_token_ids: tuple[int, ...]
+    config: Config, engines: ConnectedEngines, tokens: TurnTokens, stop_ids: tuple[int, ...]
 ) -> InRunEvaluation:
     """Take the prompts of every set. A procedural source draws its prompts with another seed than in training."""
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": config.run.seed + EVAL_SEED})})
+    environment = environment_of(config) if config.environment.is_used else None
     sets: list[tuple[EvalSet, list[Prompt]]] = []
-    drivers: dict[str, JudgeOnce] = {}
-    judges: list[tuple[JudgeSpec, TextJudge]] = []
+    drivers: dict[str, Driver] = {}
+    scorers: list[tuple[JudgeSpec, RewardScorer]] = []
+    steps: list[StepDriver] = []
     for table, one in config.eval_sets.items():
         alone = config.with_prompts_of(one)
-        stream = PromptStream(alone, tokenizer, build_source(alone, table))
+        stream = PromptStream(alone, tokens.tokenizer, build_source(alone, table))
         num_prompts = min(one.num_prompts, len(stream.source))
         sets.append((one, [stream.next() for _ in range(num_prompts)]))
+        if environment is not None:
+            limit = one.max_response_tokens or config.rollout.max_response_tokens
+            steps.append(step_driver(config, environment, tokens, limit))
+            drivers[one.name] = steps[-1]
+            continue
         spec = JudgeSpec.of(alone)
-        if (judge := next((judge for other, judge in judges if other == spec), None)) is None:
-            judge = TextJudge(RewardScorer(alone), tokenizer)
-            judges.append((spec, judge))
-        drivers[one.name] = JudgeOnce(judge)
-    evaluator = Evaluator(config, engines.pool, sets, stop_token_ids, drivers)
-    return InRunEvaluation(evaluator, [judge for _, judge in judges])
+        if (scorer := next((scorer for other, scorer in scorers if other == spec), None)) is None:
+            scorers.append((spec, scorer := RewardScorer(alone)))
+        drivers[one.name] = JudgeOnce(TextJudge(scorer, tokens.tokenizer))
+    evaluator = Evaluator(config, engines.pool, sets, stop_ids, drivers)
+    return InRunEvaluation(evaluator, [*(scorer for _, scorer in scorers), *steps])

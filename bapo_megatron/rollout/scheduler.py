@@ -18,7 +18,7 @@ from typing import Any
 from bapo_megatron.config.engines import startup_limit_s
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import EngineError, NoGroupKeptError, UserError
+from bapo_megatron.errors import EngineError, NoGroupKeptError, UserError, plural
 from bapo_megatron.rollout.book import Keep, Prompts, RolloutBook
 from bapo_megatron.rollout.continuous import ContinuousSampling
 from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
@@ -48,6 +48,7 @@ class Scheduler:
         updates_per_step: int = 1,
         keep: Keep = lambda group: True,
         streams: Sequence[TokenStream] = (),
+        max_turn_tokens: int | None = None,
     ) -> None:
         """`streams`: streams of models and plugins that the engines return."""
         self.config = config
@@ -56,7 +57,14 @@ class Scheduler:
         self.num_answers = 0  # answers of the driver, since this attempt began
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
         self.book = RolloutBook(config, prompts, bound, keep, streams, by_group=driver.by_group)
-        self.dispatcher = Dispatcher(config, pool, stop_token_ids=stop_token_ids, run_seed=seed, streams=streams)
+        self.dispatcher = Dispatcher(
+            config,
+            pool,
+            stop_token_ids=stop_token_ids,
+            run_seed=seed,
+            streams=streams,
+            max_turn_tokens=max_turn_tokens,
+        )
         self.sampling = ContinuousSampling(config, self.book, self.dispatcher, self.ask, self.book_answers)
         self._updates_per_step = updates_per_step
         self._num_dropped_before: Counter[str] = Counter()  # groups by reason, until the last stats
@@ -157,6 +165,7 @@ class Scheduler:
         dropped = self.book.num_dropped - self._num_dropped_before
         self._num_dropped_before = self.book.num_dropped.copy()
         stats.num_stale_groups, stats.num_dropped_groups = dropped["stale"], dropped["keep_group"]
+        stats.num_failed_groups = dropped["failed"]
         stats.num_fenced = self.pool.num_fenced
         return stats
 
@@ -177,12 +186,11 @@ class Scheduler:
         is_kept = self.book.settle(group, self.dispatcher.version)
         self._num_dropped_in_a_row = 0 if is_kept else self._num_dropped_in_a_row + 1
         if self._num_dropped_in_a_row >= _MAX_DROPPED_STEPS * self.config.prompts_per_step:
-            if not group.valid:
-                first = group.samples[0].need
-                why = first.message if isinstance(first, Ended) else ""
+            if not group.has_baseline:
+                failed = [s.need.message for s in group.samples if isinstance(s.need, Ended) and s.reward is None]
                 raise UserError(
                     f"{self._num_dropped_in_a_row} groups in a row were dropped, the last one because its environment "
-                    f"failed on all of its samples: {why}"
+                    f"failed on {len(failed)} of its {plural(len(group.samples), 'sample')}: {failed[0]}"
                 )
             raise NoGroupKeptError(
                 f"{self._num_dropped_in_a_row} groups in a row were dropped (keep_group): the prompts are far too easy "

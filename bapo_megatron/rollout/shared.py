@@ -52,7 +52,7 @@ class Rollouts(Protocol):
         return []
 
     def judge_failure(self) -> Verdict | None:
-        """Return the first response on which the judge failed, of those judged for the latest batch."""
+        """Return the first failure of the judge or the environment on responses for the latest batch."""
         return None
 
     def close(self) -> None:

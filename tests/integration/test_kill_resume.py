@@ -39,6 +39,7 @@ NOT_COMPARED = (
     "rollout/tokens_per_s",
     "rollout/num_fenced",
     "reward/",
+    "environment/wait_s",
     "run/",
 )
 COMPARED_ALL_THE_SAME = ("reward/mean", "reward/std", "sync/bytes")

@@ -115,7 +115,7 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int, groups: li
 
 
 def check(rank: int, world_size: int, root: Path, layouts: list[tuple[dict[str, Any], int]]) -> None:
-    limits: dict[str, Any] = {"max_response_tokens": 16, "max_tokens": 64}
+    limits: dict[str, Any] = {"max_response_tokens": 16, "max_answer_tokens": 8, "max_turns": 8}
     for driver in (StepDriver(TwoTurns(), lambda answer: answer.token_ids or (), str, **limits), Branches()):
         groups = sampled(driver)
         samples = [s for g in groups for s in g.samples]

@@ -104,11 +104,11 @@ class PlainBook:
 
     def settle(self, group: Group, version: int) -> bool:
         del self._active[group.prompt.prompt_id]
-        is_kept = bool(group.valid) and self._keep(group)
+        is_kept = group.has_baseline and self._keep(group)
         if self._is_stale(group, version):
             self._drop(group, "stale")
         elif not is_kept:
-            self._drop(group, "keep_group" if group.valid else "failed")
+            self._drop(group, "keep_group" if group.has_baseline else "failed")
         else:
             self.finished.append(group)
         return is_kept

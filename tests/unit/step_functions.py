@@ -34,5 +34,13 @@ async def astep(turn: dict[str, Any], state: Any) -> Any:
     return step(turn, state)
 
 
+def talk(turn: dict[str, Any], state: Any, *, num_answers: int = 2) -> Any:
+    """Answer the first turns with how many tokens there were so far; reward an odd number."""
+    count = (state or 0) + len(turn["token_ids"])
+    if turn["number"] > num_answers:
+        return {"reward": float(count % 2)}
+    return {"text": f"{count};", "state": count}
+
+
 def no_step(turn: dict[str, Any]) -> Any:
     """Take the wrong parameters."""

@@ -195,6 +195,25 @@ def test_the_judge_is_called_once(
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ("environment.kind=calculator environment.stop_tokens=[',','=']", ""),
+        ("environment.kind=sudoku", 'must be "none", "calculator", "guess" or a path like "my_module:my_name"'),
+        ("environment.kind=no_module:step", 'kind="no_module:step": importing no_module failed: ModuleNotFoundError'),
+        ("environment.kind=tests.unit.step_functions:no_step", "does not fit turn, state and environment.options"),
+        ("environment.kind=guess environment.options.max_gueses=3", "unexpected keyword argument 'max_gueses'"),
+        ("environment.kind=guess environment.stop_tokens=['1','+2']", "stop_tokens: '+2' is 2 tokens of the model's"),
+    ],
+)
+def test_the_environment_is_started_and_its_stop_tokens_are_found(
+    settings: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = answer(capsys, "environment.max_answer_tokens=9", *settings.split())
+    assert len(lines) == bool(part)
+    assert all(part in line for line in lines)
+
+
 @pytest.mark.parametrize("offer", ["def sample_response(answer):\n    return json.dumps({'answer': answer})\n", ""])
 def test_a_judge_that_expects_another_form_may_offer_one(
     offer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -93,6 +93,7 @@ MISTAKES = (
             "reward.overlong_buffer_tokens rollout.max_response_tokens"),
     mistake("reward.scale=2", "advantage.kind reward.scale reward.running_std reward.clip",
             not_with="critic.path"),  # with a critic, the scale has an effect
+    mistake("environment.max_turns=9", "environment.max_turns environment.kind"),
     mistake("rollout.tokens_per_round=600", "rollout.tokens_per_round rollout.max_response_tokens"),
     mistake("rollout.groups_in_flight=3", "rollout.groups_in_flight rollout.prompts_per_step"),
     mistake("rollout.max_staleness=0", "rollout.max_staleness train.minibatches_per_step train.epochs_per_step"),

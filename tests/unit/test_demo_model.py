@@ -2,22 +2,24 @@
 
 import importlib.util
 import json
+import re
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from pupils import CHAIN_RESPONSE_TOKENS, ChainPupil
+from pupils import CHAIN_RESPONSE_TOKENS, CalculatorPupil, ChainPupil
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from warm_start import build_tokenizer, mean_reward
+from warm_start import build_tokenizer, mean_reward, sample_responses
 
 from bapo_megatron.assets import demo_model_path, resolve_model_path, shipped_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.chains import ChainSource, apply_operator
 from bapo_megatron.prompts.jsonl import JsonlSource
+from bapo_megatron.prompts.sums import sums
 from bapo_megatron.rewards.answers import judge_chain
 
 REPOSITORY = Path(__file__).parents[2]
@@ -120,6 +122,40 @@ class TestStudyModels:
             assert 0.12 < reward < 0.55, source.name  # measured on 256: 0.30, 0.36, 0.28
 
 
+class TestToolModel:
+    def test_the_shipped_tokenizer_is_the_scripts_and_has_all_words(self):
+        made = json.loads(build_tokenizer(load_script("make_tool_model").VOCABULARY).backend_tokenizer.to_str())
+        shipped = json.loads((shipped_model_path("tool") / "tokenizer.json").read_text())
+        del made["padding"], shipped["padding"]
+        assert made == shipped
+        tokenizer = AutoTokenizer.from_pretrained(shipped_model_path("tool"))
+        pupil = CalculatorPupil(1)
+        texts = ["".join(pupil.demonstrate()) for _ in range(200)]
+        assert all(len(tokenizer.encode(text)) == len(text) for text in texts)
+        assert tokenizer.unk_token_id not in tokenizer.encode("".join(texts) + "!")
+
+    def test_responses_and_answers_take_turns(self):
+        pupil = CalculatorPupil(0)
+        shown = [pupil.demonstrate() for _ in range(2000)]
+        asks = [texts for texts in shown if len(texts) > 2]
+        assert 0.17 < len(asks) / len(shown) < 0.23
+        for prompt, *others in asks:
+            calls, answers, result = others[:-1:2], others[1::2], others[-1]
+            assert prompt.endswith("=")
+            assert result.isdigit()
+            for call, answer in zip(calls, answers, strict=True):
+                left, operator, right = re.fullmatch(r"(\d+)([*+])(\d+)\?", call).groups()
+                assert answer == f"{int(left) * int(right) if operator == '*' else int(left) + int(right)};"
+
+    def test_the_model_asks_sometimes(self, tmp_path):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_pretrained(shipped_model_path("tool"))
+        assert 1.2e5 < sum(p.numel() for p in model.parameters()) < 1.3e5
+        tokenizer = AutoTokenizer.from_pretrained(shipped_model_path("tool"))
+        texts = sample_responses(model, tokenizer, [row["prompt"] for row in sums(512, 1)], 8)
+        assert 0.12 < sum("?" in text for text in texts) / len(texts) < 0.28
+
+
 class TestScript:
     def test_the_shipped_tokenizer_is_the_scripts(self, script):
         made = json.loads(build_tokenizer(script.VOCABULARY).backend_tokenizer.to_str())
@@ -179,7 +215,7 @@ class TestResolveModelPath:
             resolve_model_path(str(tmp_path))
 
 
-@pytest.mark.parametrize(("name", "is_partial"), [("demo", True), ("smollm2_135m", False)])
+@pytest.mark.parametrize(("name", "is_partial"), [("demo", True), ("tool_demo", True), ("smollm2_135m", False)])
 def test_shipped_configs_are_valid(name, is_partial):
     config = Config.model_validate(tomllib.loads((REPOSITORY / "configs" / f"{name}.toml").read_text()))
     rollout = config.rollout

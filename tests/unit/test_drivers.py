@@ -15,9 +15,10 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.environments import Continue, End, EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
+from bapo_megatron.rewards.steps import calculator, guess
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.drivers import StepDriver
-from bapo_megatron.rollout.evaluate import Evaluator
+from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, NeedsTokens, Prompt, Sample, Segment
 from tests.hang import HANG_S
@@ -64,7 +65,7 @@ Rounds, Timed = ends_turns(ScriptedEngine), ends_turns(TimedEngine)
 
 
 def driver(environment: Any = None, **limits: Any) -> StepDriver:
-    limits = {"max_response_tokens": LIMIT, "max_tokens": 100} | limits
+    limits = {"max_response_tokens": LIMIT, "max_answer_tokens": 9, "max_turns": 9} | limits
     return StepDriver(environment or Turns(), lambda answer: answer.token_ids or (), str, **limits)
 
 
@@ -204,21 +205,66 @@ def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
 
 
 def test_limits_of_turns_and_tokens_end_a_sample_with_what_it_has_earned() -> None:
-    for limits, reason in (({"max_turns": 2}, "turns"), ({"max_tokens": 8}, "length")):
-        scheduler = make(Rounds(), driver=driver(**limits), max_response_tokens=LIMIT)
-        groups, _ = run_on_clock(scheduler.take(0, 0))
-        assert groups is not None
-        samples = [s for g in groups for s in g.samples]
-        assert {s.finish_reason for s in samples} == {reason}
-        assert all(s.reward == 0.25 * len(s.turn_rewards) for s in samples)
-        assert all(isinstance(s.trajectories[0].segments[-1].origin, type(s.sampled_segments[0][0])) for s in samples)
-        scheduler.ledger.check(scheduler.book.buffered())
-    scheduler = make(Rounds(), driver=driver(max_response_tokens=4), max_response_tokens=4)
+    scheduler = make(Rounds(), driver=driver(max_turns=2), max_response_tokens=LIMIT)
     groups, _ = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
+    samples = [s for g in groups for s in g.samples]
+    assert {s.finish_reason for s in samples} == {"turns"}
+    assert all(s.reward == 0.25 * 2 for s in samples)
+    assert all(isinstance(s.trajectories[0].segments[-1].origin, type(s.sampled_segments[0][0])) for s in samples)
+    scheduler.ledger.check(scheduler.book.buffered())
+
+
+@pytest.mark.parametrize("budget", [None, 2])
+@pytest.mark.parametrize("limit", range(3, 12))
+def test_a_turn_may_end_exactly_at_a_limit_and_no_request_is_for_0_tokens(limit: int, budget: int | None) -> None:
+    """The whole turns decide: a sample that reaches the limit with a stop token has stopped if its environment ends it,
+    and is over the length otherwise."""
+    seen: list[TurnJson] = []
+
+    class Ends(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            seen.append(turn)
+            return await super().step(turn, state)
+
+    engine = Rounds()
+    found = driver(Ends(), max_response_tokens=limit)
+    scheduler = make(engine, driver=found, max_response_tokens=limit, tokens_per_round=budget, samples_per_prompt=8)
+    groups, _ = run_on_clock(scheduler.take(0, 0))
+    assert groups is not None
+    assert all(r.max_new_tokens > 0 for r in engine.requests)
     for s in (s for g in groups for s in g.samples):
-        assert s.num_sampled_tokens <= 4, "and no request for 0 tokens"
-        assert s.finish_reason in ("length", "stop")
+        turns = s.trajectories[0].turns
+        assert s.num_sampled_tokens <= limit
+        if len(turns) == 3 and turns[-1][-1] == STOP:
+            assert s.finish_reason == "stop"
+        else:
+            assert (s.finish_reason, s.num_sampled_tokens) == ("length", limit)
+    assert {turn["end"] for turn in seen} <= {"stop", "length"}
+    assert all((turn["token_ids"][-1] == STOP) == (turn["end"] == "stop") for turn in seen)
+
+
+@pytest.mark.parametrize("budget", [None, 2])
+def test_a_turn_limit_ends_a_turn_and_the_environment_sees_that(budget: int | None) -> None:
+    options: dict[str, Any] = {"max_response_tokens": LIMIT, "tokens_per_round": budget, "max_turn_tokens": 4}
+    groups, _ = run_on_clock(make(Rounds(), driver=driver(), **options).take(0, 0))
+    assert groups is not None
+    num_cut = 0
+    for s in (s for g in groups for s in g.samples):
+        turns = s.trajectories[0].turns
+        num_cut += sum(turn[-1] != STOP for turn in turns)
+        assert all(turn[-1] == STOP or len(turn) == 4 for turn in turns)
+        assert s.finish_reason == ("stop" if turns[-1][-1] == STOP else "length")
+    assert num_cut, "otherwise nothing is tested"
+
+
+def test_an_answer_over_its_limit_is_cut_and_counted() -> None:
+    one = driver(max_answer_tokens=1)
+    groups, _ = run_on_clock(make(Rounds(), driver=one, max_response_tokens=LIMIT).take(0, 0))
+    assert groups is not None
+    samples = [s for g in groups for s in g.samples]
+    assert all(s.num_given_tokens == 2 for s in samples)
+    assert one.metrics()["environment/cut_answers"] == 2 * len(samples)
 
 
 def test_samples_that_failed_have_no_reward_and_change_nothing_for_the_others() -> None:
@@ -231,7 +277,7 @@ def test_samples_that_failed_have_no_reward_and_change_nothing_for_the_others() 
         check(scheduler, groups)
         return scheduler, groups
 
-    scheduler, groups = take(failing=6)
+    scheduler, groups = take(failing=8)
     failed = [s for g in groups for s in g.samples if s.reward is None]
     assert 0 < len(failed) < 24, "otherwise nothing is tested"
     assert scheduler.ledger.dropped == {"failed": len(failed)}
@@ -244,10 +290,15 @@ def test_samples_that_failed_have_no_reward_and_change_nothing_for_the_others() 
     assert batch.num_sequences == 24 - len(failed)
 
 
-def test_a_group_that_failed_as_a_whole_is_replaced() -> None:
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_a_group_with_fewer_than_two_rewards_is_replaced_and_counted(num_left: int) -> None:
     class Flaky(Turns):
+        num_asked = 0
+
         async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
-            return Failed("no browser") if turn["answer"] == 0 else await super().step(turn, state)
+            self.num_asked += turn["answer"] == 0
+            fails = turn["answer"] == 0 and self.num_asked > num_left and turn["number"] == 1
+            return Failed("no browser") if fails else await super().step(turn, state)
 
     class Numbered:
         position = 0
@@ -258,10 +309,11 @@ def test_a_group_that_failed_as_a_whole_is_replaced() -> None:
 
     scheduler = make(Rounds(), driver=driver(Flaky()), max_response_tokens=LIMIT)
     scheduler.book.prompts = Numbered()  # type: ignore[assignment]
-    groups, _ = run_on_clock(scheduler.take(0, 0))
+    groups, stats = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [1, 2]
     assert scheduler.ledger.dropped == {"failed": 3}
+    assert stats.num_failed_groups == 1
     check(scheduler, groups)
 
 
@@ -277,7 +329,7 @@ def test_an_environment_that_breaks_later_ends_the_run_too() -> None:
             return Failed("no browser") if len(self.asked) > 20 else await super().step(turn, state)
 
     scheduler = make(Rounds(), driver=driver(Breaks()), max_response_tokens=LIMIT)
-    with pytest.raises(UserError, match=r"40 groups in a row were dropped, the last one because its .*: no browser"):
+    with pytest.raises(UserError, match=r"40 groups in a row .* environment failed on 3 of its 3 samples: no browser"):
         run_on_clock(train(scheduler, [], num_steps=9, updates=0))
 
 
@@ -326,6 +378,74 @@ def test_an_evaluation_asks_the_same_environments() -> None:
     assert all(len(s.trajectories[0].turns) == 3 for s in samples)
 
 
+def test_metrics_say_what_samples_did_with_their_environment() -> None:
+    config = Config.model_validate({"environment": {"kind": "calculator"}})
+    one = driver(Turns(failing=6), max_turns=2)
+    scheduler = make(Rounds(), driver=one, max_response_tokens=LIMIT, samples_per_prompt=12)
+    groups, _ = run_on_clock(scheduler.take(0, 0))
+    assert groups is not None
+    batch = BatchBuilder(config).build(groups, one.metrics())
+    found = {name.partition("/")[2]: value for name, value in batch.metrics.items() if name.startswith("environment/")}
+    failed = [s.need for g in groups for s in g.samples if s.reward is None and isinstance(s.need, Ended)]
+    assert 0 < len(failed) < 22, "otherwise nothing is tested"
+    assert found["failed_samples"] == len(failed) <= found["errors"], "others fail in groups that are not done"
+    assert (found["timeouts"], found["cut_answers"], found["turn_limit_share"]) == (0, 0, 1)
+    assert (found["turns_mean"], found["answered_share"], found["given_tokens_mean"]) == (2, 1, 2)
+    assert found["wait_s"] >= 0
+    assert 0 < found["failed_share"] < 0.5
+    assert one.recent_failure is not None
+    assert one.recent_failure.message == "no browser"
+    assert one.metrics()["environment/failed_share"] == 0.0, "none since then"
+    assert one.metrics()["environment/errors"] == found["errors"]
+
+
+def test_an_evaluation_whose_environment_fails_has_only_a_count() -> None:
+    failed = Sample.of("eval-0.0", Prompt(0, (1,), "", "", "test"), need=Ended("failed", None, "error", "no browser"))
+    assert eval_metrics([failed], "a") == {"eval/a/num_samples": 0.0}
+
+
+# built-in environments
+
+
+def said(step: Any, text: str, answer: Any, number: int = 1, end: str = "stop", **options: Any) -> Any:
+    turn = {**turn_of(answer, number), "text": text, "end": end}
+    return asyncio.run(step(turn, None, **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("37*46?", "1702;"),
+        ("So 3 - 12 ?", "-9;"),
+        ("999999999*999999999?", "999999998000000001;"),
+        ("1234567890+1?", "234567891;"),
+        ("?", "!"),
+        ("2**9?", "!"),
+        ("__import__('os')?", "!"),
+    ],
+)
+def test_the_calculator_works_out_what_it_can_read(text: str, answer: str) -> None:
+    assert said(calculator, text, "0") == {"text": answer}
+    assert said(calculator, text, "0", is_broken=True) == {"text": "!"}
+
+
+def test_the_calculator_rewards_the_last_number_of_a_turn_that_is_no_call() -> None:
+    for text, reward in (("1702", 1.0), ("1702.", 1.0), ("it is 1702.\n", 1.0), ("17", 0.0), ("", 0.0), ("1702;", 0.0)):
+        assert said(calculator, text, "1702") == {"reward": reward}, text
+    assert said(calculator, "1702", 1702, number=3, cost=0.1) == {"reward": 0.8}
+    assert said(calculator, "1702", "1702", end="length") == {"reward": 0.0}, "a turn that was cut has no result"
+    assert said(calculator, "37*46?", "1702", end="length") == {"reward": 0.0}
+
+
+def test_a_number_is_guessed_or_not() -> None:
+    assert [said(guess, f"{n}?", "4") for n in (3, 5, 4)] == [{"text": ">"}, {"text": "<"}, {"reward": 1.0}]
+    assert said(guess, "3?", 4, is_silent=True) == {"text": "!"}
+    assert (
+        said(guess, "3?", 4, number=3) == said(guess, "4", 4) == said(guess, "4?", 4, end="length") == {"reward": 0.0}
+    )
+    assert said(guess, "3?", 4, number=3, max_guesses=4) == {"text": ">"}
+
+
 # worker processes
 
 
@@ -364,7 +484,7 @@ def test_an_environment_in_processes_answers_or_fails_and_others_go_on(name: str
 
 def test_a_step_function_that_does_not_fit_is_refused() -> None:
     spec = EnvironmentSpec("tests.unit.step_functions:no_step", timeout_s=2.0, process_memory_bytes=4 << 30)
-    with pytest.raises(UserError, match=r"no_step\": its signature is .* the parameters are turn, state"):
+    with pytest.raises(UserError, match=r"no_step\": its signature is .* does not fit turn, state and environment"):
         EnvironmentProcesses(spec)
 
 

@@ -187,7 +187,7 @@ def rollouts(loop: LoopThread, asked: Evaluator) -> RolloutManager:
     engines: Any = SimpleNamespace(loop=loop, pool=asked.pool)
     unused: Any = None
     evaluation = manager.InRunEvaluation(asked, [])
-    return RolloutManager(Config(), engines, unused, unused, unused, unused, evaluation)
+    return RolloutManager(Config(), engines, unused, unused, unused, unused, unused, evaluation)
 
 
 class Deadlines:

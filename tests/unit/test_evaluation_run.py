@@ -21,7 +21,7 @@ from bapo_megatron.evaluation.run import Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import Verdict
-from bapo_megatron.rollout.drivers import JudgeOnce
+from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
 from bapo_megatron.types import NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S, PATIENT
 from tests.unit.test_evaluate import Deadlines
@@ -116,13 +116,14 @@ def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(
     config = eval_config(Path("demo"), [], overrides, path, len(rewards))
     with RewardScorer(config) as scorer:
         asking = Asking(config, demo_model_path(), scorer, None)
-        asking.judge.tokenizer = Texts(list(rewards))
+        asking.tokenizer = Texts(list(rewards))
+        asking.driver = JudgeOnce(TextJudge(scorer, asking.tokenizer))
         (prompt,) = asking.prompts
         samples = [
             Sample.of(f"eval-0.{i}", prompt, (Segment.sampled(-1, 0, (i,), (-1.0,)),), NeedsEnvironment("stop"))
             for i in range(len(rewards))
         ]
-        judged = asking.judged(asyncio.run(JudgeOnce(asking.judge).advance(samples)))
+        judged = asking.judged(asyncio.run(asking.driver.advance(samples)))
         (problem,) = asking.problems([prompt], judged)
     assert [response.reward for response in judged] == list(rewards.values())
     assert problem.num_passed == sum(rewards.values())

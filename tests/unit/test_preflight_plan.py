@@ -16,8 +16,9 @@ from bapo_megatron.preflight import plan, work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.slurm import check_placement
+from bapo_megatron.preflight.explain import outline
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
-from bapo_megatron.preflight.memory import forwards_under_way, model_parameters, trainer_memory
+from bapo_megatron.preflight.memory import forwards_under_way, microbatch_tokens, model_parameters, trainer_memory
 from bapo_megatron.preflight.placement import place
 from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused, make_plan, step_balance
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
@@ -422,3 +423,14 @@ def test_more_recomputation_is_suggested_where_memory_is_short(present: str, mor
         parts = (more, 'train.recompute_modules=["core_attn", "mlp"]')
         assert totals[more,] < totals[parts]
         assert load_config([], [*parts]).train.recompute_modules == ("core_attn", "mlp")
+
+
+def test_the_environment_s_answers_are_part_of_the_longest_sequence() -> None:
+    limits = ["environment.max_turns=5", "environment.max_answer_tokens=100", "rollout.max_response_tokens=50"]
+    turns, one = (load_config(["tool_demo"], [*limits, f"environment.kind={kind}"]) for kind in ("guess", "none"))
+    assert one.longest_trained == one.longest_sequence == 16 + 50
+    assert turns.longest_trained == turns.longest_sequence == 16 + 50 + 4 * 100
+    assert microbatch_tokens(turns) > microbatch_tokens(one)
+    assert work.StepTokens.of(turns).per_sequence == turns.longest_trained
+    assert "turns      guess answers: at most 5 turns, answers of at most 100 tokens" in outline(turns)
+    assert "turns " not in outline(one)

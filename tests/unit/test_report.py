@@ -118,6 +118,19 @@ def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> N
     assert "no segments here" in page.text
 
 
+def test_an_environment_s_words_are_told_from_the_policy_s(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [plain(1)])
+    segments = [{"version": 0, "text": "37*"}, {"version": 2, "text": "46?"}, {"by": "environment", "text": "1702;"}]
+    segments += [{"version": 2, "text": "1702"}]
+    with contextlib.closing(JsonlWriter(run / "samples.jsonl")) as writer:
+        writer.write({"step": 1, "prompt": "37*46=", "reward": 1.0, "segments": segments})
+        writer.write({"step": 1, "prompt": "1+2=", "reward": 1.0, "segments": segments[3:]})
+    html, page = read_page(run)
+    assert '<span class="segment given">1702;</span>' in html
+    assert html.count("segment given") == 1
+    assert page.text.count("2 turns") == page.text.count("resumed 1×") == 1
+
+
 def test_long_responses_are_shortened_and_samples_of_the_whole_run_fit_the_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [plain(1)])
     writer = JsonlWriter(run / "samples.jsonl")

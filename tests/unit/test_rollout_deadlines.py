@@ -96,7 +96,7 @@ def manager(loop: LoopThread, take: Any, **counts: Any) -> RolloutManager:
     ledger = SimpleNamespace(num_tokens=_Tokens(now["tokens"]))
     scheduler: Any = _Counts(num_answers=now["judged"], take=lambda: take, driver=lambda: driver, ledger=lambda: ledger)
     unused: Any = None
-    return RolloutManager(config, engines, unused, unused, scheduler, unused, unused)
+    return RolloutManager(config, engines, unused, unused, unused, scheduler, unused, unused)
 
 
 class _Counts:
@@ -147,7 +147,7 @@ def test_an_evaluation_may_take_any_time_while_answers_come_in(loop: LoopThread)
 
     made = manager(loop, None)
     asked: Any = SimpleNamespace(sample=sample, deadline_s=SHORT_S, what="answers", progress=lambda: (progress.look(),))
-    made.evaluation = InRunEvaluation(asked, judges={})
+    made.evaluation = InRunEvaluation(asked, answers=[])
     with pytest.raises(EngineError, match="all were asked for"):
         made.evaluate(0)
 

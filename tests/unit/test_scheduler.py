@@ -142,6 +142,7 @@ def make(
     updates_per_step: int = 1,
     keep: Any = None,
     driver: Any = None,
+    max_turn_tokens: int | None = None,
     **settings_: Any,
 ) -> Scheduler:
     defaults = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_response_tokens": 16, "max_retries": 1}
@@ -159,6 +160,7 @@ def make(
         seed=seed,
         updates_per_step=updates_per_step,
         keep=keep or (lambda group: True),
+        max_turn_tokens=max_turn_tokens,
     )
 
 

@@ -10,6 +10,7 @@ from bapo_megatron.hf.shape import model_shape, unsupported
 from bapo_megatron.learner.fit import check_reference
 from bapo_megatron.learner.precision import Machine, check_precision
 from bapo_megatron.preflight.checks.data import check_data
+from bapo_megatron.preflight.checks.environment import check_environment
 from bapo_megatron.preflight.checks.eval import check_eval
 from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.preflight.checks.layout import check_batch, check_gpu_count, check_layout, check_sync
@@ -52,6 +53,7 @@ def check_settings(
         *check_cut(config),
         *check_data(config),
         *check_reward(config),
+        *check_environment(config, hf_config),
         *check_eval(config),
         *check_loss(config),
         *check_kl(config),

@@ -120,6 +120,19 @@ IDLE = (
     ),
     Idle("data.size", "data.source", lambda c: not c.data.has_rows, "a procedural data.source"),
     Idle(
+        "reward.kind reward.judges reward.weights reward.timeout_s reward.concurrency reward.allowed_calls",
+        "environment.kind",
+        lambda c: not c.environment.is_used,
+        'environment.kind="none"',
+        "an environment gives the rewards itself",
+    ),
+    Idle(
+        "environment.*",
+        "environment.kind",
+        lambda c: c.environment.is_used,
+        'environment.kind="calculator" or a function of your own',
+    ),
+    Idle(
         "reward.overlong_buffer_tokens",
         "reward.overlong_penalty",
         lambda c: c.reward.overlong_penalty > 0,

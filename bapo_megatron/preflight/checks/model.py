@@ -36,6 +36,7 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
         )
     positions = hf_config.get("max_position_embeddings")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    longest = config.longest_sequence - config.environment.max_given_tokens  # checks/environment.py adds its answers
     settings = ("data.max_prompt_tokens", "rollout.max_response_tokens", "model.path")
     if isinstance(positions, int) and prompt + response > positions:
         fitting = positions - response if response < positions else positions // 2
@@ -48,10 +49,10 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
             f"more than the model's max_position_embeddings={positions}",
             advice,
         )
-    elif isinstance(positions, int) and config.longest_sequence > positions:
+    elif isinstance(positions, int) and longest > positions:
         yield Violation(
             (*EVALUATES, *settings),
-            f"data.max_prompt_tokens + the longest max_response_tokens of eval.sets = {config.longest_sequence} is "
+            f"data.max_prompt_tokens + the longest max_response_tokens of eval.sets = {longest} is "
             f"more than the model's max_position_embeddings={positions}",
             f"set max_response_tokens={positions - prompt} there",
         )
