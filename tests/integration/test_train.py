@@ -80,6 +80,7 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     optional = (
         "eval/",
+        "environment/",
         "critic/",
         "loss/kl_",
         "loss/drift_masked_share",
