@@ -1,13 +1,18 @@
 """scripts/install_gpu.sh, with a Python that only notes what it is asked for; and which versions a machine gets."""
 
+import json
 import os
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from bapo_megatron.preflight.packages import requirements
 from tests.distributed import HANG_S
 
 ROOT = Path(__file__).parents[2]
@@ -148,3 +153,35 @@ def test_a_machine_with_a_gpu_gets_the_torch_that_sglang_pins(
 def test_another_stack_is_refused(machine: Machine) -> None:
     done = machine.run("scripts/quickstart.sh", BAPO_STACK="cuda")
     assert (done.returncode, done.stderr) == (2, "error: BAPO_STACK must be cpu or gpu, got cuda\n")
+
+
+@pytest.mark.slow
+def test_the_packages_of_a_gpu_machine_fit_together(tmp_path: Path) -> None:
+    """pip finds versions for all of them, for Python 3.12, as scripts/install_gpu.sh asks for them.
+
+    Transformer Engine's torch part and apex are left out, which have no wheels.
+    """
+    lines = [Requirement(line) for line in PINS.read_text().splitlines() if line and not line.startswith(("#", "apex"))]
+    held = [r for r in lines if r.marker is None or r.marker.evaluate({"python_version": "3.12"})]
+    constraints, report = tmp_path / "constraints.txt", tmp_path / "report.json"
+    constraints.write_text("".join(f"{r.name}{r.specifier}\n" for r in held))
+    ours = {r.name for group in ("core", "parquet", "sglang-needs") for r in requirements(group)}
+    (engine,) = (r for r in held if r.name == "transformer-engine")
+    wanted = [*sorted({"torch", "sglang", *ours}), "nvidia-ml-py", str(engine), f"{engine.name}-cu13{engine.specifier}"]
+    target = ["--python-version=3.12", "--implementation=cp", "--only-binary=:all:", f"--target={tmp_path / 'site'}"]
+    platforms = ["manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 35))]
+    target += [f"--platform={name}_x86_64" for name in [*platforms, "linux"]] + ["--platform=any"]
+    # pip would compare Requires-Python with this interpreter; it looks for files that fit Python 3.12 even so.
+    options = ["--dry-run", "--ignore-installed", "--ignore-requires-python", "--quiet", f"--report={report}"]
+    command = [sys.executable, "-m", "pip", "install", *options, *target, f"--constraint={constraints}", *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    if done.returncode and "CI" not in os.environ:
+        pytest.skip(f"pip cannot resolve them, perhaps for want of a network: {done.stderr.strip()[-500:]}")
+    assert done.returncode == 0, done.stderr
+    found = {
+        canonicalize_name(one["metadata"]["name"]): one["metadata"]["version"]
+        for one in json.loads(report.read_text())["install"]
+    }
+    for pin in held:
+        assert pin.name not in found or pin.specifier.contains(found[pin.name]), (pin, found[pin.name])
+    assert {"torch", "megatron-core", "sglang", "transformer-engine-cu13", "nvidia-cuda-nvcc"} <= found.keys()
