@@ -84,7 +84,7 @@ def check(scheduler: Scheduler, groups: Sequence[Group]) -> None:
         if s.finish_reason == "stop":
             assert len(lengths) == 3 == len(given) + 1
             assert s.state == lengths[:2]
-            assert s.reward == 3.0 - sum(lengths)
+            assert s.reward == 3.0 - sum(lengths) + 0.25 * 2
             assert s.turn_rewards == (0.25, 0.25)
     held = list(scheduler.book.buffered())
     kinds = (
@@ -213,6 +213,19 @@ def test_limits_of_turns_and_tokens_end_a_sample_with_what_it_has_earned() -> No
     assert all(s.reward == 0.25 * 2 for s in samples)
     assert all(isinstance(s.trajectories[0].segments[-1].origin, type(s.sampled_segments[0][0])) for s in samples)
     scheduler.ledger.check(scheduler.book.buffered())
+
+
+@pytest.mark.parametrize("max_turns", [2, 9])
+def test_a_sample_earns_all_that_its_environment_gave_whoever_ends_it(max_turns: int) -> None:
+    class Gives(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            reward = {"right": 1.0, "short": 0.5} if turn["number"] == 2 else 0.25
+            return End(reward) if turn["number"] == 2 < max_turns else Continue(None, token_ids=WORDS, reward=reward)
+
+    one = driver(Gives(), max_turns=max_turns)
+    groups, _ = run_on_clock(make(Rounds(), driver=one, max_response_tokens=LIMIT).take(0, 0))
+    ends = {(s.finish_reason, s.reward, str(s.need.parts)) for g in groups or () for s in g.samples}  # type: ignore[union-attr]
+    assert ends == {("stop" if max_turns == 9 else "turns", 1.75, "{'right': 1.0, 'short': 0.5}")}
 
 
 @pytest.mark.parametrize("budget", [None, 2])
@@ -374,7 +387,7 @@ def test_an_evaluation_asks_the_same_environments() -> None:
         return samples
 
     samples = asyncio.run(run())
-    assert [s.reward for s in samples] == [3.0 - s.num_sampled_tokens for s in samples]
+    assert [s.reward for s in samples] == [3.5 - s.num_sampled_tokens for s in samples]
     assert all(len(s.trajectories[0].turns) == 3 for s in samples)
 
 
