@@ -24,7 +24,7 @@ from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, NeedsToke
 from tests.hang import HANG_S
 from tests.states import through_checkpoint
 from tests.unit.test_continuous import TimedEngine, train
-from tests.unit.test_scheduler import STOP, ScriptedEngine, make, run_on_clock
+from tests.unit.test_scheduler import STOP, CountingPrompts, ScriptedEngine, make, run_on_clock
 
 WORDS = (20, 21)  # the environment's: no engine samples them
 LIMIT = 40
@@ -59,6 +59,13 @@ def ends_turns(engine_type: type[ScriptedEngine]) -> type[ScriptedEngine]:
             return STOP if position % (3 + seed % 5) == 2 else (seed + position) % 9
 
     return Short
+
+
+class Numbered(CountingPrompts):
+    """Prompts whose answer is their number."""
+
+    def next(self) -> Prompt:
+        return replace(super().next(), answer=self.position - 1)
 
 
 Rounds, Timed = ends_turns(ScriptedEngine), ends_turns(TimedEngine)
@@ -129,6 +136,49 @@ def test_a_slow_environment_is_no_broken_engine_and_holds_no_slot() -> None:
     groups, stats = run_on_clock(rounds.take(0, 0))
     assert groups is not None
     assert stats.num_rounds == 3
+
+
+@pytest.mark.parametrize("max_staleness", [0, 3])
+def test_training_waits_for_a_hanging_environment_in_the_last_step_possible_until_its_deadline(
+    max_staleness: int,
+) -> None:
+    class Hangs(Turns):
+        deadline_s = 60.0
+        num_hanging = 0
+
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            if turn["answer"] == 0 and turn["number"] == 2 and not self.num_hanging:
+                self.num_hanging += 1
+                await asyncio.sleep(self.deadline_s)
+                return Failed("no answer", "timeout")
+            return await super().step(turn, state)
+
+    engine = Timed()
+    scheduler = make(
+        engine, driver=driver(Hangs()), overlap=True, max_staleness=max_staleness, max_response_tokens=LIMIT
+    )
+    scheduler.book.prompts = Numbered()
+    steps: list[list[Group]] = []
+    waits_s: list[float] = []
+
+    async def run() -> None:
+        for step in range(6):
+            began_s = asyncio.get_running_loop().time()
+            groups, _ = await scheduler.take(step, step)
+            waits_s.append(asyncio.get_running_loop().time() - began_s)
+            steps.append(groups or [])
+            engine.version = step + 1
+            scheduler.pool.expect(step + 1)
+        await scheduler.close()
+
+    run_on_clock(run())
+    check(scheduler, [g for groups in steps for g in groups])
+    assert [step for step, wait_s in enumerate(waits_s) if wait_s > 1.0] == [max_staleness]
+    assert 59.0 < waits_s[max_staleness] < 60.0 + 1.0
+    (late,) = (g for g in steps[max_staleness] if g.prompt.prompt_id == 0)
+    assert [s.finish_reason for s in late.samples].count("failed") == 1
+    assert len(late.valid) == 2
+    assert scheduler.ledger.dropped == {"failed": 1}, "nothing was dropped as stale"
 
 
 @settings(max_examples=25, deadline=None)
@@ -313,15 +363,8 @@ def test_a_group_with_fewer_than_two_rewards_is_replaced_and_counted(num_left: i
             fails = turn["answer"] == 0 and self.num_asked > num_left and turn["number"] == 1
             return Failed("no browser") if fails else await super().step(turn, state)
 
-    class Numbered:
-        position = 0
-
-        def next(self) -> Prompt:
-            self.position += 1
-            return Prompt(self.position - 1, (1, 2, 3), "", self.position - 1, "test")
-
     scheduler = make(Rounds(), driver=driver(Flaky()), max_response_tokens=LIMIT)
-    scheduler.book.prompts = Numbered()  # type: ignore[assignment]
+    scheduler.book.prompts = Numbered()
     groups, stats = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [1, 2]
