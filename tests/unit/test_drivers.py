@@ -181,6 +181,28 @@ def test_training_waits_for_a_hanging_environment_in_the_last_step_possible_unti
     assert scheduler.ledger.dropped == {"failed": 1}, "nothing was dropped as stale"
 
 
+def test_a_turn_that_ends_while_sampling_closes_leaves_no_question_behind() -> None:
+    class Deaf(Timed):
+        async def abort(self, rid: str | None = None) -> None:
+            """Let the request end by itself."""
+
+    environment = Turns(answer_s=0.02)
+    engine = Deaf(token_s=0.01)
+    scheduler = make(
+        engine, driver=driver(environment), overlap=True, max_staleness=9, groups_in_flight=2, max_response_tokens=LIMIT
+    )
+
+    async def run() -> None:
+        await scheduler.take(0, 0)
+        num_asked = len(environment.asked)
+        await scheduler.close()
+        assert len(environment.asked) > num_asked, "otherwise nothing is tested"
+        await asyncio.sleep(0)
+        assert {task for task in asyncio.all_tasks() if not task.cancelling()} == {asyncio.current_task()}
+
+    run_on_clock(run())
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     answer_s=st.sampled_from([0.0, 0.0003, 0.01]),
