@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.rewards.environments import Continue, End, EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
 from bapo_megatron.rewards.steps import calculator, guess
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
@@ -136,6 +137,43 @@ def test_a_slow_environment_is_no_broken_engine_and_holds_no_slot() -> None:
     groups, stats = run_on_clock(rounds.take(0, 0))
     assert groups is not None
     assert stats.num_rounds == 3
+
+
+def test_overlap_hides_tools_of_half_a_second_and_rounds_wait_for_each_of_their_calls() -> None:
+    class Together(Timed):
+        async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+            return list(await asyncio.gather(*map(self.sample, requests)))
+
+    class Waits(Turns):
+        wait_s = 0.5
+
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            await asyncio.sleep(self.wait_s if turn["number"] < 3 else 0.0)
+            return await super().step(turn, state)
+
+    def step_s(wait_s: float, **mode: Any) -> float:
+        engine, environment, num_steps = Together(token_s=0.03), Waits(), 5
+        environment.wait_s = wait_s
+        options = {"prompts_per_step": 8, "samples_per_prompt": 8, "max_concurrent_requests": 64, **mode}
+        scheduler = make(engine, driver=driver(environment), max_response_tokens=LIMIT, **options)
+
+        async def run() -> float:
+            clock, began_s = asyncio.get_running_loop(), 0.0
+            for step in range(3 + num_steps):
+                began_s = clock.time() if step == 3 else began_s  # until then, overlapped sampling fills its slots
+                await scheduler.take(step, step)
+                await asyncio.sleep(0.25)  # trains
+                engine.version = step + 1
+                scheduler.pool.expect(step + 1)
+            took_s = clock.time() - began_s
+            await scheduler.close()
+            return took_s / num_steps
+
+        return run_on_clock(run())
+
+    overlap = {"overlap": True, "max_staleness": 8}
+    assert step_s(0.5, **overlap) < 1.3 * step_s(0.0, **overlap)
+    assert step_s(0.5) == pytest.approx(step_s(0.0) + 2 * 0.5)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 3])
