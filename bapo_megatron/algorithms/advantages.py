@@ -129,7 +129,7 @@ def whiten(advantages_S: Tensor) -> Tensor:
     batch, with A = r - mean of the group. The mean is not subtracted: A sums to 0 in every group, so the mean is only
     rounding error, and a response that teaches nothing keeps its exact 0. Statistics are over responses, not tokens (as
     in OpenRLHF), so one response's length does not change the advantages of the others. Unlike with `grpo`, a group of
-    nearly equal rewards is not scaled up to the size of the others.
+    nearly equal rewards is not scaled up to the size of the others. A response of several turns counts once per turn.
     """
     if not bool(advantages_S.any()):
         return advantages_S
