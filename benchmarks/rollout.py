@@ -40,7 +40,7 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
 from bapo_megatron.rewards.worker_pool import Verdict
-from bapo_megatron.rollout.drivers import JudgeOnce
+from bapo_megatron.rollout.drivers import Driver, JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Prompt
@@ -196,7 +196,7 @@ class Measured:
 class ModeRun:
     """One mode's training loop. It takes turns with the other modes, and each turn continues the last one."""
 
-    def __init__(self, mode: str, bench: Bench) -> None:
+    def __init__(self, mode: str, bench: Bench, driver: Driver | None = None) -> None:
         w = bench.workload
         config = RolloutConfig(
             prompts_per_step=w.prompts_per_step,
@@ -210,7 +210,7 @@ class ModeRun:
             config,
             pool=EnginePool([bench.engine]),
             prompts=RandomPrompts(w),
-            driver=JudgeOnce(lambda samples: [Verdict(0.0, None, "", 0.0)] * len(samples)),
+            driver=driver or JudgeOnce(lambda samples: [Verdict(0.0, None, "", 0.0)] * len(samples)),
             stop_token_ids=(),
             seed=w.seed,
         )
@@ -252,11 +252,11 @@ class ModeRun:
 class Bench:
     """An engine, its request loop and its weight channel, which all modes use in turns."""
 
-    def __init__(self, workload: Workload, url: str, pid: int, weights: dict[str, Tensor]) -> None:
+    def __init__(self, engine: PlannedEngine, workload: Workload, pid: int, weights: dict[str, Tensor]) -> None:
         self.workload = workload
         self.pid = pid
         self.loop = LoopThread()
-        self.engine = PlannedEngine(url, workload)
+        self.engine = engine
         self._weights = weights
         self._channel = BroadcastChannel(EnginePool([self.engine]), SyncConfig(timeout_s=TIMEOUT_S), self.loop.submit)
         self._channel.connect([TensorSpec.of(name, tensor) for name, tensor in self._weights.items()])
@@ -302,7 +302,7 @@ def rows(quick: bool) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         weights = save_model(Path(folder), plan.workload.max_context)
         with engine_process(Path(folder), plan.workload) as (url, pid):
-            bench = Bench(plan.workload, url, pid, weights)
+            bench = Bench(PlannedEngine(url, plan.workload), plan.workload, pid, weights)
             turns, theory = compare(bench, plan)
             bench.close()
     for mode in MODES:

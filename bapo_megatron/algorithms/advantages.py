@@ -11,8 +11,11 @@ Shape legend: G responses in the group, S responses in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,7 +37,13 @@ class SampleView:
     turn_lengths: tuple[int, ...]  # sampled tokens of each turn
     finish_reason: FinishReason | None
     parts: Mapping[str, float] = field(default_factory=dict)  # by name, if the judge's verdict has parts
-    turn_rewards: tuple[float | None, ...] = ()  # one per turn, if turns have their own rewards
+    earlier_rewards: tuple[float, ...] = ()  # scaled; of the first turns, without the last
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """One per turn. The last turn has the rest of `reward`, which is their sum."""
+        others = (0.0,) * (len(self.turn_lengths) - 1 - len(self.earlier_rewards))
+        return (*self.earlier_rewards, *others, self.reward - math.fsum(self.earlier_rewards))
 
     @property
     def num_tokens(self) -> int:
@@ -47,6 +56,7 @@ class GroupView:
 
     prompt: Prompt
     samples: tuple[SampleView, ...]
+    gamma: float = 1.0  # advantage.gamma
 
     @property
     def rewards_G(self) -> Tensor:
@@ -60,8 +70,9 @@ class GroupView:
 class Advantage:
     """A built-in advantage."""
 
-    function: Callable[[GroupView], Tensor]
+    function: Callable[[GroupView], Tensor | list[list[float]]]
     divides_by_std: bool = False  # by the group's standard deviation, so that scaling rewards has no effect
+    discounts: bool = False  # by advantage.gamma
 
 
 def grpo(group: GroupView) -> Tensor:
@@ -83,8 +94,28 @@ def rloo(group: GroupView) -> Tensor:
     return dr_grpo(group) * num / max(num - 1, 1)
 
 
+def grpo_turns(group: GroupView) -> list[list[float]]:
+    """Compute (R - mean) / (std + 1e-6) for each turn: its return R is its reward + gamma x the next turn's return.
+
+    Mean and std count each response once, in equal parts for its turns. So without discount, with rewards only at the
+    end, each turn has the advantage that `grpo` gives its response.
+    """
+    returns = [_returns(sample.turn_rewards, group.gamma) for sample in group.samples]
+    if len(returns) < 2 or len({value for turns in returns for value in turns}) < 2:
+        return [[0.0] * len(turns) for turns in returns]
+    means_G = group.rewards_G.new_tensor([statistics.fmean(turns) for turns in returns])
+    within = math.fsum(statistics.pvariance(turns) for turns in returns) / (len(returns) - 1)
+    mean, std = float(means_G.mean()), math.hypot(float(means_G.std()), math.sqrt(within))
+    return [[(value - mean) / (std + _EPSILON) for value in turns] for turns in returns]
+
+
+def _returns(rewards: Sequence[float], gamma: float) -> list[float]:
+    return list(accumulate(reversed(rewards), lambda later, reward: reward + gamma * later))[::-1]
+
+
 ESTIMATORS = {
     "grpo": Advantage(grpo, divides_by_std=True),
+    "grpo_turns": Advantage(grpo_turns, divides_by_std=True, discounts=True),
     "dr_grpo": Advantage(dr_grpo),
     "rloo": Advantage(rloo),
 }
@@ -98,7 +129,7 @@ def whiten(advantages_S: Tensor) -> Tensor:
     batch, with A = r - mean of the group. The mean is not subtracted: A sums to 0 in every group, so the mean is only
     rounding error, and a response that teaches nothing keeps its exact 0. Statistics are over responses, not tokens (as
     in OpenRLHF), so one response's length does not change the advantages of the others. Unlike with `grpo`, a group of
-    nearly equal rewards is not scaled up to the size of the others.
+    nearly equal rewards is not scaled up to the size of the others. A response of several turns counts once per turn.
     """
     if not bool(advantages_S.any()):
         return advantages_S

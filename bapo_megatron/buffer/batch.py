@@ -46,7 +46,8 @@ class BatchBuilder:
         config = self._config
         shaped = [[shaped_reward(s, config) for s in group.valid] for group in groups]
         rewards, reward_metrics = self._scaler.scaled(shaped)
-        views = [group_view(group, values) for group, values in zip(groups, rewards, strict=True)]
+        gamma, factor = config.advantage.gamma, self._scaler.factor
+        views = [group_view(group, values, gamma, factor) for group, values in zip(groups, rewards, strict=True)]
         turn_lens = torch.tensor([n for view in views for sample in view.samples for n in sample.turn_lengths])
         of_turns = [x for view in views for values in self._advantages(view) for x in values]
         advantages = torch.tensor(of_turns, dtype=torch.float64)
@@ -96,22 +97,23 @@ class BatchBuilder:
         self._scaler.load_state_dict(state["rewards"])
 
 
-def group_view(group: Group, rewards: Sequence[float]) -> GroupView:
+def group_view(group: Group, rewards: Sequence[float], gamma: float, factor: float) -> GroupView:
     """Return the view of a group that its advantage gets.
 
     Args:
         rewards: the rewards of its valid samples, shaped and scaled.
+        gamma: advantage.gamma.
+        factor: the scale of rewards, for the turns' own.
     """
-    return GroupView(group.prompt, tuple(_sample_view(*found) for found in zip(group.valid, rewards, strict=True)))
+    samples = (_sample_view(s, reward, factor) for s, reward in zip(group.valid, rewards, strict=True))
+    return GroupView(group.prompt, tuple(samples), gamma)
 
 
-def _sample_view(sample: Sample, reward: float) -> SampleView:
-    turn_lengths = tuple(len(turn) for trajectory in sample.trajectories for turn in trajectory.turns)
+def _sample_view(sample: Sample, reward: float, factor: float) -> SampleView:
+    turn_lengths = tuple(len(turn) for trajectory in sample.trajectories for turn in trajectory.turns) or (0,)
     parts = sample.need.parts if isinstance(sample.need, Ended) else {}
-    of_turns = [None if r is None else total(r) for r in sample.turn_rewards]
-    if of_turns:
-        of_turns += [None] * (len(turn_lengths) - len(of_turns))  # the last turn's reward is the sample's own
-    return SampleView(reward, turn_lengths or (0,), sample.finish_reason, parts, tuple(of_turns))
+    earlier = tuple(factor * total(r or 0.0) for r in sample.turn_rewards[: len(turn_lengths) - 1])
+    return SampleView(reward, turn_lengths, sample.finish_reason, parts, earlier)
 
 
 def _zeros(view: GroupView) -> list[list[float]]:

@@ -394,12 +394,14 @@ class AdvantageConfig(Section):
 
     kind: Annotated[str, AfterValidator(ADVANTAGE.known)] = "grpo"
     """One advantage per response, from its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the
-    others; or your own function, "my_package.my_module:my_advantage". One advantage per token, from a critic (see
-    [critic]): gae: generalized advantage estimation; n_step: n-step returns."""
+    others; or your own function, "my_package.my_module:my_advantage". One per turn: grpo_turns: grpo of the rewards
+    from this turn on, discounted by gamma. One per token, from a critic (see [critic]): gae: generalized advantage
+    estimation; n_step: n-step returns."""
     whiten_batch: bool = False
     """Whiten the advantages over the responses of the batch: with dr_grpo, REINFORCE++ with a group baseline."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """gae, n_step: discount of rewards per token; 1 means none, as usual if the reward comes at the end."""
+    """Discount of later rewards, per token (gae, n_step) or per turn (grpo_turns); 1 means none, as usual if the reward
+    comes at the end."""
     lam: float = Field(1.0, ge=0, le=1)
     """gae: 1 is the whole return minus the value, without bias; a smaller one trusts the critic more: the reward fades
     by this factor per token, and values take its place."""
@@ -412,6 +414,11 @@ class AdvantageConfig(Section):
     def compares_responses(self) -> bool:
         """Whether advantages come from the rewards of a group, not from a critic's values."""
         return self.kind not in WITH_CRITIC
+
+    @property
+    def discounts(self) -> bool:
+        """Whether gamma may matter; a function of your own can read it."""
+        return self.kind not in ESTIMATORS or ESTIMATORS[self.kind].discounts
 
     @property
     def divides_by_std(self) -> bool:

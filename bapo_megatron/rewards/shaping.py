@@ -120,18 +120,23 @@ class RewardScaler:
         self._settings = settings
         self._moments = Moments()
 
+    @property
+    def factor(self) -> float:
+        """The scale of the latest batch's rewards, before reward.clip."""
+        std = math.sqrt(self._moments.std**2 + _EPSILON) if self._moments.count else 1.0
+        return self._settings.scale / std
+
     def scaled(self, groups: Sequence[Sequence[float]]) -> tuple[list[list[float]], dict[str, float]]:
         """Scale a batch's rewards by statistics that include them; return them by group, with metrics.
 
         Args:
             groups: the shaped rewards of each group, all finite.
         """
-        settings, std, metrics = self._settings, 1.0, {}
+        settings, metrics = self._settings, {}
         if settings.running_std:
             self._moments = self._moments.with_more([reward for group in groups for reward in group])
-            std = math.sqrt(self._moments.std**2 + _EPSILON) if self._moments.count else 1.0
             metrics["reward/running_std"] = self._moments.std
-        unbounded = [[settings.scale * reward / std for reward in group] for group in groups]
+        unbounded = [[self.factor * reward for reward in group] for group in groups]
         if settings.clip is None:
             return unbounded, metrics
         num_clipped = sum(abs(reward) > settings.clip for group in unbounded for reward in group)

@@ -170,10 +170,11 @@ class ContinuousSampling:
 
     async def close(self) -> None:
         """Stop sampling for good: like `halt`, but without waiting for environments, which will be asked again."""
-        if not self._book.by_group:
-            for task in self._answers.values():
+        try:
+            await self.halt()
+        finally:
+            for task in self._answers.values():  # also those that the last replies led to
                 task.cancel()
-        await self.halt()
 
     def _pump(self) -> None:
         """Admit new groups within the bound, and give every free slot to the first sample in the queue."""

@@ -7,6 +7,7 @@ Training in rounds or as a stream, the evaluation in a run, and `bapo eval` use 
 
 import asyncio
 import logging
+import math
 import statistics
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from bapo_megatron.errors import UserError, plural
 from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, TurnJson
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.types import Ended, NeedsEnvironment, NeedsTokens, Sample, total
+from bapo_megatron.types import Ended, FinishReason, NeedsEnvironment, NeedsTokens, Reward, Sample, total
 
 log = logging.getLogger(__name__)
 
@@ -207,8 +208,7 @@ class StepDriver:
             raise UserError(f"environment, {where}: neither words nor an end: {answer!r:.200}")
         self._works = True
         self._counts["ended"] += 1
-        parts = answer.reward if isinstance(answer.reward, Mapping) else {}
-        return replace(sample, need=Ended(end, total(answer.reward), parts=parts))
+        return replace(sample, need=_ended(end, [*sample.turn_rewards, answer.reward]))
 
     def _continued(self, sample: Sample, answer: Continue, token_ids: list[int]) -> Sample:
         if not token_ids:
@@ -224,8 +224,8 @@ class StepDriver:
         if reason is None:
             return longer
         self._counts["ended"] += 1
-        earned = sum(total(reward) for reward in longer.turn_rewards if reward is not None)
-        return replace(sample, need=Ended(reason, earned), state=answer.state, turn_rewards=longer.turn_rewards)
+        end = _ended(reason, longer.turn_rewards)
+        return replace(sample, need=end, state=answer.state, turn_rewards=longer.turn_rewards)
 
     def _count_failure(self, sample: Sample, failure: Failed) -> None:
         where = f"turn {len(sample.turn_rewards) + 1} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
@@ -238,3 +238,12 @@ class StepDriver:
                 f"the environment failed on all of the first {num_failed} turns, so nothing can be learned; the last "
                 f"one, {where}: {failure.reason}"
             )
+
+
+def _ended(reason: FinishReason, rewards: Sequence[Reward | None]) -> Ended:
+    """Return the end of a sample with the sum of its turns' rewards and its end's, whoever ended it."""
+    given = [reward for reward in rewards if reward is not None]
+    parts: dict[str, float] = {}
+    for name, part in (found for reward in given if isinstance(reward, Mapping) for found in reward.items()):
+        parts[name] = parts.get(name, 0.0) + part
+    return Ended(reason, math.fsum(map(total, given)), parts=parts)

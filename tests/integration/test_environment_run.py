@@ -24,10 +24,12 @@ NUM_STEPS = 3
 TALK = (
     "environment.kind=tests.unit.step_functions:talk",
     'environment.stop_tokens=["0","1","2","3"]',
+    "advantage.kind=grpo_turns",
+    "advantage.gamma=0.9",
     "rollout.tokens_per_round=1",
     "rollout.groups_in_flight=9",
 )
-"""Three short turns in each sample, and one token a round, so that a step leaves samples anywhere."""
+"""Three short turns with rewards in each sample, and one token a round, so that a step leaves samples anywhere."""
 
 
 @pytest.fixture(scope="module")

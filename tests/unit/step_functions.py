@@ -35,11 +35,11 @@ async def astep(turn: dict[str, Any], state: Any) -> Any:
 
 
 def talk(turn: dict[str, Any], state: Any, *, num_answers: int = 2) -> Any:
-    """Answer the first turns with how many tokens there were so far; reward an odd number."""
+    """Answer the first turns with how many tokens there were so far; reward odd numbers."""
     count = (state or 0) + len(turn["token_ids"])
     if turn["number"] > num_answers:
         return {"reward": float(count % 2)}
-    return {"text": f"{count};", "state": count}
+    return {"text": f"{count};", "state": count, "reward": 0.5 * (count % 2)}
 
 
 def no_step(turn: dict[str, Any]) -> Any:

@@ -2,6 +2,9 @@
 
 import statistics
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,46 @@ def test_formulas(rewards: list[float]) -> None:
         assert ESTIMATORS[name].function(group_of(rewards)).dtype == torch.float64
 
 
+turns = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 1.0]), min_size=1, max_size=5)
+
+
+def group_of_turns(samples: list[list[float]], gamma: float) -> GroupView:
+    views = (SampleView(sum(r), (1,) * len(r), "stop", earlier_rewards=tuple(r[:-1])) for r in samples)
+    return GroupView(PROMPT, tuple(views), gamma)
+
+
+@settings(max_examples=100, deadline=None)
+@given(samples=st.lists(turns, min_size=2, max_size=6), gamma=st.sampled_from([0.3, 0.9, 1.0]))
+def test_turns_get_their_standardised_returns(samples: list[list[float]], gamma: float) -> None:
+    """Against sums written out: each sample counts once, and each of its turns equally."""
+    returns = [[sum(gamma ** (j - k) * r[j] for j in range(k, len(r))) for k in range(len(r))] for r in samples]
+    weighted = [(value, 1 / len(of_sample)) for of_sample in returns for value in of_sample]
+    mean = sum(w * value for value, w in weighted) / len(samples)
+    std = (sum(w * (value - mean) ** 2 for value, w in weighted) / (len(samples) - 1)) ** 0.5
+    got = advantage_function("grpo_turns")(group_of_turns(samples, gamma))
+    assert list(map(len, got)) == list(map(len, samples))
+    expected = [(value - mean) / (std + 1e-6) for value, _ in weighted]
+    assert [*chain(*got)] == pytest.approx(expected, abs=1e-8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=rewards, num_turns=st.lists(st.integers(1, 5), min_size=9, max_size=9))
+def test_turns_without_rewards_of_their_own_get_the_advantage_of_their_sample(
+    rewards: list[float], num_turns: list[int]
+) -> None:
+    by_turns, expected = advantage_function("grpo_turns"), advantage_function("grpo")(group_of(rewards))
+    assert by_turns(group_of(rewards)) == expected, "bit for bit"
+    counts = num_turns[: len(rewards)]
+    several = [[0.0] * (n - 1) + [r] for n, r in zip(counts, rewards, strict=True)]
+    spread = [a for (a,), n in zip(expected, counts, strict=True) for _ in range(n)]
+    assert [*chain(*by_turns(group_of_turns(several, 1.0)))] == pytest.approx(spread)
+
+
+def test_turns_of_one_sample_or_with_equal_returns_teach_nothing() -> None:
+    assert ESTIMATORS["grpo_turns"].function(group_of_turns([[1.0, 0.5]], 0.5)) == [[0.0, 0.0]]
+    assert ESTIMATORS["grpo_turns"].function(group_of_turns([[0.5, 1.0], [1.0]], 0.5)) == [[0.0, 0.0], [0.0]]
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [0.1] * 7, [1.0], []])
 def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float]) -> None:
@@ -53,7 +96,8 @@ def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float]) -> None
 @settings(max_examples=50, deadline=None)
 @given(rewards=rewards, factor=st.floats(0.5, 4))
 def test_the_trait_says_whether_a_scale_of_rewards_does_nothing(name: str, rewards: list[float], factor: float) -> None:
-    plain, scaled = (ESTIMATORS[name].function(group_of([f * r for r in rewards])) for f in (1.0, factor))
+    advantage = advantage_function(name)
+    plain, scaled = (torch.tensor(advantage(group_of([f * r for r in rewards]))) for f in (1.0, factor))
     expected = plain if ESTIMATORS[name].divides_by_std else factor * plain
     torch.testing.assert_close(scaled, expected, rtol=1e-4, atol=1e-4)
 
@@ -93,8 +137,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 TWO_TURNS = GroupView(
     PROMPT,
     (
-        SampleView(1.0, (3, 2), "stop", parts={"format": 0.25, "answer": 0.75}, turn_rewards=(0.0, 1.0)),
-        SampleView(0.0, (4, 0), "length", turn_rewards=(0.5, 0.0)),
+        SampleView(1.0, (3, 2), "stop", parts={"format": 0.25, "answer": 0.75}, earlier_rewards=(0.25,)),
+        SampleView(0.0, (4, 0), "length"),
     ),
 )
 
@@ -102,7 +146,7 @@ TWO_TURNS = GroupView(
 @pytest.mark.usefixtures("own")
 def test_one_value_per_sample_or_per_turn() -> None:
     assert advantage_function("own_advantages:by_length")(TWO_TURNS) == [[0.2, 0.2], [0.0, 0.0]]
-    assert advantage_function("own_advantages:by_turn")(TWO_TURNS) == [[-0.5, 0.5], [0.0, -0.5]]
+    assert advantage_function("own_advantages:by_turn")(TWO_TURNS) == [[-0.25, 0.25], [-0.5, -0.5]]
     assert advantage_function("own_advantages:as_tensor")(TWO_TURNS) == [[2.0, 2.0], [0.0, 0.0]]
 
 
@@ -134,3 +178,57 @@ def test_the_view_is_of_the_group_that_was_judged() -> None:
         (16.0, (4,), "stop"),
     ]
     assert batch.advantages_T.tolist() == [0, 0, 4, 4, 0, 0, 4, 4, 4, 4]
+
+
+def sample_of_turns(index: int, rewards: Sequence[float | None], end: Ended) -> Sample:
+    """Return a sample whose turn k, from 0, has k + 1 tokens; the last turn has the rest of the reward."""
+    turns = ([Segment.sampled(0, 0, (5,) * (k + 1), (-1.0,) * (k + 1))] for k in range(len(rewards)))
+    first, *others = (list(turn) for turn in turns)
+    segments = [*first, *chain(*([Segment.given("environment", (7,)), *turn] for turn in others))]
+    return replace(Sample.of(f"3.{index}", PROMPT, segments, end), turn_rewards=tuple(rewards[:-1]))
+
+
+def test_rewards_of_turns_are_scaled_and_their_advantages_reach_their_tokens() -> None:
+    samples = (
+        sample_of_turns(0, (0.5, None, 1.0), Ended("stop", 1.5)),
+        sample_of_turns(1, (0.25, 0.0), Ended("turns", 0.25)),
+    )
+    settings_ = {"advantage": {"kind": "grpo_turns", "gamma": 0.5}, "reward": {"scale": 4.0, "clip": 5.0}}
+    batch = BatchBuilder(Config.model_validate(settings_)).build([Group(PROMPT, samples)], {})
+    expected = advantage_function("grpo_turns")(group_of_turns([[2.0, 0.0, 3.0], [1.0, 0.0]], 0.5))
+    assert batch.rewards_S is not None
+    assert batch.rewards_S.tolist() == [5.0, 1.0]
+    of_tokens = [[a] * (k + 1) for turns in expected for k, a in enumerate(turns)]
+    assert batch.advantages_T[batch.sampled_T].tolist() == torch.tensor([*chain(*of_tokens)]).tolist()
+    assert not batch.advantages_T[~batch.sampled_T].any()
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@settings(max_examples=20, deadline=None)
+@given(
+    groups=st.lists(st.lists(turns, min_size=10, max_size=12), min_size=1, max_size=3),
+    failed=st.integers(0, 9),
+    whitens=st.booleans(),
+)
+def test_a_tenth_of_failed_samples_changes_no_bit_for_the_others(
+    kind: str, groups: list[list[list[float]]], failed: int, whitens: bool
+) -> None:
+    config = Config.model_validate(
+        {"advantage": {"kind": kind, "gamma": 0.9, "whiten_batch": whitens}, "reward": {"running_std": True}}
+    )
+    ends = [
+        Group(
+            PROMPT,
+            tuple(
+                sample_of_turns(i, r, Ended("failed", None, "error") if i % 10 == failed else Ended("stop", sum(r)))
+                for i, r in enumerate(samples)
+            ),
+        )
+        for samples in groups
+    ]
+    batch, alone = (
+        BatchBuilder(config).build(one, {}) for one in (ends, [replace(g, samples=tuple(g.valid)) for g in ends])
+    )
+    assert batch.num_sequences < sum(map(len, groups))
+    assert batch.advantages_T.equal(alone.advantages_T)
+    assert batch.metrics == alone.metrics

@@ -90,6 +90,7 @@ def messages(*overrides: str) -> list[str]:
         ("environment.kind=guess environment.max_turn_tokens=600", ["max_turn_tokens=600", "max_response_tokens=512"]),
         ("environment.kind=guess environment.max_answer_tokens=500", ["of 1024 tokens with 4 - 1", "2524", "=2048"]),
         ("critic.lr=1e-4", ["critic.lr=0.0001 has no effect", 'advantage.kind="gae" or "n_step"']),
+        ("advantage.gamma=0.9", ["advantage.gamma=0.9 has no effect", '"n_step" or "grpo_turns"']),
         ("advantage.kind=gae critic.warmup_steps=100", ["warmup_steps=100", "never change", "train.num_steps"]),
         ("advantage.kind=gae rollout.keep_group=informative", ["samples_per_prompt=8", 'keep_group="all"']),
         ("advantage.kind=gae advantage.whiten_batch=true", ["one per token", "whiten_tokens"]),
@@ -129,6 +130,10 @@ def test_shaping_that_makes_no_sense_only_warns() -> None:
 
 def test_a_critic_needs_no_groups() -> None:
     assert messages("advantage.kind=gae", "rollout.samples_per_prompt=1", "critic.lr=1e-4") == []
+
+
+def test_turns_may_be_discounted() -> None:
+    assert messages("advantage.kind=grpo_turns", "advantage.gamma=0.9") == []
 
 
 def test_overlap_on_shared_cores_warns() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.rewards.environments import Continue, End, EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
 from bapo_megatron.rewards.steps import calculator, guess
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
@@ -24,7 +25,7 @@ from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, NeedsToke
 from tests.hang import HANG_S
 from tests.states import through_checkpoint
 from tests.unit.test_continuous import TimedEngine, train
-from tests.unit.test_scheduler import STOP, ScriptedEngine, make, run_on_clock
+from tests.unit.test_scheduler import STOP, CountingPrompts, ScriptedEngine, make, run_on_clock
 
 WORDS = (20, 21)  # the environment's: no engine samples them
 LIMIT = 40
@@ -61,6 +62,13 @@ def ends_turns(engine_type: type[ScriptedEngine]) -> type[ScriptedEngine]:
     return Short
 
 
+class Numbered(CountingPrompts):
+    """Prompts whose answer is their number."""
+
+    def next(self) -> Prompt:
+        return replace(super().next(), answer=self.position - 1)
+
+
 Rounds, Timed = ends_turns(ScriptedEngine), ends_turns(TimedEngine)
 
 
@@ -84,7 +92,7 @@ def check(scheduler: Scheduler, groups: Sequence[Group]) -> None:
         if s.finish_reason == "stop":
             assert len(lengths) == 3 == len(given) + 1
             assert s.state == lengths[:2]
-            assert s.reward == 3.0 - sum(lengths)
+            assert s.reward == 3.0 - sum(lengths) + 0.25 * 2
             assert s.turn_rewards == (0.25, 0.25)
     held = list(scheduler.book.buffered())
     kinds = (
@@ -129,6 +137,108 @@ def test_a_slow_environment_is_no_broken_engine_and_holds_no_slot() -> None:
     groups, stats = run_on_clock(rounds.take(0, 0))
     assert groups is not None
     assert stats.num_rounds == 3
+
+
+def test_overlap_hides_tools_of_half_a_second_and_rounds_wait_for_each_of_their_calls() -> None:
+    class Together(Timed):
+        async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+            return list(await asyncio.gather(*map(self.sample, requests)))
+
+    class Waits(Turns):
+        wait_s = 0.5
+
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            await asyncio.sleep(self.wait_s if turn["number"] < 3 else 0.0)
+            return await super().step(turn, state)
+
+    def step_s(wait_s: float, **mode: Any) -> float:
+        engine, environment, num_steps = Together(token_s=0.03), Waits(), 5
+        environment.wait_s = wait_s
+        options = {"prompts_per_step": 8, "samples_per_prompt": 8, "max_concurrent_requests": 64, **mode}
+        scheduler = make(engine, driver=driver(environment), max_response_tokens=LIMIT, **options)
+
+        async def run() -> float:
+            clock, began_s = asyncio.get_running_loop(), 0.0
+            for step in range(3 + num_steps):
+                began_s = clock.time() if step == 3 else began_s  # until then, overlapped sampling fills its slots
+                await scheduler.take(step, step)
+                await asyncio.sleep(0.25)  # trains
+                engine.version = step + 1
+                scheduler.pool.expect(step + 1)
+            took_s = clock.time() - began_s
+            await scheduler.close()
+            return took_s / num_steps
+
+        return run_on_clock(run())
+
+    overlap = {"overlap": True, "max_staleness": 8}
+    assert step_s(0.5, **overlap) < 1.3 * step_s(0.0, **overlap)
+    assert step_s(0.5) == pytest.approx(step_s(0.0) + 2 * 0.5)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 3])
+def test_training_waits_for_a_hanging_environment_in_the_last_step_possible_until_its_deadline(
+    max_staleness: int,
+) -> None:
+    class Hangs(Turns):
+        deadline_s = 60.0
+        num_hanging = 0
+
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            if turn["answer"] == 0 and turn["number"] == 2 and not self.num_hanging:
+                self.num_hanging += 1
+                await asyncio.sleep(self.deadline_s)
+                return Failed("no answer", "timeout")
+            return await super().step(turn, state)
+
+    engine = Timed()
+    scheduler = make(
+        engine, driver=driver(Hangs()), overlap=True, max_staleness=max_staleness, max_response_tokens=LIMIT
+    )
+    scheduler.book.prompts = Numbered()
+    steps: list[list[Group]] = []
+    waits_s: list[float] = []
+
+    async def run() -> None:
+        for step in range(6):
+            began_s = asyncio.get_running_loop().time()
+            groups, _ = await scheduler.take(step, step)
+            waits_s.append(asyncio.get_running_loop().time() - began_s)
+            steps.append(groups or [])
+            engine.version = step + 1
+            scheduler.pool.expect(step + 1)
+        await scheduler.close()
+
+    run_on_clock(run())
+    check(scheduler, [g for groups in steps for g in groups])
+    assert [step for step, wait_s in enumerate(waits_s) if wait_s > 1.0] == [max_staleness]
+    assert 59.0 < waits_s[max_staleness] < 60.0 + 1.0
+    (late,) = (g for g in steps[max_staleness] if g.prompt.prompt_id == 0)
+    assert [s.finish_reason for s in late.samples].count("failed") == 1
+    assert len(late.valid) == 2
+    assert scheduler.ledger.dropped == {"failed": 1}, "nothing was dropped as stale"
+
+
+def test_a_turn_that_ends_while_sampling_closes_leaves_no_question_behind() -> None:
+    class Deaf(Timed):
+        async def abort(self, rid: str | None = None) -> None:
+            """Let the request end by itself."""
+
+    environment = Turns(answer_s=0.02)
+    engine = Deaf(token_s=0.01)
+    scheduler = make(
+        engine, driver=driver(environment), overlap=True, max_staleness=9, groups_in_flight=2, max_response_tokens=LIMIT
+    )
+
+    async def run() -> None:
+        await scheduler.take(0, 0)
+        num_asked = len(environment.asked)
+        await scheduler.close()
+        assert len(environment.asked) > num_asked, "otherwise nothing is tested"
+        await asyncio.sleep(0)
+        assert {task for task in asyncio.all_tasks() if not task.cancelling()} == {asyncio.current_task()}
+
+    run_on_clock(run())
 
 
 @settings(max_examples=25, deadline=None)
@@ -213,6 +323,19 @@ def test_limits_of_turns_and_tokens_end_a_sample_with_what_it_has_earned() -> No
     assert all(s.reward == 0.25 * 2 for s in samples)
     assert all(isinstance(s.trajectories[0].segments[-1].origin, type(s.sampled_segments[0][0])) for s in samples)
     scheduler.ledger.check(scheduler.book.buffered())
+
+
+@pytest.mark.parametrize("max_turns", [2, 9])
+def test_a_sample_earns_all_that_its_environment_gave_whoever_ends_it(max_turns: int) -> None:
+    class Gives(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            reward = {"right": 1.0, "short": 0.5} if turn["number"] == 2 else 0.25
+            return End(reward) if turn["number"] == 2 < max_turns else Continue(None, token_ids=WORDS, reward=reward)
+
+    one = driver(Gives(), max_turns=max_turns)
+    groups, _ = run_on_clock(make(Rounds(), driver=one, max_response_tokens=LIMIT).take(0, 0))
+    ends = {(s.finish_reason, s.reward, str(s.need.parts)) for g in groups or () for s in g.samples}  # type: ignore[union-attr]
+    assert ends == {("stop" if max_turns == 9 else "turns", 1.75, "{'right': 1.0, 'short': 0.5}")}
 
 
 @pytest.mark.parametrize("budget", [None, 2])
@@ -300,15 +423,8 @@ def test_a_group_with_fewer_than_two_rewards_is_replaced_and_counted(num_left: i
             fails = turn["answer"] == 0 and self.num_asked > num_left and turn["number"] == 1
             return Failed("no browser") if fails else await super().step(turn, state)
 
-    class Numbered:
-        position = 0
-
-        def next(self) -> Prompt:
-            self.position += 1
-            return Prompt(self.position - 1, (1, 2, 3), "", self.position - 1, "test")
-
     scheduler = make(Rounds(), driver=driver(Flaky()), max_response_tokens=LIMIT)
-    scheduler.book.prompts = Numbered()  # type: ignore[assignment]
+    scheduler.book.prompts = Numbered()
     groups, stats = run_on_clock(scheduler.take(0, 0))
     assert groups is not None
     assert [g.prompt.prompt_id for g in groups] == [1, 2]
@@ -374,7 +490,7 @@ def test_an_evaluation_asks_the_same_environments() -> None:
         return samples
 
     samples = asyncio.run(run())
-    assert [s.reward for s in samples] == [3.0 - s.num_sampled_tokens for s in samples]
+    assert [s.reward for s in samples] == [3.5 - s.num_sampled_tokens for s in samples]
     assert all(len(s.trajectories[0].turns) == 3 for s in samples)
 
 

@@ -21,6 +21,14 @@ sys.argv = ["rollout", "--quick"]
 sys.exit(rollout.main(rollout.__doc__, rollout.rows))
 """
 
+SLOW_ENVIRONMENT = """
+import sys
+from benchmarks import slow_environment
+slow_environment.QUICK, slow_environment.NUM_WARMUP = (1, 1), 1
+sys.argv = ["slow_environment", "--quick"]
+sys.exit(slow_environment.main(slow_environment.__doc__, slow_environment.rows))
+"""
+
 
 def test_step_cost_is_linear_between_grid_points_and_constant_outside() -> None:
     cost = StepCost(rows=(1, 3), contexts=(10, 20), seconds=((1.0, 2.0), (3.0, 6.0)))
@@ -75,13 +83,25 @@ def test_lengths_have_the_stated_median_and_a_long_tail() -> None:
     assert lengths[0] >= 1
 
 
-@pytest.mark.slow
-def test_the_benchmark_runs() -> None:
+def rows_of(code: str) -> list[str]:
+    """Run a benchmark; return the first cells of the rows that it printed."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ONE_TURN]
+    command = [sys.executable, "-c", code]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert run.returncode == 0, run.stderr
-    rows = [line.split(" | ")[0].strip("| ") for line in run.stdout.splitlines() if line.startswith("| ")]
+    assert "Task was destroyed" not in run.stderr
+    return [line.split(" | ")[0].strip("| ") for line in run.stdout.splitlines() if line.startswith("| ")]
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs() -> None:
+    rows = rows_of(ONE_TURN)
     modes = ["synchronous", "partial", "over-sampled", "overlapped"]
     assert rows[:6] == ["case", "mode", *modes]
     assert [row.split(",")[0] for row in rows[-3:]] == [f"step of {mode} rollouts" for mode in modes[1:]]
+
+
+@pytest.mark.slow
+def test_slow_environments_are_measured() -> None:
+    steps = [f"step of {mode} rollouts, tool takes 0.5 s a turn" for mode in ("synchronous", "overlapped")]
+    assert rows_of(SLOW_ENVIRONMENT) == ["case", *steps]

@@ -80,7 +80,13 @@ IDLE = (
         'advantage.kind="gae" or "n_step"',
     ),
     Idle(
-        "advantage.gamma advantage.whiten_tokens",
+        "advantage.gamma",
+        "advantage.kind",
+        lambda c: c.advantage.discounts,
+        'advantage.kind="gae", "n_step" or "grpo_turns"',
+    ),
+    Idle(
+        "advantage.whiten_tokens",
         "advantage.kind",
         lambda c: not c.advantage.compares_responses,
         'advantage.kind="gae" or "n_step"',
