@@ -231,7 +231,8 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
 )  # fmt: skip
 def test_each_slip_gets_one_line(capsys: pytest.CaptureFixture[str], command: str, answer: str) -> None:
     assert cli.main(command.split()) == 2
-    assert capsys.readouterr().err == f"bapo: {answer}\n"
+    unquoted = [text.replace("'", "") for text in (capsys.readouterr().err, f"bapo: {answer}\n")]
+    assert unquoted[0] == unquoted[1], "newer Pythons print choices without quotes"
 
 
 @pytest.mark.parametrize(
