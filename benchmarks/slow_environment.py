@@ -40,7 +40,7 @@ class TurnsWorkload(Workload):
 
     samples_per_prompt: int = 8
     max_response_tokens: int = 48 * NUM_TURNS
-    median_tokens: float = 6.0  # of one turn
+    median_tokens: float = 6.0  # in each turn
     sigma: float = 0.8
 
     @property
