@@ -76,7 +76,7 @@ def driver(wait_s: float, workload: Workload) -> StepDriver:
     spec = EnvironmentSpec("benchmarks.slow_environment:step", 30.0, 4 << 30, {"wait_s": wait_s})
     return StepDriver(
         EnvironmentProcesses(spec, concurrency=1024),
-        encode=lambda answer: answer.token_ids or (),
+        encode=lambda answer, turn, max_tokens: (answer.token_ids or (), False),
         decode=lambda token_ids: "",
         max_response_tokens=workload.max_response_tokens,
         max_answer_tokens=len(ANSWER),

@@ -224,10 +224,18 @@ class DataConfig(SourceConfig):
     """Wrap each prompt in the tokenizer's chat template."""
     system_prompt: str | None = None
     """System message for the chat template."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the chat template by name, such as {enable_thinking = false}; see the model's own documentation."""
     max_prompt_tokens: Count = 512
     """A longer prompt is an error, or skipped (see on_bad_prompt)."""
     on_bad_prompt: Literal["error", "skip"] = "error"
     """What to do with an empty or over-long prompt. Skipped prompts are counted in the metrics."""
+
+    @property
+    def only_in_template(self) -> list[str]:
+        """The settings that are set and that only a chat template uses."""
+        names = {"data.system_prompt": self.system_prompt is not None, "data.template_options": self.template_options}
+        return [name for name, is_set in names.items() if is_set]
 
 
 class RewardConfig(Section):
@@ -278,8 +286,8 @@ class EnvironmentConfig(Section):
     """Passed to the environment by name: calculator {cost, is_broken}, guess {max_guesses, is_silent}; your own
     function: its arguments after turn and state."""
     stop_tokens: tuple[str, ...] = ()
-    """Tokens that end a turn, besides the tokenizer's end-of-sequence token; each is one token of the tokenizer, such
-    as "?" or "<|im_end|>"."""
+    """Tokens that end a turn, besides the tokenizer's end-of-sequence token and, with data.chat_template, the
+    template's end of a turn; each is one token of the tokenizer, such as "?" or "</tool_call>"."""
     max_turns: Count = 4
     """A sample that has taken this many turns ends (reason "turns"), with the rewards of its turns."""
     max_turn_tokens: Count | None = None

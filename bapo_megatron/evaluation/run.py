@@ -145,7 +145,7 @@ class Asking:
         self._stop_ids = stop_token_ids(config, self.tokenizer)
         self.driver: Driver
         if isinstance(answers, EnvironmentProcesses):
-            tokens = TurnTokens(self.tokenizer, self._vocab_size)
+            tokens = TurnTokens.of(config, self.tokenizer, self._vocab_size)
             self.driver = step_driver(config, answers, tokens, config.rollout.max_response_tokens)
         else:
             self.driver = JudgeOnce(TextJudge(answers, self.tokenizer))

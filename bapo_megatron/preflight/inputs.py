@@ -141,6 +141,9 @@ def _sources_read(config: Config) -> dict[str, SourceConfig]:
     return {**config.prompt_sources, **config.eval_sets}
 
 
+_NO_TEMPLATE: dict[str, Any] = {"system_prompt": None, "template_options": {}}
+
+
 def _lengths(
     config: Config, model: Path | None, source: PromptSource, first: list[Question], settings: tuple[str, ...]
 ) -> Iterator[Violation]:
@@ -161,12 +164,12 @@ def _lengths(
     if isinstance(tokenizer, Violation):
         yield tokenizer
         return
-    if not data.chat_template:  # without one, checks/data.py reports a system prompt
-        config = config.model_copy(update={"data": data.model_copy(update={"system_prompt": None})})
+    if not data.chat_template:  # without one, checks/data.py reports these
+        config = config.model_copy(update={"data": data.model_copy(update=_NO_TEMPLATE)})
     try:
         stream = PromptStream(config, tokenizer, source)
     except UserError as error:
-        yield Violation(("data.chat_template", "model.path"), str(error))
+        yield Violation(("data.chat_template", "data.template_options", "model.path"), str(error))
         return
     try:
         stream.check(NUM_ROWS)

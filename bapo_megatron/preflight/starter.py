@@ -32,6 +32,7 @@ from bapo_megatron.preflight.memory import fullest_rank, model_parameters
 from bapo_megatron.preflight.plan import make_plan, memory_problems
 from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question
+from bapo_megatron.prompts.encoding import many_chat_ids, many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
 
@@ -151,8 +152,7 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
     shape = model_shape(hf_config, folder)
     read_as, questions = _read(data, given.get("data", {}))
     tokenizer = load_tokenizer(folder)
-    system_prompt = given.get("data", {}).get("system_prompt")
-    prompts = _put(questions[:_MAX_MEASURED], tokenizer, system_prompt, data)
+    prompts = _put(questions[:_MAX_MEASURED], tokenizer, given.get("data", {}), data)
     longest = max(map(len, prompts))
     prompt_tokens = _rounded_up(longest)
     response_tokens = min(2048 if hardware.num_gpus else 256, shape.max_positions - prompt_tokens)
@@ -254,7 +254,7 @@ def _judge_for(answers: Sequence[Any]) -> str:
     return "text" if 2 * num_words > len(answers) else "math"
 
 
-def _put(questions: Sequence[Question], tokenizer: Any, system_prompt: str | None, data: Path) -> list[list[int]]:
+def _put(questions: Sequence[Question], tokenizer: Any, given: Table, data: Path) -> list[list[int]]:
     """Return the prompts' tokens, in the chat template if there is one."""
     if not tokenizer.chat_template:
         if chat := next((question for question in questions if question.messages), None):
@@ -262,10 +262,9 @@ def _put(questions: Sequence[Question], tokenizer: Any, system_prompt: str | Non
                 f"{chat.where}: the prompt is a conversation, and this model has no chat template for it; use a "
                 "model that was trained to chat"
             )
-        return tokenizer([question.text for question in questions], verbose=False)["input_ids"]
-    chats = [question.conversation(system_prompt) for question in questions]
-    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return many_prompt_ids(tokenizer, [question.text for question in questions])
+    chats = [question.conversation(given.get("system_prompt")) for question in questions]
+    return many_chat_ids(tokenizer, chats, given.get("template_options", {}))
 
 
 def _rounded_up(num_tokens: int) -> int:

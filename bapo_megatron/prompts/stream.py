@@ -12,6 +12,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
+from bapo_megatron.prompts.encoding import chat_ids, is_template_option, prompt_ids
 from bapo_megatron.types import Natural, Prompt
 
 if TYPE_CHECKING:
@@ -56,8 +57,12 @@ class PromptStream:
         self._order = self._shuffled()
         if self.data.chat_template and not tokenizer.chat_template:
             raise DataError("data.chat_template = true, but the model's tokenizer has no chat template")
-        if self.data.system_prompt is not None and not self.data.chat_template:
-            raise DataError("data.system_prompt is used by the chat template only: set data.chat_template = true")
+        if self.data.only_in_template and not self.data.chat_template:
+            name = self.data.only_in_template[0]
+            raise DataError(f"{name} is used by the chat template only: set data.chat_template = true")
+        for name in self.data.template_options:
+            if not is_template_option(tokenizer, name):
+                raise DataError(f"data.template_options: the model's chat template has no option {name!r}")
 
     @property
     def num_given(self) -> int:
@@ -176,9 +181,7 @@ class PromptStream:
         if not self.data.chat_template:
             if question.messages:
                 raise DataError(f"{question.where}: the prompt is a conversation; set data.chat_template = true")
-            return tuple(self.tokenizer.encode(question.text))
-        messages = question.conversation(self.data.system_prompt)
-        # the default of return_dict depends on transformers' version
+            return tuple(prompt_ids(self.tokenizer, question.text))
         return tuple(
-            self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            chat_ids(self.tokenizer, question.conversation(self.data.system_prompt), self.data.template_options)
         )

@@ -6,7 +6,8 @@ The function gets the new turn (a `TurnJson`), the state that its last answer re
 and environment.options by name. It must keep nothing else: after a lost process or a killed run, it is asked again with
 the same turn and state. It returns one of
 
-    {"text": "1702;", "state": {...}}     the sample continues after this; or "token_ids": [...]
+    {"text": "1702;", "state": {...}}     the sample continues after this; or "token_ids": [...], or
+                                          "messages": [{"role": "tool", "content": "1702"}] in the chat template
     {"reward": 1.0}                       the sample ends; a reward next to a text counts for this turn
     {"failed": "the browser crashed"}     no reward: the sample is dropped
 
@@ -34,8 +35,12 @@ if TYPE_CHECKING:
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "guess": guess}
 MAX_ANSWER_BYTES = 1_000_000  # of JSON
-_KEYS = ("text", "token_ids", "state", "reward", "failed")
-_WORDS = ("text", "token_ids")
+_WORDS = {
+    "text": "a string",
+    "token_ids": "a list of integers",
+    "messages": 'a list of messages, each with "role", a name, and "content", a string',
+}
+_KEYS = (*_WORDS, "state", "reward", "failed")
 
 
 class TurnJson(TypedDict):
@@ -52,11 +57,12 @@ class TurnJson(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Words after which the policy continues: either text or tokens."""
+    """Words after which the policy continues: text, tokens or messages."""
 
     state: Any
     text: str | None = None
     token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None  # each with "role" and "content", both strings
     reward: float | Mapping[str, float] | None = None  # this turn's reward
 
 
@@ -101,7 +107,7 @@ def as_answer(value: Any) -> StepAnswer:
     words = [name for name in _WORDS if name in keys]
     if not keys <= {*_KEYS} or len(words) + ("failed" in keys) > 1 or not (words or keys & {"reward", "failed"}):
         raise TypeError(
-            "a step returns a dict with text or token_ids, or with a reward at the end, or with failed, not "
+            "a step returns a dict with text, token_ids or messages, or with a reward at the end, or with failed, not "
             f"{type(value).__name__}: {value!r:.200}"
         )
     try:
@@ -116,7 +122,7 @@ def as_answer(value: Any) -> StepAnswer:
     if words:
         given = value[words[0]]
         if not _is_word(words[0], given):
-            raise TypeError(f"a step returned {words[0]} that is {type(given).__name__}: {given!r:.200}")
+            raise TypeError(f"a step returns {words[0]} as {_WORDS[words[0]]}, not {given!r:.200}")
         return Continue(value.get("state"), reward=reward, **{words[0]: given})
     if reward is None:
         raise TypeError(f"a step ends a sample with a reward, not {value!r:.200}")
@@ -126,7 +132,18 @@ def as_answer(value: Any) -> StepAnswer:
 def _is_word(name: str, given: Any) -> bool:
     if name == "text":
         return isinstance(given, str)
-    return isinstance(given, list | tuple) and all(type(one) is int for one in given)
+    if not isinstance(given, list | tuple):
+        return False
+    if name == "token_ids":
+        return all(type(one) is int for one in given)
+    return bool(given) and all(map(_is_message, given))
+
+
+def _is_message(given: Any) -> bool:
+    if not isinstance(given, Mapping):
+        return False
+    role, content = given.get("role"), given.get("content")
+    return isinstance(role, str) and role.isidentifier() and isinstance(content, str)
 
 
 def _reward(value: Any) -> float | dict[str, float]:

@@ -132,11 +132,13 @@ class JudgeOnce:
 class StepDriver:
     """The driver of turns: an environment answers each turn, until it ends the sample or the sample reaches a limit.
 
-    The answer is tokenised on its own; what the policy sampled stays as it is.
+    What the policy sampled stays as it is.
     """
 
     environment: Environment
-    encode: Callable[[Continue], Sequence[int]]  # the tokens of an answer; raises ValueError if it has none
+    encode: Callable[[Continue, TurnJson, int], tuple[Sequence[int], bool]]
+    """The tokens of an answer to a turn, cut to a number of them, and whether it was cut. Raises ValueError if it has
+    none."""
     decode: Callable[[Sequence[int]], str]  # the text of a turn, without special tokens
     max_response_tokens: int  # sampled tokens over all turns
     max_answer_tokens: int  # the environment's, in one turn; the rest is cut
@@ -197,7 +199,7 @@ class StepDriver:
         self._waits_s.append(time.monotonic() - began_s)
         if isinstance(answer, Continue):
             try:
-                return self._continued(sample, answer, [*self.encode(answer)])
+                return self._continued(sample, answer, *self.encode(answer, asked, self.max_answer_tokens))
             except ValueError as problem:
                 answer = Failed(str(problem))
         if isinstance(answer, Failed):
@@ -210,12 +212,12 @@ class StepDriver:
         self._counts["ended"] += 1
         return replace(sample, need=_ended(end, [*sample.turn_rewards, answer.reward]))
 
-    def _continued(self, sample: Sample, answer: Continue, token_ids: list[int]) -> Sample:
+    def _continued(self, sample: Sample, answer: Continue, token_ids: Sequence[int], is_cut: bool) -> Sample:
         if not token_ids:
             raise ValueError(f"an answer without a token: {answer!r:.200}")
         self._works = True
-        self._counts["cut"] += len(token_ids) > self.max_answer_tokens
-        longer = sample.answered(token_ids[: self.max_answer_tokens], answer.state, answer.reward)
+        self._counts["cut"] += is_cut
+        longer = sample.answered(token_ids, answer.state, answer.reward)
         reason: Literal["turns", "length"] | None = None
         if len(longer.turn_rewards) >= self.max_turns:
             reason = "turns"

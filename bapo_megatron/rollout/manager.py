@@ -192,7 +192,7 @@ def connect_rollouts(
     key = client_key(config.rollout)  # before judges inherit the environment
     tokenizer = load_tokenizer(model_path, own_family(config.model.family))
     vocab_size = load_hf_config(model_path)["vocab_size"]
-    tokens = TurnTokens(tokenizer, vocab_size)
+    tokens = TurnTokens.of(config, tokenizer, vocab_size)
     stop_ids = stop_token_ids(config, tokenizer)
     prompts = prompts_of(config, tokenizer)
     prompts.check()

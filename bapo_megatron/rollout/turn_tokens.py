@@ -6,7 +6,9 @@ from typing import Any
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError, plural
-from bapo_megatron.rewards.environments import Continue, Environment, EnvironmentSpec
+from bapo_megatron.prompts.continuation import Continuation
+from bapo_megatron.prompts.encoding import rendered_ids, words_ids
+from bapo_megatron.rewards.environments import Continue, Environment, EnvironmentSpec, TurnJson
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.drivers import StepDriver
 
@@ -17,40 +19,67 @@ class TurnTokens:
 
     tokenizer: Any
     vocab_size: int  # the model's
+    chat: Continuation | None = None  # None: prompts are not in a chat template
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "TurnTokens":
+        """Return the tokens of [environment]'s turns."""
+        is_chat = config.environment.is_used and config.data.chat_template
+        return cls(tokenizer, vocab_size, _chat(config, tokenizer) if is_chat else None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def encode(self, answer: Continue) -> list[int]:
-        """Return the tokens of an environment's answer. A special token that a text spells stays text: it forges no
-        turn.
+    def encode(self, answer: Continue, turn: TurnJson, max_tokens: int) -> tuple[list[int], bool]:
+        """Return the tokens of an environment's answer to a turn, and whether it was cut to `max_tokens`.
+
+        Special tokens that its words spell stay text: they forge no turn.
 
         Raises:
-            ValueError: a token is not in the model's vocabulary.
+            ValueError: a token is not in the model's vocabulary, or the chat template does not take the messages.
         """
-        if answer.token_ids is not None:
-            if outside := [i for i in answer.token_ids if not 0 <= i < self.vocab_size]:
+        if answer.messages is not None:
+            if self.chat is None:
+                raise ValueError(
+                    "a step returned messages, but the prompts are not in a chat template: set data.chat_template = "
+                    "true, or return text"
+                )
+            is_cut = turn["end"] == "length"
+            return self.chat.ids(answer.messages, turn["token_ids"], is_cut=is_cut, max_tokens=max_tokens)
+        if answer.token_ids is None:
+            token_ids = words_ids(self.tokenizer, answer.text or "")
+        else:
+            token_ids = list(answer.token_ids)
+            if outside := [i for i in token_ids if not 0 <= i < self.vocab_size]:
                 raise ValueError(f"token {outside[0]} is not in the model's vocabulary of {self.vocab_size}")
-            return list(answer.token_ids)
-        return self.tokenizer(answer.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return token_ids[:max_tokens], len(token_ids) > max_tokens
 
 
 def stop_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a turn: the tokenizer's end of a sequence, and environment.stop_tokens.
+    """Return the tokens that end a turn: the tokenizer's end of a sequence; with an environment, its stop_tokens and
+    the end of a turn in the chat template, if prompts are in it.
 
     Raises:
         UserError: a stop token is not one token of the tokenizer.
     """
-    names = config.environment.stop_tokens if config.environment.is_used else ()
-    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *(_one_token(tokenizer, name) for name in names)]))
+    stop_ids = [int(tokenizer.eos_token_id)]
+    if config.environment.is_used:
+        if config.data.chat_template and (end_id := _chat(config, tokenizer).end_id) is not None:
+            stop_ids.append(end_id)
+        stop_ids += [_one_token(tokenizer, name) for name in config.environment.stop_tokens]
+    return tuple(dict.fromkeys(stop_ids))
+
+
+def _chat(config: Config, tokenizer: Any) -> Continuation:
+    return Continuation(tokenizer, config.data.template_options)
 
 
 def _one_token(tokenizer: Any, name: str) -> int:
     token_id = tokenizer.get_vocab().get(name)
     if token_id is not None:
         return int(token_id)
-    found = tokenizer.encode(name, add_special_tokens=False)
+    found = rendered_ids(tokenizer, name)
     if len(found) != 1 or found[0] == tokenizer.unk_token_id:
         what = "unknown to" if tokenizer.unk_token_id in found else f"{plural(len(found), 'token')} of"
         raise UserError(

@@ -116,7 +116,10 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int, groups: li
 
 def check(rank: int, world_size: int, root: Path, layouts: list[tuple[dict[str, Any], int]]) -> None:
     limits: dict[str, Any] = {"max_response_tokens": 16, "max_answer_tokens": 8, "max_turns": 8}
-    for driver in (StepDriver(TwoTurns(), lambda answer: answer.token_ids or (), str, **limits), Branches()):
+    for driver in (
+        StepDriver(TwoTurns(), lambda answer, *_: (answer.token_ids or (), False), str, **limits),
+        Branches(),
+    ):
         groups = sampled(driver)
         samples = [s for g in groups for s in g.samples]
         assert all(s.num_given_tokens >= 2 and s.reward is not None for s in samples)

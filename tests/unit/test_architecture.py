@@ -1,6 +1,7 @@
 """House rules that import-linter cannot state (`lint-imports` checks the layers, see pyproject.toml)."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,3 +56,27 @@ def test_the_training_loop_can_be_read_aloud() -> None:
     for header in headers:
         steps = [node for node in ast.walk(header) if isinstance(node, ast.Attribute) and node.attr == "steps"]
         assert len(steps) <= 1, "only one thing decides on the steps"
+
+
+TOKENIZING = re.compile(
+    r".*apply_chat_template|(.*\.)?tokenizer|.*\._tokenizer|.*tokenizer\.(encode|encode_plus|batch_encode_plus|tokenize)"
+)
+
+
+def tokenizing(path: Path) -> list[str]:
+    """Return the calls of a file that give a tokenizer text."""
+    calls = (ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return [call for call in calls if TOKENIZING.fullmatch(call)]
+
+
+def test_no_sampled_text_becomes_tokens_again() -> None:
+    """What a policy sampled stays as it is: few files turn text into tokens, and these are other people's words."""
+    assert {name(f) for f in FILES if tokenizing(f)} == {"prompts/encoding.py"}
+    importers = {name(f) for f in FILES if any(m.startswith("bapo_megatron.prompts.encoding.") for m in imported(f))}
+    assert importers == {
+        "engines/embedded/text.py",  # `bapo serve` and `bapo chat`
+        "preflight/starter.py",  # prompts, to be measured
+        "prompts/continuation.py",  # messages of environments
+        "prompts/stream.py",  # prompts
+        "rollout/turn_tokens.py",  # texts of environments, and names of stop tokens
+    }

@@ -86,6 +86,7 @@ MISTAKES = (
             not_with="data.path"),  # whose source lacks such options, so they are not read
     mistake("data.dataset=x", "data.dataset data.source"),
     mistake("data.system_prompt=Hi", "data.chat_template data.system_prompt"),
+    mistake("data.template_options={a=1}", "data.chat_template data.template_options"),
     mistake("data.max_prompt_tokens=500", "data.max_prompt_tokens rollout.max_response_tokens model.path",
             not_with="model.path"),
     mistake("reward.kind=reasoning_gym", "reward.kind reward.weights data.source eval.sets.held.source data.sources"),

@@ -72,9 +72,14 @@ class Numbered(CountingPrompts):
 Rounds, Timed = ends_turns(ScriptedEngine), ends_turns(TimedEngine)
 
 
+def words(answer: Continue, turn: TurnJson, max_tokens: int) -> tuple[Sequence[int], bool]:
+    token_ids = answer.token_ids or ()
+    return token_ids[:max_tokens], len(token_ids) > max_tokens
+
+
 def driver(environment: Any = None, **limits: Any) -> StepDriver:
     limits = {"max_response_tokens": LIMIT, "max_answer_tokens": 9, "max_turns": 9} | limits
-    return StepDriver(environment or Turns(), lambda answer: answer.token_ids or (), str, **limits)
+    return StepDriver(environment or Turns(), words, str, **limits)
 
 
 def check(scheduler: Scheduler, groups: Sequence[Group]) -> None:
@@ -604,6 +609,11 @@ def test_a_step_function_that_does_not_fit_is_refused() -> None:
         EnvironmentProcesses(spec)
 
 
+def test_messages_are_an_answer_with_whatever_else_their_template_reads() -> None:
+    messages = [{"role": "tool", "content": "1702", "tool_call_id": "abcd12345"}, {"role": "user", "content": ""}]
+    assert as_answer({"messages": messages, "state": 1}) == Continue(1, messages=messages)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -616,6 +626,11 @@ def test_a_step_function_that_does_not_fit_is_refused() -> None:
         {"token_ids": [True]},
         {"token_ids": [1.5]},
         {"messages": ["a"]},
+        {"messages": []},
+        {"messages": {"role": "user", "content": "a"}},
+        {"messages": [{"role": "user", "content": ["a"]}]},
+        {"messages": [{"role": "<|im_start|>", "content": "a"}]},
+        {"messages": [{"role": "user", "content": "a"}], "text": "a"},
         {"reward": None},
         {"reward": "1"},
         {"reward": float("nan")},

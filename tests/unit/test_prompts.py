@@ -262,3 +262,8 @@ class TestStream:
             PromptStream(make_config(chat_template=True), tokenizer)
         with pytest.raises(DataError, match=r"set data\.chat_template = true"):
             PromptStream(make_config(system_prompt="Be brief."), tokenizer)
+        tokenizer.chat_template = "{{ messages[0].content }}{% if tools %}{% endif %}{{ level }}"
+        PromptStream(make_config(chat_template=True, template_options={"level": 1}), tokenizer)
+        for name in ("levels", "messages", "tools", "tokenize"):
+            with pytest.raises(DataError, match=f"chat template has no option '{name}'"):
+                PromptStream(make_config(chat_template=True, template_options={name: 1}), tokenizer)

@@ -23,6 +23,7 @@ from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.prompts.encoding import chat_ids, prompt_ids
 
 
 class TextModel:
@@ -73,7 +74,7 @@ class TextModel:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a plain prompt, as training encodes it."""
-        return self.tokenizer.encode(text)
+        return prompt_ids(self.tokenizer, text)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Return the ids of a conversation in the chat template, or of its last message if there is no template.
@@ -84,7 +85,7 @@ class TextModel:
         if not self.tokenizer.chat_template:
             return self.encode(messages[-1]["content"])
         try:
-            return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+            return chat_ids(self.tokenizer, messages, {})
         except jinja2.TemplateError as error:
             raise BadRequestError(f"messages: the chat template refuses them: {error}") from error
 

@@ -15,11 +15,11 @@ def check_data(config: Config) -> Iterator[Violation]:
             f"data.path={data.path} names a file besides data.sources",
             "make it one of them, or leave it out",
         )
-    if data.system_prompt is not None and not data.chat_template:
+    for name in data.only_in_template if not data.chat_template else ():
         yield Violation(
-            ("data.chat_template", "data.system_prompt"),
-            "data.system_prompt is used only by the chat template",
-            "set data.chat_template=true, or leave data.system_prompt out",
+            ("data.chat_template", name),
+            f"{name} is used only by the chat template",
+            f"set data.chat_template=true, or leave {name} out",
         )
     for table, one in config.prompt_sources.items():
         yield from check_source(table, one)
