@@ -37,21 +37,28 @@ class Seam:
     expected: str  # as an error message shows it
     parameters: tuple[str, ...] | None = None  # passed by position; None means the object is checked elsewhere
     num_needed: int | None = None  # how many of the first parameters a function must take; None means all
+    prefix: str = ""  # what may stand before a path, such as "replay:"
+
+    def is_prefixed(self, value: str) -> bool:
+        """Return whether a value is a dotted path behind the prefix."""
+        return bool(self.prefix) and value.startswith(self.prefix) and is_dotted(value.removeprefix(self.prefix))
 
     def known(self, value: str) -> str:
         """Return `value` if it is a built-in name or a dotted path. Raises ValueError, for a pydantic validator."""
-        if value in self.names or is_dotted(value):
+        if value in self.names or is_dotted(value) or self.is_prefixed(value):
             return value
         names = ", ".join(f'"{name}"' for name in self.names)
-        raise ValueError(f'must be {names} or a path like "my_module:my_name", got "{value}"')
+        prefixed = f' or "{self.prefix}my_module:my_name"' if self.prefix else ""
+        raise ValueError(f'must be {names} or a path like "my_module:my_name"{prefixed}, got "{value}"')
 
     def load(self, path: str) -> Any:
-        """Import the object at "package.module:name", and check that it can be called as expected.
+        """Import the object at "package.module:name", without the prefix, and check that it can be called as expected.
 
         Raises:
             UserError: names the setting, the path and what is expected there.
         """
-        module, _, name = path.partition(":")
+        bare = path.removeprefix(self.prefix) if self.is_prefixed(path) else path
+        module, _, name = bare.partition(":")
         if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
             sys.path.append(folder)  # a console script does not look there
         try:
@@ -114,5 +121,7 @@ KEEP_GROUP = Seam(
 ENVIRONMENT = Seam(
     "environment.kind",
     ("none", "calculator", "guess"),
-    "def step(turn, state, **options) -> dict, plain or async, as docs/turns.md says",
+    "def step(turn, state, **options) -> dict, plain or async, or after replay: a class or function whose objects have "
+    "reset(seed) and step(text), as docs/turns.md says",
+    prefix="replay:",
 )

@@ -281,10 +281,11 @@ class EnvironmentConfig(Section):
 
     kind: Annotated[str, AfterValidator(ENVIRONMENT.known)] = "none"
     """none: each response is one turn, and [reward] judges it; calculator: works out "12*34?"; guess: a number to be
-    guessed; or your own function, "my_package.my_module:my_step"."""
+    guessed; or your own function, "my_package.my_module:my_step"; or "replay:my_package.my_module:make", where make
+    makes objects with reset(seed) and step(text)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment by name: calculator {cost, is_broken}, guess {max_guesses, is_silent}; your own
-    function: its arguments after turn and state."""
+    function: its arguments after turn and state; replay: the arguments of make."""
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a turn, besides the tokenizer's end-of-sequence token and, with data.chat_template, the
     template's end of a turn; each is one token of the tokenizer, such as "?" or "</tool_call>"."""

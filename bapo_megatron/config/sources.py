@@ -26,6 +26,7 @@ SOURCES = {
     "jsonl": SourceKind(("path", "source", "format", "fields"), path="file"),
     "hub": SourceKind(("path", "subset", "split", "source", "format", "fields"), path="data set"),
 }
+"""Kinds by name; each is a class as in prompts/base.py, which `build_source` of prompts/__init__.py makes."""
 OWN_ROWS = SourceKind(("source", "options", "format", "fields"))
 """The kind of a user's own function."""
 

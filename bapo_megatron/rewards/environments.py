@@ -28,6 +28,7 @@ from typing_extensions import TypedDict
 
 from bapo_megatron.config.dotted import ENVIRONMENT
 from bapo_megatron.rewards.judges import place_of
+from bapo_megatron.rewards.replay import Replay, misfit_of
 from bapo_megatron.rewards.steps import calculator, guess
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class EnvironmentSpec:
     gives: ClassVar[str] = "answer"
     keeps_deadline: ClassVar[bool] = False
 
-    kind: str  # a key of BUILT_IN, or "package.module:function"
+    kind: str  # a key of BUILT_IN, "package.module:function", or "replay:package.module:function"
     timeout_s: float
     process_memory_bytes: int
     options: dict[str, Any] = field(default_factory=dict)
@@ -203,13 +204,24 @@ class StepFunction:
 
 
 def build_environment(spec: EnvironmentSpec) -> StepFunction:
-    """Build the environment. Raises UserError if it cannot be built, or does not take turn, state and the options."""
+    """Build the environment. Raises UserError if it cannot be built, or does not take what it is given."""
     function = BUILT_IN.get(spec.kind) or ENVIRONMENT.load(spec.kind)
-    signature = ENVIRONMENT.signature(spec.kind, function)
+    signature, is_replayed = ENVIRONMENT.signature(spec.kind, function), ENVIRONMENT.is_prefixed(spec.kind)
     try:
-        signature.bind(None, None, **spec.options)
+        signature.bind(*(() if is_replayed else ("turn", "state")), **spec.options)
     except TypeError as error:
-        raise ENVIRONMENT.error(
-            spec.kind, f"its signature is {signature}, which does not fit turn, state and environment.options: {error}"
-        ) from None
-    return StepFunction(function, spec.options)
+        asked = "environment.options" if is_replayed else "turn, state and environment.options"
+        problem = f"its signature is {signature}, which does not fit {asked}: {error}"
+        raise ENVIRONMENT.error(spec.kind, problem) from None
+    return StepFunction(_replayed(function, spec) if is_replayed else function, spec.options)
+
+
+def _replayed(make: Callable[..., Any], spec: EnvironmentSpec) -> Replay:
+    try:
+        problem = misfit_of(make(**spec.options))
+    except (Exception, SystemExit) as error:  # a user's function may fail in any way
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ENVIRONMENT.error(spec.kind, f"making an object failed: {reason}") from error
+    if problem is not None:
+        raise ENVIRONMENT.error(spec.kind, problem)
+    return Replay(make)

@@ -23,14 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards import environments, judges
+from bapo_megatron.rewards import environments, judges, replay
 from bapo_megatron.rewards.environments import EnvironmentSpec, StepFunction, build_environment
 from bapo_megatron.rewards.judges import Judge, JudgeSpec, Refused, build_judge
 
 MAX_LINE_BYTES = 256 << 20  # per request: room for a long response and a large answer
 _MAX_MESSAGE_CHARS = 500
 _MAX_TRACEBACK_CHARS = 4000
-_OURS = (__file__, judges.__file__, environments.__file__, asyncio.tasks.__file__, asyncio.timeouts.__file__)
+_OURS = (
+    __file__,
+    judges.__file__,
+    environments.__file__,
+    replay.__file__,
+    asyncio.tasks.__file__,
+    asyncio.timeouts.__file__,
+)
 _PR_SET_PDEATHSIG = 1
 
 Work = Judge | StepFunction

@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import random
 import threading
 from typing import Any
+
+import numpy as np
 
 
 def step(turn: dict[str, Any], state: Any) -> Any:
@@ -44,3 +47,53 @@ def talk(turn: dict[str, Any], state: Any, *, num_answers: int = 2) -> Any:
 
 def no_step(turn: dict[str, Any]) -> Any:
     """Take the wrong parameters."""
+
+
+class Game:
+    """A guessing game with a state of its own, and with gymnasium's results if `is_gym`."""
+
+    def __init__(self, most: int = 99, *, is_gym: bool = False, is_seeded: bool = True) -> None:
+        self.most, self.is_gym, self.is_seeded = most, is_gym, is_seeded
+
+    def reset(self, *, seed: int) -> Any:
+        self.rest = random.Random(seed if self.is_seeded else None).randint(0, 1 << 60)
+        self.asked: list[str] = []
+        return ("guess", {}) if self.is_gym else None
+
+    def step(self, text: str) -> Any:
+        if text == "crash":
+            raise LookupError(text)
+        self.asked.append(text)
+        found, is_late = text == str(self.rest % 10), len(self.asked) >= self.most
+        said, reward = f"{self.rest % 1000003} {' '.join(self.asked)}", np.float32(found) / 2
+        self.rest //= 7
+        return (said, reward, found, is_late, {}) if self.is_gym else (said, reward, found or is_late)
+
+
+class NoStep:
+    """An object without a step."""
+
+    def reset(self, seed: int) -> None: ...
+
+
+class NoSeed(Game):
+    """A game whose reset takes no seed."""
+
+    def reset(self) -> None: ...  # type: ignore[override]
+
+
+class AsyncGame(Game):
+    """A game with an asynchronous step."""
+
+    async def step(self, text: str) -> Any: ...
+
+
+class OddGame(Game):
+    """A game whose step returns no tuple."""
+
+    def step(self, text: str) -> Any:
+        return text
+
+
+def no_game() -> Any:
+    raise OSError("no display")

@@ -199,9 +199,16 @@ def test_the_judge_is_called_once(
     ("settings", "part"),
     [
         ("environment.kind=calculator environment.stop_tokens=[',','=']", ""),
-        ("environment.kind=sudoku", 'must be "none", "calculator", "guess" or a path like "my_module:my_name"'),
+        ("environment.kind=sudoku", 'a path like "my_module:my_name" or "replay:my_module:my_name", got "sudoku"'),
         ("environment.kind=no_module:step", 'kind="no_module:step": importing no_module failed: ModuleNotFoundError'),
         ("environment.kind=tests.unit.step_functions:no_step", "does not fit turn, state and environment.options"),
+        ("environment.kind=replay:tests.unit.step_functions:Game environment.options.most=5", ""),
+        ("environment.kind=replay:sudoku", "importing replay failed: ModuleNotFoundError"),
+        ("environment.kind=replay:no_module:Game", 'kind="replay:no_module:Game": importing no_module failed'),
+        (
+            "environment.kind=replay:tests.unit.step_functions:NoStep",
+            "of type NoStep, which has no step",
+        ),
         ("environment.kind=guess environment.options.max_gueses=3", "unexpected keyword argument 'max_gueses'"),
         ("environment.kind=guess environment.stop_tokens=['1','+2']", "stop_tokens: '+2' is 2 tokens of the model's"),
     ],
