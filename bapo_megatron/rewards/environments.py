@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 
 from bapo_megatron.config.dotted import ENVIRONMENT
 from bapo_megatron.rewards.judges import place_of
-from bapo_megatron.rewards.replay import Replay, misfit_of
+from bapo_megatron.rewards.replay import Replay, misfit_of, opened
 from bapo_megatron.rewards.steps import calculator, guess
 
 if TYPE_CHECKING:
@@ -218,7 +218,8 @@ def build_environment(spec: EnvironmentSpec) -> StepFunction:
 
 def _replayed(make: Callable[..., Any], spec: EnvironmentSpec) -> Replay:
     try:
-        problem = misfit_of(make(**spec.options))
+        with opened(make(**spec.options)) as game:
+            problem = misfit_of(game)
     except (Exception, SystemExit) as error:  # a user's function may fail in any way
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ENVIRONMENT.error(spec.kind, f"making an object failed: {reason}") from error

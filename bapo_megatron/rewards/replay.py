@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,7 @@ class Replay:
     def __call__(self, turn: Mapping[str, Any], state: Sequence[Sequence[str]] | None, **options: Any) -> Any:
         """Play the turns of `state`, then `turn`, with a new object."""
         played = list(state or ())
-        game = self.make(**options)
-        with closing(game) if hasattr(game, "close") else nullcontext():
+        with opened(self.make(**options)) as game:
             digest = _digest("", _first_observation(game.reset(seed=seed_of(turn))))
             for number, (text, expected) in enumerate(played, 1):
                 digest = _digest(digest, _played(game, text))
@@ -44,6 +43,11 @@ class Replay:
             return {"reward": reward}
         state = [*played, [turn["text"], _digest(digest, answer)]]
         return {"text": observation, "reward": reward, "state": state}
+
+
+def opened(game: Any) -> AbstractContextManager[Any]:
+    """Return a context in which an object is used; it is closed at the end, if it can be."""
+    return closing(game) if hasattr(game, "close") else nullcontext(game)
 
 
 def seed_of(turn: Mapping[str, Any]) -> int:

@@ -52,6 +52,8 @@ def no_step(turn: dict[str, Any]) -> Any:
 class Game:
     """A guessing game with a state of its own, and with gymnasium's results if `is_gym`."""
 
+    num_closed = 0
+
     def __init__(self, most: int = 99, *, is_gym: bool = False, is_seeded: bool = True) -> None:
         self.most, self.is_gym, self.is_seeded = most, is_gym, is_seeded
 
@@ -59,6 +61,9 @@ class Game:
         self.rest = random.Random(seed if self.is_seeded else None).randint(0, 1 << 60)
         self.asked: list[str] = []
         return ("guess", {}) if self.is_gym else None
+
+    def close(self) -> None:
+        Game.num_closed += 1
 
     def step(self, text: str) -> Any:
         if text == "crash":

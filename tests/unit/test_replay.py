@@ -135,10 +135,13 @@ def test_a_worker_process_replays_and_names_the_place_of_a_failure() -> None:
     assert "LookupError('crash') (step_functions.py, line " in failed.reason
 
 
-def test_a_result_of_another_form_fails() -> None:
+def test_a_result_of_another_form_fails_and_every_object_is_closed() -> None:
+    num_closed = Game.num_closed
     step = build_environment(spec_of("OddGame"))
+    assert Game.num_closed == num_closed + 1
     with pytest.raises(TypeError, match=r"step\(text\) returns \(observation, reward, done\) or .*, not 'a'"):
         step({"turn": turn_of("a"), "state": None})
+    assert Game.num_closed == num_closed + 2
 
 
 def test_an_environment_behind_http_is_tried_twice_and_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
