@@ -385,7 +385,7 @@ def _main(argv: Sequence[str] | None) -> int:
             what = (unknown_options or unknown)[0]
             raise UserError(_explain_option(arguments, what, _verb_parsers(parser)[arguments[0]]))
         if unknown:  # argparse ends the list of settings at the first option
-            options.arguments += unknown
+            options.arguments = [*options.arguments, *unknown]  # not +=: the list may be the parser's default
         _check_working_folder()
         return options.verb(options)
     except UserError as error:
