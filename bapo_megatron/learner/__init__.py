@@ -20,6 +20,7 @@ for _message in (
     warnings.filterwarnings("ignore", message=_message, module=r"megatron\.core")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
+REMOVE_ENGINE = "pip uninstall transformer-engine transformer-engine-torch"
 _NOT_USED = ("wandb", "tensorboard", "flash_attn.cute")
 
 
@@ -67,7 +68,6 @@ def _broken_transformer_engine() -> str:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         return (
             f"Transformer Engine does not load with torch {torch.__version__} ({type(error).__name__}: {reason}); "
-            "compile it again with scripts/install_gpu.sh compiled, or remove it: pip uninstall transformer-engine "
-            "transformer-engine-torch"
+            f"compile it again with scripts/install_gpu.sh compiled, or remove it: {REMOVE_ENGINE}"
         )
     return ""

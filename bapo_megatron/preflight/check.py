@@ -16,6 +16,7 @@ from bapo_megatron.config.losses import stand_in
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, UserError, escaped
 from bapo_megatron.hf.shape import load_hf_config, unknown_family
+from bapo_megatron.learner import REMOVE_ENGINE
 from bapo_megatron.learner.precision import this_machine
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.functions import check_functions
@@ -260,7 +261,7 @@ def _check_transformer_engine() -> Iterator[Violation]:
     """Check that an installed Transformer Engine works: Megatron-Core imports it for every run."""
     is_there = importlib.util.find_spec("transformer_engine") is not None
     if is_there and (problem := transformer_engine_problem()):
-        remedy = f"{REBUILD_ENGINE}, or remove it: pip uninstall transformer-engine transformer-engine-torch"
+        remedy = f"{REBUILD_ENGINE}, or remove it: {REMOVE_ENGINE}"
         yield Violation(("model.implementation",), f"Transformer Engine cannot be imported: {problem}", remedy)
 
 

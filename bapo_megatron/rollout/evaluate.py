@@ -179,17 +179,17 @@ class Evaluator:
 def eval_metrics(samples: Sequence[Sample], name: str = "") -> dict[str, float]:
     """Return mean reward, its standard error over prompts, and the samples' lengths, for the set of this name.
 
-    Invalid samples are left out; without a valid one, there are no numbers but their count.
+    Invalid samples are left out. If none is valid, the only metric is their number, 0.
     """
     by_prompt: dict[int, list[float]] = {}
+    prefix = f"eval/{name}/" if name else "eval/"
     samples = [s for s in samples if s.reward is not None]
     if not samples:
-        return {f"eval/{name}/num_samples" if name else "eval/num_samples": 0.0}
+        return {f"{prefix}num_samples": 0.0}
     for sample in samples:
         if sample.reward is not None:
             by_prompt.setdefault(sample.prompt.prompt_id, []).append(sample.reward)
     means = [statistics.fmean(rewards) for rewards in by_prompt.values()]
-    prefix = f"eval/{name}/" if name else "eval/"
     return {
         f"{prefix}reward": statistics.fmean(means),
         f"{prefix}reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan,

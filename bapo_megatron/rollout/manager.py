@@ -33,7 +33,7 @@ from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, step_d
 from bapo_megatron.types import Batch, Group, Prompt
 
 Answers = RewardScorer | StepDriver
-"""What gives rewards, with metrics about them: a judge, or an environment."""
+"""The source of rewards and of metrics about them: a judge or an environment."""
 EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation and training draw different prompts
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import run_distributed
+from tests.distributed import HANG_S, run_distributed
 from tests.integration import te_stand_ins
 
-DOWNLOAD_S = 120
 REQUIREMENTS = Path(__file__).parents[2] / "requirements" / "gpu.txt"
 FAMILIES = ("qwen3", "qwen2", "llama_biases", "gemma")
 
@@ -35,7 +34,7 @@ def engine(pytestconfig: pytest.Config) -> Path:
         return folder
     with tempfile.TemporaryDirectory(dir=kept) as made:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", made, match[0]]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
         if result.returncode and "CI" not in os.environ:
             pytest.skip(f"{match[0]} cannot be downloaded: {result.stderr.strip().splitlines()[-1]}")
         assert result.returncode == 0, result.stderr
