@@ -1,4 +1,4 @@
-"""Check that every measured figure in README.md and docs/ has a source that says the same.
+"""Check that every measured figure in README.md, docs/ and benchmarks/README.md has a source that says the same.
 
     python scripts/figures.py [PAGE ...]        exit code 1 if a figure has no source, or differs from it
 
@@ -229,7 +229,7 @@ def _same(figure: Figure, value: float) -> bool:
 def main(names: Iterable[str]) -> int:
     """Print each complaint about the given pages, or about all; return the exit code."""
     found = 0
-    for path in [Path(name) for name in names] or tracked(["README.md", "docs/*.md"]):
+    for path in [Path(name) for name in names] or tracked(["README.md", "docs/*.md", "benchmarks/README.md"]):
         for line, complaint in complaints(path.read_text(encoding="utf-8")):
             print(f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}: {complaint}")
             found += 1
