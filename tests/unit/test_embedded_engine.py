@@ -156,24 +156,29 @@ def test_a_turn_after_an_answer_computes_only_what_is_new(model: Model, monkeypa
             model, name, lambda ids, lengths, *a, f=original: computed.append(int(lengths.sum())) or f(ids, lengths, *a)
         )
     engine, rng = BatchingEngine(model, max_running=16, max_context=64), random.Random(2)
-    ids = [[rng.randrange(2, 16) for _ in range(rng.randrange(4, 12))] for _ in range(12)]
-    lengths, ends = [0] * 12, set()
+    ids = [[rng.randrange(2, 16) for _ in range(rng.randrange(4, 12))] for _ in range(10)]
+    ids += [ids[0]] * 3  # greedy, so that they remain equal
+    lengths, ends = [0] * len(ids), set()
     try:
-        for num_asked in (12, 12, 9):
-            params = [SamplingParams(max_new_tokens=7, sampling_seed=i, stop_token_ids=[3, 4, 5]) for i in range(12)]
-            asked = [(tokens, params[i]) for i, tokens in enumerate(ids)][:num_asked]
+        for _ in range(3):
+            temperatures = [1.0] * 10 + [0.0] * 3
+            params = [
+                SamplingParams(max_new_tokens=7, sampling_seed=i, stop_token_ids=[3, 4, 5], temperature=t)
+                for i, t in enumerate(temperatures)
+            ]
             computed.clear()
-            sampled = serve_engine(engine, asked)
-            behind = [len(ids[i]) - length for i, length in enumerate(lengths[:num_asked])]
-            assert sum(computed) == sum(num for num in behind if num > 1), "one token joins the others that are decoded"
+            sampled = serve_engine(engine, list(zip(ids, params, strict=True)))
+            behind = {tuple(tokens): len(tokens) - length for tokens, length in zip(ids, lengths, strict=True)}
+            assert sum(computed) == sum(num for num in behind.values() if num > 1), "one token is decoded with others"
             for i, (output_ids, logprobs) in enumerate(sampled):
                 whole = ids[i] + output_ids
                 scores, _, _ = model.score(torch.tensor(whole), len(ids[i]), 1)
                 assert logprobs == pytest.approx(scores.tolist(), abs=1e-5)
-                lengths[i] = len(whole) - 1
                 has_stopped = output_ids[-1] in (1, 3, 4, 5)
+                given = [rng.randrange(2, 16) for _ in range(rng.randrange(7) if has_stopped else 0)]
                 ends.add(has_stopped)
-                ids[i] = whole + [rng.randrange(2, 16) for _ in range(rng.randrange(7) if has_stopped else 0)]
+                lengths[i], ids[i] = len(whole) - 1, whole + (given if i < 10 else [6, 7])
+            assert ids[10] == ids[11] == ids[12]
         assert ends == {True, False}
     finally:
         stop(engine)

@@ -105,8 +105,8 @@ class Sequence:
 
     @property
     def own_seed(self) -> int | None:
-        """The seed that the client chose, or None. A row in the cache is continued with the same one only, so that the
-        rounding of a sample does not depend on others."""
+        """The seed that the client chose, or None. A kept row is continued with the same one only, so that what other
+        samples have left changes no sample."""
         return None if self.params.sampling_seed is None else self.seed
 
     @property
@@ -118,9 +118,15 @@ class Sequence:
     def num_uncached(self) -> int:
         return self.num_tokens - self.num_cached
 
-    def has_fed_rows(self, num_tokens: int) -> bool:
-        """Whether the first tokens lack no row of a fed stream."""
-        return self.num_fed >= num_tokens or not any(stream.on == "fed" for stream in self.streams)
+    @property
+    def uncached_ids(self) -> list[int]:
+        return self.token_ids[self.num_cached :]
+
+    def continues(self, token_ids: list[int]) -> bool:
+        """Whether it begins with these tokens and has more, and lacks no rows of fed streams for these."""
+        num, own = len(token_ids), self.token_ids
+        has_rows = self.num_fed >= num or not any(stream.on == "fed" for stream in self.streams)
+        return num < len(own) and has_rows and own[:num] == token_ids
 
     def take_rows(self, rows_T: Mapping[TokenStream, Tensor], first: int = 0) -> None:
         """Keep the rows that are wanted and not yet here.
@@ -433,12 +439,7 @@ class BatchingEngine:
         """Give free rows to waiting sequences, first come, first served: continue kept rows, or prefill."""
         num_admitted = min(self.max_running - len(self._rows), len(self._waiting))
         admitted = [self._waiting.popleft() for _ in range(num_admitted)]
-        sources: dict[Sequence, int] = {}
-        for sequence in admitted:
-            kept = self._take_kept(sequence)
-            sequence.num_cached = len(kept.token_ids) if kept else 0
-            if kept:
-                sources[sequence] = kept.row
+        sources = self._take_kept(admitted)
         admitted.sort(key=lambda s: (s not in sources, s.num_uncached, s.token_ids))
         self._make_room(admitted, sources)
         first_row = len(self._rows)
@@ -448,23 +449,28 @@ class BatchingEngine:
         first_row += len(admitted) - len(continued) - len(new)  # those that lack one token are decoded next
         logits = []
         for group in (*_similar_lengths(continued), *_similar_lengths(new)):
-            logits.append((self._append if group[0] in sources else self._prefill)(group, first_row))
+            logits.append(self._compute(group, first_row))
             first_row += len(group)
         if logits:
             self._extend([*continued, *new], torch.cat(logits))
 
-    def _take_kept(self, sequence: Sequence) -> _Kept | None:
-        """Take the longest kept row that the sequence continues by at least one token, if there is any."""
-        token_ids = sequence.token_ids
-
-        def fits(kept: _Kept) -> bool:
-            num = len(kept.token_ids)
-            return num < len(token_ids) and sequence.has_fed_rows(num) and token_ids[:num] == kept.token_ids
-
-        found = [kept for kept in self._kept if kept.seed == sequence.own_seed and fits(kept)]
-        longest = max(found, key=lambda kept: len(kept.token_ids), default=None)
-        self._kept = [kept for kept in self._kept if kept is not longest]
-        return longest
+    def _take_kept(self, admitted: list[Sequence]) -> dict[Sequence, int]:
+        """Take the longest kept row that each sequence continues by at least one token; return the rows."""
+        by_seed: dict[int | None, list[_Kept]] = {}
+        for kept in self._kept:
+            by_seed.setdefault(kept.seed, []).append(kept)
+        sources: dict[Sequence, int] = {}
+        for sequence in admitted:
+            mine = by_seed.get(sequence.own_seed, [])
+            found = [kept for kept in mine if sequence.continues(kept.token_ids)]
+            longest = max(found, key=lambda kept: len(kept.token_ids), default=None)
+            sequence.num_cached = len(longest.token_ids) if longest else 0
+            if longest:
+                mine.remove(longest)
+                sources[sequence] = longest.row
+        taken = set(sources.values())
+        self._kept = [kept for kept in self._kept if kept.row not in taken]
+        return sources
 
     def _make_room(self, admitted: list[Sequence], sources: Mapping[Sequence, int]) -> None:
         """Move sequences that continue kept rows behind the decoded ones, and kept rows out of their way.
@@ -484,41 +490,36 @@ class BatchingEngine:
             rows, lengths = zip(*moved.values(), strict=True)
             self.cache.arrange([*moved], rows, max(lengths))
 
-    def _append(self, group: list[Sequence], first_row: int) -> Tensor:
-        """Return the logits after each sequence, float32 [len(group), V], computing what its cache row lacks."""
-        starts, lengths = [s.num_cached for s in group], [s.num_uncached for s in group]
-        token_ids_BT = torch.zeros(len(group), max(lengths), dtype=torch.int64)
-        for row, sequence in enumerate(group):
-            token_ids_BT[row, : lengths[row]] = torch.tensor(sequence.token_ids[starts[row] :])
-        starts_B = torch.tensor(starts)
-        fed = self._fed_rows(group, token_ids_BT, starts_B[:, None] + torch.arange(max(lengths)))
-        logits_BV = self.model.append(token_ids_BT, torch.tensor(lengths), starts_B, self.cache, first_row, fed)
-        if fed is not None:
-            self._take_fed(group, fed, range(len(group)), starts)
-        return logits_BV
-
-    def _prefill(self, group: list[Sequence], first_row: int) -> Tensor:
-        """Return the logits after each sequence, float32 [len(group), V]; their cache rows begin at `first_row`.
+    def _compute(self, group: list[Sequence], first_row: int) -> Tensor:
+        """Compute what the cache rows of these sequences, from `first_row` on, lack; all rows are empty or none is.
 
         Equal sequences (samples of one prompt) must be adjacent; they are computed once.
+
+        Returns: the logits after each sequence, float32 [len(group), V].
         """
-        index, different = [], [group[0]]
-        for sequence in group:
-            if sequence.token_ids != different[-1].token_ids:
+        index, different, rows = [], [group[0]], [first_row]
+        for row, sequence in enumerate(group, first_row):
+            if (sequence.num_cached, sequence.token_ids) != (different[-1].num_cached, different[-1].token_ids):
                 different.append(sequence)
+                rows.append(row)
             index.append(len(different) - 1)
-        lengths = [s.num_tokens for s in different]
-        token_ids_BT = torch.zeros(len(different), max(lengths), dtype=torch.int64)
-        for row, sequence in enumerate(different):
-            token_ids_BT[row, : lengths[row]] = torch.tensor(sequence.token_ids)
-        fed = self._fed_rows(group, token_ids_BT, torch.arange(max(lengths))[None])
-        logits_BV = self.model.prefill(token_ids_BT, torch.tensor(lengths), self.cache, first_row, fed)
+        starts, lengths = [s.num_cached for s in different], [s.num_uncached for s in different]
+        ids_BT = [torch.tensor(s.uncached_ids) for s in different]
+        token_ids_BT = torch.nn.utils.rnn.pad_sequence(ids_BT, batch_first=True)
+        starts_B, lengths_B = torch.tensor(starts), torch.tensor(lengths)
+        fed = self._fed_rows(group, token_ids_BT, starts_B[:, None] + torch.arange(max(lengths)))
+        if starts[0]:
+            if len(different) < len(group):
+                self.cache.arrange([first_row + i for i in range(len(rows))], rows, max(starts))
+            logits_BV = self.model.append(token_ids_BT, lengths_B, starts_B, self.cache, first_row, fed)
+        else:
+            logits_BV = self.model.prefill(token_ids_BT, lengths_B, self.cache, first_row, fed)
         if fed is not None:
-            self._take_fed(group, fed, index, [0] * len(group))
+            self._take_fed(group, fed, index, [s.num_cached for s in group])
         if len(different) == len(group):
             return logits_BV
-        rows = range(first_row, first_row + len(group))
-        self.cache.arrange(rows, [first_row + i for i in index], max(lengths))
+        targets = range(first_row, first_row + len(group))
+        self.cache.arrange(targets, [first_row + i for i in index], max(s.num_tokens for s in group))
         return logits_BV[index]
 
     def _fed_rows(self, sequences: list[Sequence], token_ids_BT: Tensor, positions_BT: Tensor) -> FedRows | None:
