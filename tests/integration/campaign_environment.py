@@ -9,7 +9,7 @@ from typing import Any
 
 NUM_TURNS = 3
 FAILURES = ("hang", "raise", "exit", "number", "no words", "no JSON", "failed")
-_PERCENT = 2  # of the turns, for each failure
+_PERCENT = 2  # the share of turns that fail in each way
 _PERCENT_LONG = 20
 
 
