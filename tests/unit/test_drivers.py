@@ -146,6 +146,30 @@ def test_a_slow_environment_is_no_broken_engine_and_holds_no_slot() -> None:
     assert stats.num_rounds == 3
 
 
+def test_answers_are_progress_as_they_come_although_a_round_waits_for_all_of_them() -> None:
+    """Otherwise questions that wait for a process would look like a hang."""
+
+    class Queued(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            answer = await super().step(turn, state)
+            await asyncio.sleep(60.0 * len(self.asked))  # one process, which they take in turn
+            return answer
+
+    scheduler = make(Rounds(), driver=driver(Queued()), max_response_tokens=LIMIT)
+
+    async def run() -> list[int]:
+        taking = asyncio.create_task(scheduler.take(0, 0))
+        await asyncio.sleep(1.0)
+        found = []
+        for _ in range(6):
+            found.append(scheduler.num_answers)
+            await asyncio.sleep(60.0)
+        taking.cancel()
+        return found
+
+    assert run_on_clock(run()) == [0, 1, 2, 3, 4, 5]
+
+
 def test_overlap_hides_tools_of_half_a_second_and_rounds_wait_for_each_of_their_calls() -> None:
     class Together(Timed):
         async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
