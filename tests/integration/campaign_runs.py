@@ -1,6 +1,6 @@
 """Whole campaigns of faults: engines of two kinds, legs in three modes, and which fault meets which step.
 
-    python -m tests.integration.campaign_runs FOLDER [--first 0] [--count 20]
+    python -m tests.integration.campaign_runs FOLDER [--first 0] [--count 12]
 
 Each seed is one campaign of all faults of engines, pushes and environments: one line in FOLDER/campaigns.jsonl.
 """
@@ -190,7 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.integration.campaign_runs")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--count", type=int, default=20, help="number of seeds")
+    parser.add_argument("--count", type=int, default=12, help="number of seeds")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     table = JsonlWriter(options.folder / "campaigns.jsonl")
