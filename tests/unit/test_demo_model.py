@@ -168,7 +168,9 @@ class TestToolModel:
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_pretrained(shipped_model_path("tool"))
         tokenizer = AutoTokenizer.from_pretrained(shipped_model_path("tool"))
-        texts = sample_responses(model, tokenizer, [row["prompt"] for row in hidden_numbers()] * 30, 2)
+        rows = list(hidden_numbers(210))
+        assert {row["answer"] for row in rows} == set("0123456")
+        texts = sample_responses(model, tokenizer, [row["prompt"] for row in rows], 2)
         guesses = Counter(text for text in texts if re.fullmatch(r"[0-6]\?", text))
         assert guesses.total() > 0.95 * len(texts)
         assert len(guesses) == 7, "every number"
