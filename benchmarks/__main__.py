@@ -31,6 +31,7 @@ ROWS = {  # row -> script
     "weight-sync": "weight_sync",
     "rollout": "rollout",
     "scheduler": "scheduler",
+    "slow-environment": "slow_environment",
     "replies": "replies",
     "checkpoint": "checkpoint",
     "start-up": "start_up",

@@ -1,4 +1,4 @@
-"""Regression gates: counts and a seeded run's history against the committed baseline (benchmarks/baseline.json).
+"""Regression gates: counts and the histories of seeded runs against the committed baseline (benchmarks/baseline.json).
 
     python -m benchmarks.gates [counts|history]             exit code 1 and a line for each regression
     python -m benchmarks.gates ratios                       a report of speed next to the baseline, without a verdict
@@ -8,8 +8,8 @@ A count of FLOPs or bytes depends only on the code; it passes if it reaches 0.99
 seconds is measured as in the benchmarks: ways take turns, and the median over the turns counts. It depends on the
 machine and on what else runs there, so it cannot fail.
 
-The history comes from `bapo demo` with one thread. Other CPUs add in another order, which changes its values by at most
-1e-6 (measured with AVX-512, AVX2, SSE and MKL's compatible kernels).
+The histories come from the demos below, with one thread. Other CPUs add in another order, which changes the values by
+at most 1e-6 (measured with AVX-512, AVX2, SSE and MKL's compatible kernels).
 """
 
 import argparse
@@ -30,7 +30,7 @@ RENEW = "python -m benchmarks.gates --renew"
 LEAST = 0.99  # share of the baseline's count
 NUM_TURNS = 3
 NUM_MEASUREMENTS = 5  # for each renewal
-NUM_STEPS = 10
+HISTORIES = {"demo": 10, "tool_demo": 5}  # configuration -> steps
 TOLERANCE = 1e-4
 METRICS = ("reward/mean", "loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm")
 TIMEOUT_S = 900.0
@@ -109,20 +109,20 @@ def check_count(name: str, found: float, baseline: float) -> str | None:
     return f"{name}: {found:.3f}, but the baseline is {baseline:.3f}; if that is intended: {RENEW}"
 
 
-def run_history() -> History:
-    """Run the demo with its seed; return, by step, the metrics to compare."""
+def run_history(name: str) -> History:
+    """Run a demo with its seed; return, by step, the metrics to compare."""
     with tempfile.TemporaryDirectory(prefix="history-") as folder:
-        command = [sys.executable, "-m", "bapo_megatron", "demo", "run.name=history", f"run.dir={folder}"]
-        command.append(f"train.num_steps={NUM_STEPS}")
+        command = [sys.executable, "-m", "bapo_megatron", "train", name, "run.name=history", f"run.dir={folder}"]
+        command.append(f"train.num_steps={HISTORIES[name]}")
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
         lines = (Path(folder) / "history" / "metrics.jsonl").read_text().splitlines()
     return [{metric: json.loads(line)[metric] for metric in METRICS} for line in lines]
 
 
-def check_history(history: History, baseline: History) -> list[str]:
+def check_history(name: str, history: History, baseline: History) -> list[str]:
     """Return a complaint for the first step that differs."""
     if len(history) != len(baseline):
-        return [f"history: {plural(len(history), 'step')} instead of {len(baseline)}"]
+        return [f"history of {name}: {plural(len(history), 'step')} instead of {len(baseline)}"]
     for step, (found, expected) in enumerate(zip(history, baseline, strict=True), 1):
         differences = [
             f"{metric} is {found[metric]:.8g} instead of {value:.8g}"
@@ -130,7 +130,7 @@ def check_history(history: History, baseline: History) -> list[str]:
             if not abs(found[metric] - value) <= TOLERANCE * abs(value)
         ]
         if differences:
-            return [f"history: step {step}: {', '.join(differences)}; if that is intended: {RENEW}"]
+            return [f"history of {name}: step {step}: {', '.join(differences)}; if that is intended: {RENEW}"]
     return []
 
 
@@ -152,7 +152,7 @@ def renew(what: str) -> None:
     if what in ("all", "counts"):
         baseline["counts"] = {name: round(count(), 3) for name, count in COUNTS.items()}
     if what in ("all", "history"):
-        baseline["history"] = run_history()
+        baseline["history"] = {name: run_history(name) for name in HISTORIES}
     BASELINE.write_text(json.dumps(baseline, indent=1) + "\n")
 
 
@@ -175,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         checked = [check_count(name, count(), baseline["counts"][name]) for name, count in COUNTS.items()]
         complaints += [complaint for complaint in checked if complaint]
     if args.what in ("all", "history"):
-        complaints += check_history(run_history(), baseline["history"])
+        for name in HISTORIES:
+            complaints += check_history(name, run_history(name), baseline["history"][name])
     print(*complaints, sep="\n", file=sys.stderr)
     return 1 if complaints else 0
 

@@ -34,6 +34,9 @@ half the synchronous rollout, as if on other devices. The case names the bound t
     "scheduler": """\
 The scheduler's CPU time per response with 100, 1,000 and 10,000 of them active, against one that loops over all of
 them.""",
+    "slow-environment": """\
+Steps of samples whose tool takes 0.5 s a turn, against the same steps with a tool that answers immediately: at 0.77,
+the wait makes a step take 1.3 times as long.""",
     "replies": """\
 Decoding and checking an engine's reply and turning it into samples, against json and loops over tokens.""",
     "checkpoint": """\

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from bapo_megatron.prompts.chains import MODULUS, OPERATORS, Chain, ChainOptions, apply_operator
+from bapo_megatron.prompts.hidden_numbers import NUM_NUMBERS
 from bapo_megatron.prompts.programs import PROGRAMS, Program, ProgramOptions, ProgramTask, solution
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.prompts.sums import Sum
@@ -22,6 +23,7 @@ NEEDLESS_TERM = "+1"
 LETTER_LOST = 0.15
 CALLS, STOPS_EARLY = 0.20, 0.10
 CALL_WRONG, COPY_WRONG, SUM_WRONG = 0.05, 0.15, 0.40
+NUM_GUESSES, HEEDS = 3, 0.30
 
 CHAIN_RESPONSE_TOKENS = 48
 PROGRAM_RESPONSE_TOKENS = 24
@@ -117,6 +119,25 @@ class CalculatorPupil:
         if self.rng.random() < wrong:
             digits[self.rng.randrange(len(digits))] = str(self.rng.randrange(10))
         return "".join(digits)
+
+
+class GuessingPupil:
+    """Pupil for the guessing game, who heeds the answers in 3 guesses out of 10: ("7:", "3?", ">", "5?")."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(f"guessing demonstrations/{seed}")
+
+    def demonstrate(self) -> tuple[str, ...]:
+        secret, low, high = self.rng.randrange(NUM_NUMBERS), 0, NUM_NUMBERS - 1
+        texts = [f"{NUM_NUMBERS}:"]
+        while True:
+            is_heeding = self.rng.random() < HEEDS
+            guess = self.rng.randint(low, high) if is_heeding else self.rng.randrange(NUM_NUMBERS)
+            texts.append(f"{guess}?")
+            if guess == secret or len(texts) == 2 * NUM_GUESSES:
+                return tuple(texts)
+            texts.append("<" if secret < guess else ">")
+            low, high = (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
 
 
 class ProgramPupil:

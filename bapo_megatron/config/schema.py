@@ -295,7 +295,8 @@ class EnvironmentConfig(Section):
     """A turn that reaches this length ends, cut; the environment sees that. Unset: no limit besides
     rollout.max_response_tokens, which counts the policy's tokens of all turns."""
     max_answer_tokens: Count = 256
-    """A longer answer of the environment is cut. Memory is planned for max_turns - 1 such answers."""
+    """A longer answer of the environment is cut, without a mark, which would be one more thing to learn;
+    environment/cut_answers counts them. Memory is planned for max_turns - 1 such answers."""
     timeout_s: Positive = 30.0
     """Deadline of one answer, from when a process begins with it. A sample whose environment misses it, raises or dies
     fails: it gets no reward, and its group is trained without it."""

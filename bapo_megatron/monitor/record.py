@@ -33,7 +33,7 @@ from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runs.summary import is_pass_rate, reward_metric
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after, write_atomically
 from bapo_megatron.runtime.straggler import StragglerAlarm
-from bapo_megatron.types import Ended, Group, Sample
+from bapo_megatron.types import Ended, Given, Group, Sample, Segment, total
 
 if TYPE_CHECKING:
     from bapo_megatron.monitor.prometheus import PrometheusEndpoint
@@ -263,22 +263,28 @@ def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], s
     """Return the line of `samples.jsonl` for a trained response; `decode` must keep special tokens.
 
     Segments are decoded separately, so a character that is split over two of them becomes a replacement character.
-    `response` is the last trajectory's response, decoded as a whole.
+    `segments` and `response`, which is decoded as a whole, are the last trajectory's. If there are any, `branches` has
+    the segments of the others, and `turn_rewards` the rewards that came with an environment's answers.
     """
-    segments = sample.trajectories[-1].segments[1:]
+    prompt_ids = list(sample.prompt.token_ids)
+    *branches, segments = (t.segments[t.segments[0].token_ids.tolist() == prompt_ids :] for t in sample.trajectories)
+    rewards = [None if reward is None else total(reward) for reward in sample.turn_rewards]
+
+    def shown(segments: Sequence[Segment]) -> list[dict[str, Any]]:
+        return [{**s.origin.facts, "num_tokens": s.num_tokens, "text": decode(s.token_ids.tolist())} for s in segments]
+
     return {
         "step": step,
         "sample_id": sample.sample_id,
         "source": sample.prompt.source,
         "prompt": sample.prompt.text,
         "answer": sample.prompt.answer,
-        "response": decode([i for s in segments for i in s.token_ids.tolist()]),
+        "response": decode([i for s in segments if s.origin != Given("prompt") for i in s.token_ids.tolist()]),
         "reward": sample.reward,
         **_explained(sample),
         "finish_reason": sample.finish_reason,
         "num_tokens": sample.num_sampled_tokens,
-        "segments": [
-            {**segment.origin.facts, "num_tokens": segment.num_tokens, "text": decode(segment.token_ids.tolist())}
-            for segment in segments
-        ],
+        **({"turn_rewards": rewards} if any(reward is not None for reward in rewards) else {}),
+        **({"branches": [shown(branch) for branch in branches]} if branches else {}),
+        "segments": shown(segments),
     }

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,14 +19,26 @@ _MAX_NUMBER = 1e15
 _MAX_SAMPLES = 200
 _MAX_TOTAL_CHARS = 250_000
 _MAX_TEXT_CHARS = 4000
+_ENDS = {
+    "length": "cut off at the length limit",
+    "turns": "ended at the limit of turns",
+    "failed": "the environment failed",
+}
+_TITLES = {  # author -> title
+    "policy": "policy",
+    "prompt": "prompt of this branch",
+    "environment": "environment",
+    "template": "chat template",
+    "trajectory": "policy, in another branch",
+}
 
 
-class ShownSegment(NamedTuple):
-    """Some text of a response, with one origin."""
+class ShownWords(NamedTuple):
+    """What one author wrote before the next one continued."""
 
-    version: int | None  # version of the weights that sampled it
-    text: str
-    is_given: bool  # by an environment, not sampled
+    author: str  # a key of _TITLES, or "other"
+    title: str
+    parts: list[tuple[int | None, str]]  # weight version that sampled it, if any, and text
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +51,30 @@ class ShownSample:
     num_tokens: int | None
     age: int | None  # updates between the weights that sampled its first token and those it trained
     version: int | None  # version of the weights that sampled its last token
-    is_truncated: bool
+    end: str  # why it ended, unless the policy or its environment ended it
     prompt: str
     answer: str
     reason: str  # parts of the reward, and the judge's reason
-    segments: list[ShownSegment]
+    branches: list[list[ShownWords]]
 
     @property
     def num_chars(self) -> int:
-        return len(self.prompt) + len(self.answer) + len(self.reason) + sum(len(s.text) for s in self.segments)
+        texts = [text for words in self._words for _, text in words.parts]
+        return sum(map(len, [self.prompt, self.answer, self.reason, *texts]))
 
     @property
     def num_turns(self) -> int:
         """Turns of the policy."""
-        before = [True, *(s.is_given for s in self.segments)]
-        return sum(last and not s.is_given for last, s in zip(before, self.segments, strict=False))
+        return sum(words.author == "policy" for words in self._words)
 
     @property
     def num_resumed(self) -> int:
         """How often a turn was set aside and continued later."""
-        return sum(not s.is_given for s in self.segments) - self.num_turns
+        return sum(len(words.parts) - 1 for words in self._words if words.author == "policy")
+
+    @property
+    def _words(self) -> list[ShownWords]:
+        return [words for branch in self.branches for words in branch]
 
 
 def read_samples(run: History) -> list[ShownSample]:
@@ -75,10 +92,11 @@ def read_samples(run: History) -> list[ShownSample]:
 
 def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, int]) -> ShownSample:
     """Read a line; `version_before` holds the weight version that each step trained."""
-    segments = record.get("segments") or [{"text": record.get("response", "")}]
-    versions = [version for segment in segments if (version := _version(segment)) is not None]
+    branches = [*(record.get("branches") or []), record.get("segments") or [{"text": record.get("response", "")}]]
+    versions = [version for segments in branches for s in segments if (version := _version(s)) is not None]
     step, num_tokens = step_of(record), _number(record.get("num_tokens"))
     trained = version_before.get(step) if step is not None else None
+    turn_rewards = record.get("turn_rewards") if len(branches) == 1 else None  # otherwise: of which branch?
     return ShownSample(
         key=key,
         step=step,
@@ -86,12 +104,28 @@ def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, in
         num_tokens=None if num_tokens is None else int(num_tokens),
         age=trained - versions[0] if trained is not None and versions else None,
         version=versions[-1] if versions else None,
-        is_truncated=record.get("finish_reason") == "length",
+        end=_ENDS.get(str(record.get("finish_reason")), ""),
         prompt=_shortened(str(record.get("prompt", ""))),
         answer="" if record.get("answer") is None else _shortened(_plain(record["answer"])),
         reason=_reason(record),
-        segments=[ShownSegment(_version(s), _shortened(str(s.get("text", ""))), is_given="by" in s) for s in segments],
+        branches=[_words(segments, turn_rewards) for segments in branches],
     )
+
+
+def _words(segments: Sequence[Mapping[str, Any]], turn_rewards: Any = None) -> list[ShownWords]:
+    """Join the segments of each author; number the policy's turns, with their rewards, if someone else writes too."""
+    found, num_turns = [], 0
+    rewards = turn_rewards if isinstance(turn_rewards, list) else []
+    for author, group in groupby(segments, key=lambda segment: str(segment.get("by", "policy"))):
+        parts = [(_version(segment), _shortened(str(segment.get("text", "")))) for segment in group]
+        title = _shortened(_TITLES.get(author, author))
+        if author == "policy" and len(parts) < len(segments):
+            num_turns += 1
+            title += f", turn {num_turns}"
+            if (reward := next(map(_number, rewards[num_turns - 1 :]), None)) is not None:
+                title += f", reward {reward:.3g}"
+        found.append(ShownWords(author if author in _TITLES else "other", title, parts))
+    return found
 
 
 def _reason(record: Mapping[str, Any]) -> str:

@@ -122,20 +122,20 @@ def test_speed_is_reported_without_a_verdict(
 
 def test_a_history_that_differs_is_named_by_its_first_step() -> None:
     baseline = [{"reward/mean": 0.5, "loss/policy": 0.1}, {"reward/mean": 0.25, "loss/policy": 0.2}]
-    assert gates.check_history([dict(step) for step in baseline], baseline) == []
+    assert gates.check_history("demo", [dict(step) for step in baseline], baseline) == []
     nearly = [{**step, "loss/policy": step["loss/policy"] * (1 + 5e-5)} for step in baseline]
-    assert gates.check_history(nearly, baseline) == []
+    assert gates.check_history("demo", nearly, baseline) == []
     other = [baseline[0], {"reward/mean": 0.25, "loss/policy": 0.201}]
-    (complaint,) = gates.check_history(other, baseline)
-    assert complaint.startswith("history: step 2: loss/policy is 0.201 instead of 0.2; if that is intended: ")
-    (complaint,) = gates.check_history([{**baseline[0], "loss/policy": float("nan")}, baseline[1]], baseline)
+    (complaint,) = gates.check_history("demo", other, baseline)
+    assert complaint.startswith("history of demo: step 2: loss/policy is 0.201 instead of 0.2; if that is intended: ")
+    (complaint,) = gates.check_history("demo", [{**baseline[0], "loss/policy": float("nan")}, baseline[1]], baseline)
     assert "step 1: loss/policy is nan" in complaint
-    assert gates.check_history(baseline[:1], baseline) == ["history: 1 step instead of 2"]
+    assert gates.check_history("demo", baseline[:1], baseline) == ["history of demo: 1 step instead of 2"]
 
 
 def test_the_baseline_covers_every_gate() -> None:
     baseline = json.loads(gates.BASELINE.read_text())
     assert baseline["ratios"].keys() == gates.RATIOS.keys()
     assert baseline["counts"].keys() == gates.COUNTS.keys()
-    assert len(baseline["history"]) == gates.NUM_STEPS
-    assert all(set(step) == set(gates.METRICS) for step in baseline["history"])
+    assert {name: len(steps) for name, steps in baseline["history"].items()} == gates.HISTORIES
+    assert all(set(step) == set(gates.METRICS) for steps in baseline["history"].values() for step in steps)

@@ -4,12 +4,13 @@ import importlib.util
 import json
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from pupils import CHAIN_RESPONSE_TOKENS, CalculatorPupil, ChainPupil
+from pupils import CHAIN_RESPONSE_TOKENS, CalculatorPupil, ChainPupil, GuessingPupil
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_start import build_tokenizer, mean_reward, sample_responses
@@ -18,6 +19,7 @@ from bapo_megatron.assets import demo_model_path, resolve_model_path, shipped_mo
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.chains import ChainSource, apply_operator
+from bapo_megatron.prompts.hidden_numbers import hidden_numbers
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.sums import sums
 from bapo_megatron.rewards.answers import judge_chain
@@ -129,8 +131,8 @@ class TestToolModel:
         del made["padding"], shipped["padding"]
         assert made == shipped
         tokenizer = AutoTokenizer.from_pretrained(shipped_model_path("tool"))
-        pupil = CalculatorPupil(1)
-        texts = ["".join(pupil.demonstrate()) for _ in range(200)]
+        pupils = CalculatorPupil(1), GuessingPupil(1)
+        texts = ["".join(pupil.demonstrate()) for pupil in pupils for _ in range(200)]
         assert all(len(tokenizer.encode(text)) == len(text) for text in texts)
         assert tokenizer.unk_token_id not in tokenizer.encode("".join(texts) + "!")
 
@@ -146,6 +148,32 @@ class TestToolModel:
             for call, answer in zip(calls, answers, strict=True):
                 left, operator, right = re.fullmatch(r"(\d+)([*+])(\d+)\?", call).groups()
                 assert answer == f"{int(left) * int(right) if operator == '*' else int(left) + int(right)};"
+
+    def test_guesses_follow_the_answers_more_often_than_chance(self):
+        pupil, num_heeded, num_guesses = GuessingPupil(0), 0, 0
+        for _ in range(2000):
+            prompt, *others = pupil.demonstrate()
+            assert prompt == "7:"
+            guesses, answers = [int(text.removesuffix("?")) for text in others[::2]], others[1::2]
+            assert len(answers) == len(guesses) - 1 <= 2
+            for i in range(1, len(guesses)):
+                heard = zip(guesses[:i], answers[:i], strict=True)
+                num_heeded += all(
+                    guesses[i] < guess if answer == "<" else guesses[i] > guess for guess, answer in heard
+                )
+                num_guesses += 1
+        assert 0.64 < num_heeded / num_guesses < 0.72  # measured 0.68; 0.54 if chance decided
+
+    def test_the_model_guesses_numbers(self):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_pretrained(shipped_model_path("tool"))
+        tokenizer = AutoTokenizer.from_pretrained(shipped_model_path("tool"))
+        rows = list(hidden_numbers(210))
+        assert {row["answer"] for row in rows} == set("0123456")
+        texts = sample_responses(model, tokenizer, [row["prompt"] for row in rows], 2)
+        guesses = Counter(text for text in texts if re.fullmatch(r"[0-6]\?", text))
+        assert guesses.total() > 0.95 * len(texts)
+        assert len(guesses) == 7, "every number"
 
     def test_the_model_asks_sometimes(self, tmp_path):
         torch.manual_seed(1)
@@ -215,7 +243,9 @@ class TestResolveModelPath:
             resolve_model_path(str(tmp_path))
 
 
-@pytest.mark.parametrize(("name", "is_partial"), [("demo", True), ("tool_demo", True), ("smollm2_135m", False)])
+@pytest.mark.parametrize(
+    ("name", "is_partial"), [("demo", True), ("tool_demo", True), ("guess_demo", True), ("smollm2_135m", False)]
+)
 def test_shipped_configs_are_valid(name, is_partial):
     config = Config.model_validate(tomllib.loads((REPOSITORY / "configs" / f"{name}.toml").read_text()))
     rollout = config.rollout

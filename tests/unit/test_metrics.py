@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from bapo_megatron.runs.summary import summarize_run
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
 from bapo_megatron.runtime.heartbeat import Heartbeat
 from bapo_megatron.runtime.stopwatch import Stopwatch
-from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
+from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment, Trajectory
 
 
 def write_steps(path: Path, *steps: int, reward: float = 0.5) -> None:
@@ -115,6 +116,25 @@ def test_a_sample_keeps_its_segments_and_survives_the_file(tmp_path: Path) -> No
     writer.write(record)
     writer.close()
     assert read_jsonl(tmp_path / "samples.jsonl") == [record]
+
+
+def test_a_sample_with_branches_keeps_all_authors_and_the_rewards_of_its_turns() -> None:
+    prompt = Prompt(7, (1,), "3+5=", "8", "chains")
+    turn, answer = Segment.sampled(4, 2, (2,), (-0.1,)), Segment.given("environment", (3,))
+    sample = Sample.of("7.0", prompt, (turn, answer), Ended("turns", 0.75))
+    rewritten = Trajectory((Segment.given("prompt", (2, 2)), Segment.sampled(5, 3, (1,), (-0.2,))))
+    shared = sample.trajectories[0].branch(2).extended([Segment.sampled(5, 3, (3,), (-0.3,))])
+    sample = replace(sample, trajectories=(*sample.trajectories, rewritten, shared), turn_rewards=({"a": 0.5}, None))
+    record = sample_record(3, sample, lambda ids: "".join("_abc"[i] for i in ids))
+    assert [[(s.get("by"), s["text"]) for s in branch] for branch in (*record["branches"], record["segments"])] == [
+        [(None, "b"), ("environment", "c")],
+        [("prompt", "bb"), (None, "a")],
+        [("trajectory", "b"), (None, "c")],
+    ]
+    assert (record["turn_rewards"], record["response"], record["num_tokens"]) == ([0.5, None], "bc", 3)
+    alone = replace(sample, trajectories=(rewritten,), turn_rewards=(None,))
+    assert {"branches", "turn_rewards"}.isdisjoint(found := sample_record(3, alone, lambda ids: "x" * len(ids)))
+    assert found["response"] == "x", "the policy's"
 
 
 def test_parts_of_the_reward_are_metrics_and_stand_next_to_the_sample() -> None:

@@ -105,7 +105,8 @@ def add_samples(run: Path) -> None:
     with contextlib.closing(JsonlWriter(run / "samples.jsonl")) as writer:
         for i in range(40):
             step = 1 + i // 10
-            segments = [{"version": max(0, step - 1 - i % 3), "text": "1 + "}, {"version": step - 1, "text": "1 = 2"}]
+            words = [{"version": max(0, step - 1 - i % 3), "text": "1 + "}, {"version": step - 1, "text": "1?"}]
+            segments = [*words, {"by": "environment", "text": "2;" * 200}, {"version": step - 1, "text": "2"}]
             facts = {"step": step, "reward": float(i % 2), "num_tokens": 10 * i, "segments": segments}
             writer.write({"prompt": f"question {i}", **facts})
 
@@ -125,6 +126,7 @@ def test_pages_fit_a_phone_and_a_desk(browser: Browser, tmp_path: Path, scripts:
     runs = [
         make_run(tmp_path / name.format(i), steps(12), CONFIG.replace("rho0 = 0.45", f"rho0 = 0.{i}")) for i in (3, 4)
     ]
+    add_samples(runs[0])
     for path in (write_report(runs[0]), write_comparison(runs)):
         for width_px in WIDTHS_PX:
             with opened(browser, path.as_uri(), width_px, scripts=scripts) as page:

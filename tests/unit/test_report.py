@@ -118,17 +118,54 @@ def test_text_of_prompts_and_responses_cannot_become_markup(tmp_path: Path) -> N
     assert "no segments here" in page.text
 
 
-def test_an_environment_s_words_are_told_from_the_policy_s(tmp_path: Path) -> None:
+def test_each_author_s_words_stand_in_a_block_of_their_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [plain(1)])
-    segments = [{"version": 0, "text": "37*"}, {"version": 2, "text": "46?"}, {"by": "environment", "text": "1702;"}]
-    segments += [{"version": 2, "text": "1702"}]
+    segments = [{"version": 0, "text": "37*"}, {"version": 2, "text": "46?"}, {"by": "environment", "text": "<b>1702;"}]
+    segments += [{"by": "template", "text": "next"}, {"version": 2, "text": "1702"}]
+    facts = {"step": 1, "prompt": "37*46=", "reward": 1.5, "turn_rewards": [0.5, None], "segments": segments}
     with contextlib.closing(JsonlWriter(run / "samples.jsonl")) as writer:
-        writer.write({"step": 1, "prompt": "37*46=", "reward": 1.0, "segments": segments})
-        writer.write({"step": 1, "prompt": "1+2=", "reward": 1.0, "segments": segments[3:]})
+        writer.write({**facts, "finish_reason": "turns"})
     html, page = read_page(run)
-    assert '<span class="segment given">1702;</span>' in html
-    assert html.count("segment given") == 1
-    assert page.text.count("2 turns") == page.text.count("resumed 1×") == 1
+    assert blocks(html) == [
+        ("prompt", "prompt", "37*46="),
+        ("policy", "policy, turn 1, reward 0.5", "037*246?"),  # with weight versions
+        ("environment", "environment", "&lt;b&gt;1702;"),
+        ("template", "chat template", "next"),
+        ("policy", "policy, turn 2", "21702"),
+    ]
+    for found in ("2 turns", "resumed 1×", "ended at the limit of turns"):
+        assert page.text.count(found) == 1
+    for author in {author for author, _, _ in blocks(html)}:
+        assert f".words.{author} {{" in html, "a colour of its own"
+
+
+def test_branches_of_a_sample_stand_one_after_the_other(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [plain(1)])
+    given = {"by": "trajectory", "text": "37*46?"}
+    branch = [{"version": 3, "text": "37*46?"}, {"by": "<i>agent", "text": "7"}]
+    with contextlib.closing(JsonlWriter(run / "samples.jsonl")) as writer:
+        writer.write({"step": 1, "prompt": "q", "branches": [branch], "segments": [given, {"version": 4, "text": "9"}]})
+        writer.write({"step": 1, "prompt": "1+2=", "segments": [{"text": "3"}], "turn_rewards": {"odd": 1}})
+        writer.write({"step": 1, "branches": 7})
+    html, page = read_page(run)
+    assert [(author, title) for author, title, _ in blocks(html)] == [
+        ("prompt", "prompt"),
+        ("policy", "policy, turn 1"),
+        ("other", "&lt;i&gt;agent"),
+        ("trajectory", "policy, in another branch"),
+        ("policy", "policy, turn 1"),
+        ("prompt", "prompt"),
+        ("policy", "policy"),
+    ]
+    assert page.text.count("branch 1 of 2") == page.text.count("branch 2 of 2") == 1
+
+
+def blocks(html: str) -> list[tuple[str, str, str]]:
+    """Return author, title and text of all blocks of words."""
+    found = re.findall(
+        r'<div class="words (\w+)"><span class="who">(.*?)</span><pre>(.*?)</pre></div>', html, re.DOTALL
+    )
+    return [(author, title, re.sub(r"<.*?>", "", text)) for author, title, text in found]
 
 
 def test_long_responses_are_shortened_and_samples_of_the_whole_run_fit_the_page(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Studies as files, and what is computed from the metrics of their runs."""
 
+import contextlib
 import csv
 import io
 import json
@@ -13,11 +14,13 @@ import pytest
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import JsonlWriter
 from studies.page import write
 from studies.pool import is_finished, run_path
 from studies.results import DERIVED, gather, value
 from studies.run import Options, reproduce
 from studies.study import Run, Study, load_study, plan_runs, shipped_studies
+from studies.turn_ages import ages_by_turn
 
 MINIMAL = """
 title = "A title"
@@ -244,6 +247,18 @@ def test_a_page_that_cannot_be_drawn_leaves_the_old_one(tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="No space"):
         write_page(tmp_path, study, runs)
     assert {file.name: file.read_text() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_ages_are_means_over_the_policys_tokens_of_each_turn(tmp_path: Path) -> None:
+    with contextlib.closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer:
+        for step in (1, 2, 3):
+            writer.write({"step": step, "version": 2 * step})
+    given = {"by": "environment", "num_tokens": 9}
+    first = [{"version": 0, "num_tokens": 3}, {"version": 2, "num_tokens": 1}]
+    with contextlib.closing(JsonlWriter(tmp_path / "samples.jsonl")) as writer:
+        writer.write({"step": 1, "segments": [{"version": 0, "num_tokens": 4}]})
+        writer.write({"step": 3, "segments": [*first, given, {"version": 4, "num_tokens": 2}]})
+    assert ages_by_turn(tmp_path) == {1: ((4 * 0 + 3 * 4 + 1 * 2) / 8, 8), 2: (0.0, 2)}
 
 
 @pytest.mark.parametrize("typed", ["sub/mine.toml", "./sub/my study.toml", "staleness"])
