@@ -199,7 +199,7 @@ class Policy:
 
 
 def turns_config(folder: Path) -> Config:
-    """Return a run that takes one group a step: first that of one turn, and in the next step that of three turns."""
+    """Return a run that takes one group a step: first the one with one turn, next the one with three."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": words} for i, words in enumerate(CHAT)]
     rows = [{"messages": messages, "answer": num_turns} for num_turns in ("1", "3")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
