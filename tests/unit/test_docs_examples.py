@@ -57,11 +57,29 @@ def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
 
 
 def test_the_page_shows_or_links_every_example() -> None:
-    linked = re.findall(r"\(examples/(\w+\.py)\)", EXTENDING + TURNS)
-    assert linked == ["keep_near.py", "distil.py", "nice_engine.py", "text_game.py", "http_step.py"]
+    linked = re.findall(r"\(examples/(\w+\.(?:py|toml))\)", EXTENDING + TURNS)
+    chat_calculator = ["chat_calculator.py", "chat_calculator.toml"]
+    assert linked == ["keep_near.py", "distil.py", "nice_engine.py", "text_game.py", "http_step.py", *chat_calculator]
     for path in sorted(EXAMPLES.iterdir()):
         if path.is_file() and path.name not in linked:
             assert f"\n{path.read_text(encoding='utf-8')}```" in EXTENDING, path.name
+
+
+def test_the_chat_calculator_answers_products_and_rewards_the_last_number() -> None:
+    import chat_calculator
+
+    def step(text: str) -> dict[str, object]:
+        return chat_calculator.step({"text": text, "answer": "1702"}, None)
+
+    config = load_config([str(EXAMPLES / "chat_calculator.toml")], [])
+    assert config.data.source == "chat_calculator:products"
+    assert config.environment.kind == "chat_calculator:step"
+    for row in chat_calculator.products(num=5):
+        left, right = re.findall(r"\d+", row["messages"][-1]["content"])
+        assert row["answer"] == str(int(left) * int(right))
+    assert step("It is 37 * 46 =") == {"messages": [{"role": "tool", "content": "1702"}]}
+    assert step("37 x 46=") == {"messages": [{"role": "tool", "content": "Write a product, such as 12*34="}]}
+    assert [step(text)["reward"] for text in ("1702", "37 times 46 is 1,702.", "1702 of 12", "")] == [1, 1, 0, 0]
 
 
 def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture[str]) -> None:
