@@ -29,7 +29,7 @@ _BARE = re.compile(r"\[?\s*\{")
 _BETWEEN = re.compile(r"[\s;,]*")  # between the bare objects of one turn
 _PYTHON = ("python", "python3", "py")
 _MAX_SHOWN = 60  # characters of a call in a reason
-_MAX_DIGITS = 1000  # of a number
+_MAX_DIGITS = 1000  # in a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,8 @@ class _Turn:
         after = _skipped(self.text, end)
         if self.text.startswith("</tool_call>", after):
             return _calls(value), after + len("</tool_call>")
-        if after < len(self.text) and not self.text.startswith(("<tool_call>", "</think>"), after):
+        is_end = after == len(self.text) or self.text.startswith(("<tool_call>", "</think>"), after)
+        if isinstance(value, dict | list) and not is_end:
             return [BadCall(f"a call ends with </tool_call>, but there is {_shown(self.text, after)}")], start
         return _calls(value), after
 
