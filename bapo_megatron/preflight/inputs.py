@@ -285,7 +285,8 @@ def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
     except UserError as error:
         yield Violation(("environment.stop_tokens", "environment.kind", "model.path"), str(error))
     try:
-        check_tools(config, tokenizer)
+        if tokenizer.chat_template:  # otherwise the prompts have no template either
+            check_tools(config, tokenizer)
     except UserError as error:
         yield Violation(("environment.options", "environment.kind", "model.path"), str(error))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from bapo_megatron.config.dotted import TOOL, imported, is_dotted
@@ -28,14 +28,14 @@ class ToolOptions:
     Raises UserError for other values.
     """
 
-    tools: tuple[str, ...]  # built-in names and dotted paths
-    role: Literal["tool", "user"] = "tool"  # of the messages with answers
+    tools: tuple[str, ...] = ()  # built-in names and dotted paths
+    role: Literal["tool", "user"] = "tool"  # the role of messages with answers
     in_prompt: bool = False  # whether the prompts say themselves which tools there are
 
     def __post_init__(self) -> None:
-        tools = self.tools
-        if isinstance(tools, str) or not tools or not all(isinstance(name, str) for name in tools):
-            raise _misfit(f'tools is a list of names, such as ["calculator", "my_module:search"], not {tools!r:.200}')
+        given = list(self.tools) if isinstance(self.tools, tuple) else self.tools
+        if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
+            raise _misfit(f'tools is a list of names, such as ["calculator", "my_module:search"], not {given!r:.200}')
         if self.role not in ROLES:
             raise _misfit(f'role is "tool" or "user", not {self.role!r:.80}')
         if not isinstance(self.in_prompt, bool):
@@ -43,10 +43,9 @@ class ToolOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ToolOptions:
-        try:
-            return cls(**options)
-        except TypeError:
-            raise _misfit(f"they are tools, role and in_prompt, not {', '.join(options) or 'none'}") from None
+        if unknown := options.keys() - {one.name for one in fields(cls)}:
+            raise _misfit(f"there is no option {min(unknown)!r}; they are tools, role and in_prompt")
+        return cls(**options)
 
     @classmethod
     def if_used(cls, environment: EnvironmentConfig) -> ToolOptions | None:

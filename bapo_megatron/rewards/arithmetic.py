@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 MAX_CHARS = 1000
-MAX_BITS = 10_000  # of a numerator or denominator
+MAX_BITS = 10_000  # in a numerator or denominator
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
