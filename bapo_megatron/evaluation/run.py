@@ -195,9 +195,9 @@ class Asking:
         ends = [s.need for s in samples if isinstance(s.need, Ended)]
         turns = [self._turns(s) if self._config.environment.is_used else [] for s in samples]
         words = texts(self.tokenizer, samples)
-        last = self.tokenizer.batch_decode(
-            [s.trajectories[-1].turns[-1].tolist() for s in samples], skip_special_tokens=True
-        )
+        turns_of = [s.trajectories[-1].turns for s in samples]
+        ids = [found[-1].tolist() if found else [] for found in turns_of]
+        last = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [Judged(*found) for found in zip(samples, words, last, ends, turns, strict=True)]
 
     def _turns(self, sample: Sample) -> list[dict[str, str]]:
