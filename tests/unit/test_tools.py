@@ -123,6 +123,7 @@ def test_what_a_tool_raises_goes_to_the_policy_and_what_it_cannot_return_fails_t
             found = asyncio.run(environment.step(turn(call("broken", kind=kind)), None))
             assert isinstance(found, Failed)
             assert f"tool 'broken' {reason}" in found.reason
+            assert "base_events" not in found.reason
         found = asyncio.run(environment.step(turn(call("broken", kind="hang")), None))
         assert isinstance(found, Failed)
         assert found.problem == "timeout"
