@@ -82,6 +82,10 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _names(text: str) -> list[str]:
+    return [name for name in map(str.strip, text.split(",")) if name]
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text} is not a port, from 0 to 65535")
@@ -313,7 +317,15 @@ VERBS = (
         (
             *MODEL,
             argument("--temperature", type=_temperature, default=0.7, metavar="T", help="0: greedy (default: 0.7)"),
-            argument("--system", metavar="TEXT", help="system message for the chat template"),
+            argument(
+                "--system", metavar="TEXT", help="system message for the chat template (default: as the run has it)"
+            ),
+            argument(
+                "--tools",
+                type=_names,
+                metavar="NAMES",
+                help="what it may call, such as calculator,python,my_module:search (default: the run's tools)",
+            ),
         ),
         description="Ctrl-C stops a reply, Ctrl-D ends.",
     ),

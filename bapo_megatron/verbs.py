@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.runtime import program
@@ -18,8 +19,12 @@ from bapo_megatron.runtime.files import CHECKOUT
 from bapo_megatron.version import __version__
 
 if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
+    from bapo_megatron.engines.embedded.chat import ChatTools
     from bapo_megatron.engines.embedded.text import TextModel
+    from bapo_megatron.rewards.environments import Environment
 
+_CHAT_TURNS = 10  # that a model takes until it must wait for the next message
 _BEGAN_S = time.monotonic()
 
 
@@ -240,18 +245,66 @@ def serve(options: Namespace) -> int:
     from bapo_megatron.engines.embedded.server import check_address, serve_text
 
     check_address(options.host, options.port)
-    return serve_text(_model(options, options.max_running), host=options.host, port=options.port)
+    config = _config_of(options.model)
+    return serve_text(_model(options, config, options.max_running), host=options.host, port=options.port)
 
 
 def chat(options: Namespace) -> int:
     """Talk to a model."""
+    from bapo_megatron.config.schema import EnvironmentConfig
     from bapo_megatron.engines.embedded import chat as terminal
+    from bapo_megatron.rollout.turn_tokens import environment_of
 
-    terminal.chat(_model(options, max_running=1), temperature=options.temperature, system=options.system)
+    config = _config_of(options.model)
+    system = options.system or config.data.system_prompt
+    if options.tools:
+        asked = EnvironmentConfig(kind="tools", options={"tools": options.tools}, max_turns=_CHAT_TURNS)
+        data = config.data.model_copy(update={"chat_template": True})
+        config = config.model_copy(update={"environment": asked, "data": data})
+    if config.environment.kind != "tools":
+        model = _model(options, config, max_running=1)
+        terminal.chat(model, temperature=options.temperature, system=system, tools=None)
+        return 0
+    with contextlib.closing(environment_of(config)) as environment:  # mistakes in tools come before a long load
+        model = _model(options, config, max_running=1)
+        tools = _chat_tools(config, model, environment)
+        terminal.chat(model, temperature=options.temperature, system=system, tools=tools)
     return 0
 
 
-def _model(options: Namespace, max_running: int) -> TextModel:
+def _chat_tools(config: Config, model: TextModel, environment: Environment) -> ChatTools:
+    """Return what a conversation needs of tools. Raises UserError if the chat template does not take them."""
+    import asyncio
+
+    from bapo_megatron.engines.embedded.chat import ChatTools
+    from bapo_megatron.engines.embedded.protocol import BadRequestError
+    from bapo_megatron.prompts.tools import ToolOptions
+    from bapo_megatron.rewards.environments import Continue, Failed, TurnJson
+    from bapo_megatron.rollout.turn_tokens import check_tools
+
+    check_tools(config, model.tokenizer)
+    schemas = ToolOptions.of(config.environment.options).shown(model.tokenizer, model.template_options)
+
+    def answer(text: str, state: object) -> tuple[Sequence[Mapping[str, Any]], Any] | None:
+        turn = TurnJson(prompt="", answer=None, source="", number=1, text=text, token_ids=[], end="stop")
+        found = asyncio.run(environment.step(turn, state))
+        if isinstance(found, Failed):
+            raise BadRequestError(f"a tool failed: {found.reason}")
+        return (found.messages or (), found.state) if isinstance(found, Continue) else None
+
+    return ChatTools(answer, schemas, config.environment.max_turns)
+
+
+def _config_of(model: str) -> Config:
+    """Return the configuration of a run, or the default one for another model."""
+    from bapo_megatron.config.load import load_config
+    from bapo_megatron.evaluation.run import config_of
+
+    found = config_of(Path(model))
+    return load_config([found] if found is not None else [], [])
+
+
+def _model(options: Namespace, config: Config, max_running: int) -> TextModel:
     import torch
 
     from bapo_megatron.config.families import own_family
@@ -270,6 +323,7 @@ def _model(options: Namespace, max_running: int) -> TextModel:
             dtype=getattr(torch, options.dtype),
             num_threads=options.threads or num_cores(),
             own=own,
+            template_options=config.data.template_options,
         )
 
 

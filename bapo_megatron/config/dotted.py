@@ -120,8 +120,14 @@ KEEP_GROUP = Seam(
 )
 ENVIRONMENT = Seam(
     "environment.kind",
-    ("none", "calculator", "guess"),
+    ("none", "calculator", "guess", "tools"),
     "def step(turn, state, **options) -> dict, plain or async, or after replay: a class or function whose objects have "
     "reset(seed) and step(text), as docs/turns.md says",
     prefix="replay:",
+)
+TOOL = Seam(
+    "environment.options.tools",
+    ("calculator", "python"),
+    "def search(query: str) -> str, plain or async, with type hints and a docstring that says what the tool does and, "
+    "in lines under Args:, what each argument is",
 )

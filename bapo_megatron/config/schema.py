@@ -280,12 +280,14 @@ class EnvironmentConfig(Section):
     docs/turns.md."""
 
     kind: Annotated[str, AfterValidator(ENVIRONMENT.known)] = "none"
-    """none: each response is one turn, and [reward] judges it; calculator: works out "12*34?"; guess: a number to be
-    guessed; or your own function, "my_package.my_module:my_step"; or "replay:my_package.my_module:make", where make
-    makes objects with reset(seed) and step(text)."""
+    """none: each response is one turn, and [reward] judges it; tools: runs the calls in a turn, and [reward] judges a
+    turn without one; calculator: works out "12*34?"; guess: a number to be guessed; or your own function,
+    "my_package.my_module:my_step"; or "replay:my_package.my_module:make", where make makes objects with reset(seed)
+    and step(text)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the environment by name: calculator {cost, is_broken}, guess {max_guesses, is_silent}; your own
-    function: its arguments after turn and state; replay: the arguments of make."""
+    """Passed to the environment by name: tools {tools = ["calculator", "python", "my_module:search"], role, in_prompt},
+    see docs/turns.md; calculator {cost, is_broken}, guess {max_guesses, is_silent}; your own function: its arguments
+    after turn and state; replay: the arguments of make."""
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a turn, besides the tokenizer's end-of-sequence token and, with data.chat_template, the
     template's end of a turn; each is one token of the tokenizer, such as "?" or "</tool_call>"."""
@@ -307,6 +309,11 @@ class EnvironmentConfig(Section):
     def is_used(self) -> bool:
         """Whether an environment answers the policy's turns."""
         return self.kind != "none"
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a judge gives the rewards: of single turns, and of turns that call no tool."""
+        return self.kind in ("none", "tools")
 
     @property
     def turn_limit(self) -> int | None:

@@ -51,7 +51,7 @@ def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str]
     Raises:
         ConfigError: see `load_config`.
     """
-    run_config = None if is_hf(checkpoint) else _run_config(checkpoint)
+    run_config = config_of(checkpoint)
     derived = [f"model.path={json.dumps(str(checkpoint))}", f"eval.samples_per_prompt={n}"]
     if data is not None:
         derived += ['data.source="jsonl"', f"data.path={json.dumps(str(data))}", "data.sources=[]"]
@@ -99,9 +99,12 @@ def evaluate(
     output.mkdir(parents=True, exist_ok=True)
     with (
         hf_folder(checkpoint, output / "model", own_family(config.model.family)) as (model_path, version),
-        contextlib.closing(_answers(config)) as answers,
+        contextlib.ExitStack() as stack,
     ):
-        asked = Asking(config, model_path, answers, limit)
+        scorer = stack.enter_context(RewardScorer(config)) if config.environment.is_judged else None
+        has_turns = config.environment.is_used
+        environment = stack.enter_context(contextlib.closing(environment_of(config))) if has_turns else None
+        asked = Asking(config, model_path, scorer, limit, environment)
         (output / "logs").mkdir()
         share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # there is no trainer
         key = new_key()
@@ -128,27 +131,29 @@ def evaluate(
     return evaluation
 
 
-def _answers(config: Config) -> RewardScorer | EnvironmentProcesses:
-    return environment_of(config) if config.environment.is_used else RewardScorer(config)
-
-
 class Asking:
     """Problems, and their judge or environment, checked before any engine starts."""
 
     def __init__(
-        self, config: Config, model_path: Path, answers: RewardScorer | EnvironmentProcesses, limit: int | None
+        self,
+        config: Config,
+        model_path: Path,
+        scorer: RewardScorer | None,
+        limit: int | None,
+        environment: EnvironmentProcesses | None = None,
     ) -> None:
         self._config = config
-        self.kind = config.environment.kind if config.environment.is_used else JudgeSpec.of(config).kind
+        self.kind = JudgeSpec.of(config).kind if config.environment.is_judged else config.environment.kind
         self.tokenizer = load_tokenizer(model_path, own_family(config.model.family))
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
         self._stop_ids = stop_token_ids(config, self.tokenizer)
         self.driver: Driver
-        if isinstance(answers, EnvironmentProcesses):
+        if environment is not None:
             tokens = TurnTokens.of(config, self.tokenizer, self._vocab_size)
-            self.driver = step_driver(config, answers, tokens, config.rollout.max_response_tokens)
+            self.driver = step_driver(config, environment, tokens, config.rollout.max_response_tokens, scorer)
         else:
-            self.driver = JudgeOnce(TextJudge(answers, self.tokenizer))
+            assert scorer is not None
+            self.driver = JudgeOnce(TextJudge(scorer, self.tokenizer))
         stream = PromptStream(config, self.tokenizer)
         self.prompts = stream.in_order(limit or (None if config.data.has_rows else config.eval.num_prompts))
         self.num_skipped = stream.num_skipped
@@ -194,7 +199,11 @@ class Asking:
         """Return the ended samples as responses."""
         ends = [s.need for s in samples if isinstance(s.need, Ended)]
         turns = [self._turns(s) if self._config.environment.is_used else [] for s in samples]
-        return [Judged(*found) for found in zip(samples, texts(self.tokenizer, samples), ends, turns, strict=True)]
+        words = texts(self.tokenizer, samples)
+        turns_of = [s.trajectories[-1].turns for s in samples]
+        ids = [found[-1].tolist() if found else [] for found in turns_of]
+        last = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [Judged(*found) for found in zip(samples, words, last, ends, turns, strict=True)]
 
     def _turns(self, sample: Sample) -> list[dict[str, str]]:
         """Return who wrote what after the prompt, special tokens included."""
@@ -221,6 +230,7 @@ class Judged:
 
     sample: Sample
     text: str  # the policy's words
+    last: str  # the words of its last turn
     end: Ended
     turns: list[dict[str, str]]  # with an environment: {"by": "policy" or "environment", "text": ...}
 
@@ -231,7 +241,7 @@ class Judged:
 
     def answered(self, kind: str) -> Answered:
         s = self.sample
-        answer = final_answer(kind, s.prompt.answer, self.text) if has_answers(kind) else None
+        answer = final_answer(kind, s.prompt.answer, self.last) if has_answers(kind) else None
         return Answered(self.reward, answer, s.num_sampled_tokens, s.finish_reason == "length", self.end.problem)
 
     def record(self) -> dict[str, Any]:
@@ -250,8 +260,10 @@ class Judged:
         }
 
 
-def _run_config(checkpoint: Path) -> Path | None:
+def config_of(checkpoint: Path) -> Path | None:
     """Find the config.toml of the run behind a training checkpoint: runs/x, checkpoints/step-N or its learner/."""
+    if is_hf(checkpoint):
+        return None
     folder = checkpoint.absolute()
     candidates = (place / "config.toml" for place in (folder, *folder.parents[:3]))
     return next((path for path in candidates if path.is_file()), None)

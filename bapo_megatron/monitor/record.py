@@ -189,8 +189,8 @@ class Recorder:
     def _warn_of_failures(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn about a judge or environment that fails often; keep the attempt's first reason in judge.txt."""
         assert self._rollouts is not None
-        is_environment = self._config.environment.is_used
-        failed_share = metrics.get("environment/failed_share" if is_environment else "reward/failed_share", 0.0)
+        shares = [metrics.get(f"{name}/failed_share", 0.0) for name in ("environment", "reward")]
+        is_environment, failed_share = shares[0] >= shares[1], max(shares)
         failure = self._rollouts.judge_failure() if failed_share > self._config.monitor.judge_alarm else None
         if failure is None:
             return

@@ -17,12 +17,13 @@ from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.families import own_family
-from bapo_megatron.config.schema import Config, MixedSource, SourceConfig
+from bapo_megatron.config.schema import Config, EnvironmentConfig, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.rows import missing
+from bapo_megatron.prompts.tools import ToolOptions, schemas_of
 from bapo_megatron.rewards.judges import EXACT, JudgeSpec
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ def _key(config: Config, here: bool) -> Iterator[Violation]:
 def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
     """Read the prompts for training and evaluation; let their judge score one of each with the correct answer, or start
     the environment."""
+    if problems := [*_tools(config)]:
+        yield from problems
+        config = config.model_copy(update={"environment": EnvironmentConfig()})  # the rest is read without
     questions: list[Asked] = []
     is_complete = True
     for table, one in _sources_read(config).items():
@@ -110,8 +114,17 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
         yield from _lengths(alone, model, source, first, settings)
     if config.environment.is_used:
         yield from _environment(config, model)
-    else:
+    if config.environment.is_judged:
         yield from _judge(config, questions, is_complete=is_complete)
+
+
+def _tools(config: Config) -> Iterator[Violation]:
+    """Read the functions that the policy may call."""
+    try:
+        if (options := ToolOptions.if_used(config.environment)) is not None:
+            schemas_of(options.tools)
+    except UserError as error:
+        yield Violation(("environment.options", "environment.kind"), str(error))
 
 
 def _few_prompts(config: Config, num_prompts: int, settings: tuple[str, ...]) -> Iterator[Violation]:
@@ -169,7 +182,8 @@ def _lengths(
     try:
         stream = PromptStream(config, tokenizer, source)
     except UserError as error:
-        yield Violation(("data.chat_template", "data.template_options", "model.path"), str(error))
+        template = ("data.chat_template", "data.template_options", "environment.options", "model.path")
+        yield Violation(template, str(error))
         return
     try:
         stream.check(NUM_ROWS)
@@ -253,14 +267,14 @@ def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]], settings: 
 
 def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
     """Start the environment, and find its stop tokens in the tokenizer."""
-    from bapo_megatron.rollout.turn_tokens import environment_of, stop_token_ids
+    from bapo_megatron.rollout.turn_tokens import check_tools, environment_of, stop_token_ids
 
     limits = ("environment.concurrency", "reward.process_memory_mib")
     try:
         environment_of(config).close()
     except (UserError, RuntimeError) as error:  # RuntimeError: no process stays alive
         yield Violation(("environment.kind", "environment.options", *limits), str(error))
-    if not config.environment.stop_tokens or model is None:
+    if model is None or not (config.environment.stop_tokens or config.environment.kind == "tools"):
         return
     tokenizer = _tokenizer(config, model)
     if isinstance(tokenizer, Violation):
@@ -270,6 +284,11 @@ def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
         stop_token_ids(config, tokenizer)
     except UserError as error:
         yield Violation(("environment.stop_tokens", "environment.kind", "model.path"), str(error))
+    try:
+        if tokenizer.chat_template:  # otherwise the prompts have no template either
+            check_tools(config, tokenizer)
+    except UserError as error:
+        yield Violation(("environment.options", "environment.kind", "model.path"), str(error))
 
 
 _OFFER = "if it expects another form, let its module offer one: def sample_response(answer) -> str"

@@ -1,12 +1,17 @@
-"""Prompt sources (chains, programs, reasoning-gym, rows) and resumable streams over them."""
+"""Prompt sources (chains, programs, reasoning-gym, rows) and resumable streams over them.
 
-from bapo_megatron.config.schema import Config
+Worker processes import this file on the way to tool_calls.py, so it imports the sources only when it builds one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from bapo_megatron.errors import DataError
-from bapo_megatron.prompts.base import PromptSource
-from bapo_megatron.prompts.chains import ChainSource
-from bapo_megatron.prompts.jsonl import row_source
-from bapo_megatron.prompts.programs import ProgramSource
-from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.schema import Config
+    from bapo_megatron.prompts.base import PromptSource
 
 
 def build_source(config: Config, table: str = "data") -> PromptSource:
@@ -14,6 +19,11 @@ def build_source(config: Config, table: str = "data") -> PromptSource:
 
     Raises DataError, which names `table` as the place of its settings, or UserError for the user's own function.
     """
+    from bapo_megatron.prompts.chains import ChainSource
+    from bapo_megatron.prompts.jsonl import row_source
+    from bapo_megatron.prompts.programs import ProgramSource
+    from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
+
     data, seed = config.data, config.run.seed
     if data.has_rows:
         return row_source(data, table, skips_empty=data.on_bad_prompt == "skip")

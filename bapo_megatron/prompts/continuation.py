@@ -37,12 +37,16 @@ class Continuation:
         longest_first = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._end = self._find_end()
-        self._refusals = {role: self._refusal(role) for role in ("user", "tool")}
+        self._refusals = {role: self._refused(role) for role in ("user", "tool")}
 
     @property
     def end_id(self) -> int | None:
         """The token with which the template ends a turn; None if it has none."""
         return self._special.get(self._end)
+
+    def refusal(self, role: str) -> str | None:
+        """Return why no message of this role can follow a turn, or None if one can."""
+        return self._refusals[role] if role in self._refusals else self._refused(role)
 
     def ids(
         self, messages: Sequence[Mapping[str, Any]], turn: Sequence[int], *, is_cut: bool, max_tokens: int
@@ -63,9 +67,9 @@ class Continuation:
             ValueError: the template does not take these messages, or has more tokens than `max_tokens` without them.
         """
         for role in dict.fromkeys(str(message["role"]) for message in messages):
-            refusal = self._refusals[role] if role in self._refusals else self._refusal(role)
-            if refusal is not None:
-                raise ValueError(refusal)
+            if (refusal := self.refusal(role)) is not None:
+                other = 'return them with the role "user", or ' if role != "user" and self._end else ""
+                raise ValueError(f"{refusal}; {other}return text")
         is_ended = not is_cut and bool(turn) and turn[-1] in self._special.values()
         end = [] if is_ended else [self._special[self._end]]
 
@@ -98,19 +102,15 @@ class Continuation:
         found = self._pattern.search(text.rpartition(_TURN)[2])
         return found[0] if found else ""
 
-    def _refusal(self, role: str) -> str | None:
-        """Return why no message of this role can follow a turn, or None if one can."""
+    def _refused(self, role: str) -> str | None:
         if not self._end:
-            return (
-                "the model's chat template ends a turn with no special token, so no message can follow it; return text"
-            )
-        remedy = "return text" if role == "user" else 'return them with the role "user", or return text'
+            return "the model's chat template ends a turn with no special token, so no message can follow it"
         try:
             text = self._rendered([{"role": role, "content": _WORDS}])
         except ValueError as problem:
-            return f"the model's chat template refuses {role!r} messages after a turn: {problem}; {remedy}"
+            return f"the model's chat template refuses {role!r} messages after a turn: {problem}"
         if _WORDS not in text:
-            return f"the model's chat template does not show {role!r} messages after a turn; {remedy}"
+            return f"the model's chat template does not show {role!r} messages after a turn"
         return None
 
     def _between(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -48,6 +48,14 @@ def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]], options: Optio
     return tokenizer.apply_chat_template(list(messages), add_generation_prompt=opens_turn, tokenize=False, **options)
 
 
+def shows_tools(tokenizer: Any, schemas: Sequence[Mapping[str, Any]], options: Options) -> bool:
+    """Return whether the chat template shows all tools, given as JSON schemas, in a conversation."""
+    chat = [{"role": "user", "content": "q"}]
+    without = chat_text(tokenizer, chat, options, opens_turn=True)
+    text = chat_text(tokenizer, chat, {**options, "tools": schemas}, opens_turn=True)
+    return text != without and all(schema["function"]["name"] in text for schema in schemas)
+
+
 def rendered_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a piece of what `chat_text` returned."""
     return tokenizer.encode(text, add_special_tokens=False)

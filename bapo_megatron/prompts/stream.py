@@ -13,6 +13,7 @@ from bapo_megatron.errors import CheckpointError, DataError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.encoding import chat_ids, is_template_option, prompt_ids
+from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.types import Natural, Prompt
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class PromptStream:
         for name in self.data.template_options:
             if not is_template_option(tokenizer, name):
                 raise DataError(f"data.template_options: the model's chat template has no option {name!r}")
+        self._template_options = {**self.data.template_options}
+        tools = ToolOptions.if_used(config.environment) if self.data.chat_template else None
+        if tools is not None and (schemas := tools.shown(tokenizer, self.data.template_options)):
+            self._template_options["tools"] = schemas
 
     @property
     def num_given(self) -> int:
@@ -173,7 +178,8 @@ class PromptStream:
             return (), f"{question.where}: the prompt is empty"
         token_ids, limit = self._token_ids(question), self.data.max_prompt_tokens
         if len(token_ids) > limit:
-            problem = f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens = {limit}"
+            tools = " with its tools" if "tools" in self._template_options else ""
+            problem = f"the prompt has {len(token_ids)} tokens{tools}, more than data.max_prompt_tokens = {limit}"
             return token_ids, f"{question.where}: {problem}"
         return token_ids, None
 
@@ -182,6 +188,4 @@ class PromptStream:
             if question.messages:
                 raise DataError(f"{question.where}: the prompt is a conversation; set data.chat_template = true")
             return tuple(prompt_ids(self.tokenizer, question.text))
-        return tuple(
-            chat_ids(self.tokenizer, question.conversation(self.data.system_prompt), self.data.template_options)
-        )
+        return tuple(chat_ids(self.tokenizer, question.conversation(self.data.system_prompt), self._template_options))

@@ -89,13 +89,12 @@ class ProgramTimeoutError(Refused, TimeoutError):
 
 
 class CodeJudge:
-    """Runner of one program after another; it warns once about protection that the operating system lacks."""
+    """Judge of one program after another."""
 
     def __init__(self, timeout_s: float, allowed_calls: Collection[str] = ()) -> None:
         """Judge within `timeout_s` per response."""
         self.timeout_s = timeout_s
-        self._calls = calls_of(platform.machine(), allowed_calls)
-        self.lacking: tuple[str, ...] = ()  # protection that the system lacks, found by the first program
+        self.sandbox = Sandbox("reward.kind = 'code'", timeout_s, allowed_calls)
         self._verdicts: dict[bytes, ProgramReward] = {}  # by digest of program and answer
 
     def judge(self, answer: Any, response: str) -> ProgramReward:
@@ -131,19 +130,49 @@ class CodeJudge:
     def _passes_tests(self, program: str, tests: str, refused: dict[str, None], deadline_s: float) -> bool:
         token = secrets.token_hex(16)  # read after the tests: exiting early with code 0 must not count as a pass
         job = {"program": program, "tests": tests, "stdin": ""}
-        code, _, result = self._run(job, token, refused, deadline_s)
+        code, _, result = self.sandbox.run(job, deadline_s, token, refused)
         return code == 0 and result == token.encode()
 
     def _passes_case(self, program: str, case: dict[str, str], refused: dict[str, None], deadline_s: float) -> bool:
-        code, stdout, _ = self._run({"program": program, "stdin": case["stdin"]}, "", refused, deadline_s)
+        job = {"program": program, "stdin": case["stdin"]}
+        code, stdout, _ = self.sandbox.run(job, deadline_s, refused=refused)
         return code == 0 and same_output(stdout.decode(errors="replace"), case["stdout"])
 
-    def _run(
-        self, job: dict[str, Any], token: str, refused: dict[str, None], deadline_s: float
+
+class Sandbox:
+    """Runner of one program after another; it warns once about protection that the operating system lacks."""
+
+    def __init__(
+        self, setting: str, timeout_s: float, allowed_calls: Collection[str] = (), *, is_repeatable: bool = False
+    ) -> None:
+        """Run programs that use up to `timeout_s` of a processor.
+
+        Args:
+            setting: the setting that asks for programs to run, for messages.
+            allowed_calls: system calls that programs may make in addition to the usual ones.
+            is_repeatable: whether sets and hashes are the same each time.
+        """
+        self.timeout_s = timeout_s
+        self.lacking: tuple[str, ...] = ()  # protection that the system lacks, found by the first program
+        self._setting = setting
+        self._calls = calls_of(platform.machine(), allowed_calls)
+        # -I ignores PYTHONHASHSEED; -P and -s are the rest of what it does, as no other variable of Python is passed
+        self._flags = ("-P", "-s", "-B") if is_repeatable else ("-I", "-B")
+        self._environment = {"PYTHONHASHSEED": "0"} if is_repeatable else {}
+
+    def run(
+        self, job: dict[str, Any], deadline_s: float, token: str = "", refused: dict[str, None] | None = None
     ) -> tuple[int, bytes, bytes]:
         """Run one sandboxed interpreter in its own folder; return its exit code, output and result.
 
-        Adds the names of refused system calls to `refused`.
+        Args:
+            job: "program" and "stdin", and perhaps "tests".
+            deadline_s: on the clock of time.monotonic.
+            token: the result if the tests pass.
+            refused: gets the names of refused system calls.
+
+        Raises:
+            TimeoutError: the program did not end before the deadline.
         """
         surroundings = {
             "memory_bytes": MEMORY_BYTES,
@@ -168,7 +197,7 @@ class CodeJudge:
             fds = (result.fileno(), token_fd, theirs.fileno())
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-B", SANDBOX, *map(str, fds)],
+                    [sys.executable, *self._flags, SANDBOX, *map(str, fds)],
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
@@ -180,6 +209,7 @@ class CodeJudge:
                         "TMPDIR": folder,
                         "LANG": "C.UTF-8",
                         "OMP_NUM_THREADS": "1",
+                        **self._environment,
                     },
                     start_new_session=True,
                 )
@@ -189,7 +219,8 @@ class CodeJudge:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                refused.update(refusals.names)
+                if refused is not None:
+                    refused.update(refusals.names)
             self._report_protection(refusals)
             if not has_ended:
                 return -signal.SIGKILL, b"", b""
@@ -224,7 +255,7 @@ class CodeJudge:
         refusals.read_report()
         if refusals.lacking and not self.lacking:
             missing = ", ".join(refusals.lacking)
-            log.warning("reward.kind = 'code': this system protects from programs only in part: %s", missing)
+            log.warning("%s: this system protects from programs only in part: %s", self._setting, missing)
             self.lacking = refusals.lacking
 
 

@@ -11,8 +11,9 @@ the same turn and state. It returns one of
     {"reward": 1.0}                       the sample ends; a reward next to a text counts for this turn
     {"failed": "the browser crashed"}     no reward: the sample is dropped
 
-A reward is a number, or a dict of numbers, which are summed. Worker processes import this file too, so it imports
-neither torch nor the configuration.
+A reward is a number, or a dict of numbers, which are summed. Tools (tools.py) return {"judge": True} instead of one:
+the judge of [reward] scores the words of the turn. Worker processes import this file too, so it imports neither torch
+nor the configuration.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from typing_extensions import TypedDict
 
 from bapo_megatron.config.dotted import ENVIRONMENT
+from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.rewards.judges import place_of
 from bapo_megatron.rewards.replay import Replay, misfit_of, opened
 from bapo_megatron.rewards.steps import calculator, guess
@@ -82,7 +84,12 @@ class Failed:
     problem: Literal["timeout", "error"] = "error"
 
 
-StepAnswer = Continue | End | Failed
+@dataclass(frozen=True, slots=True)
+class ForJudge:
+    """The end of a sample: the judge of [reward] scores the words of its last turn."""
+
+
+StepAnswer = Continue | End | Failed | ForJudge
 
 
 class Environment(Protocol):
@@ -105,6 +112,8 @@ class Environment(Protocol):
 def as_answer(value: Any) -> StepAnswer:
     """Parse the JSON that a step function returned. Raises TypeError or ValueError."""
     keys = set(value) if isinstance(value, Mapping) else {None}
+    if keys == {"judge"} and value["judge"] is True:
+        return ForJudge()
     words = [name for name in _WORDS if name in keys]
     if not keys <= {*_KEYS} or len(words) + ("failed" in keys) > 1 or not (words or keys & {"reward", "failed"}):
         raise TypeError(
@@ -168,7 +177,7 @@ class EnvironmentSpec:
     gives: ClassVar[str] = "answer"
     keeps_deadline: ClassVar[bool] = False
 
-    kind: str  # a key of BUILT_IN, "package.module:function", or "replay:package.module:function"
+    kind: str  # a key of BUILT_IN, "tools", "package.module:function", or "replay:package.module:function"
     timeout_s: float
     process_memory_bytes: int
     options: dict[str, Any] = field(default_factory=dict)
@@ -205,6 +214,10 @@ class StepFunction:
 
 def build_environment(spec: EnvironmentSpec) -> StepFunction:
     """Build the environment. Raises UserError if it cannot be built, or does not take what it is given."""
+    if spec.kind == "tools":
+        from bapo_megatron.rewards.tools import Toolbox
+
+        return StepFunction(Toolbox(ToolOptions.of(spec.options), spec.timeout_s).step)
     function = BUILT_IN.get(spec.kind) or ENVIRONMENT.load(spec.kind)
     signature, is_replayed = ENVIRONMENT.signature(spec.kind, function), ENVIRONMENT.is_prefixed(spec.kind)
     try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import EXACT, JudgeSpec, Verdict, build_judge, fields_of
@@ -31,6 +32,7 @@ class RewardScorer:
     """
 
     def __init__(self, config: Config) -> None:
+        self.deadline_s = 2 * config.reward.timeout_s  # a response is judged twice if its process is lost
         self.num_judged = 0
         self.num_timeouts = 0
         self.num_errors = 0
@@ -64,22 +66,17 @@ class RewardScorer:
                 response so far.
             RuntimeError: no judge process stays alive, or the scorer was closed.
         """
-        fields = [fields_of(prompt, response) for prompt, response in items]
-        with self._lock:
-            self._num_pending += len(items)
-        try:
-            if self._judge is not None:
-                verdicts = [self._judge.verdict(self._judge(f)) for f in fields]
-            else:
-                assert self._pool is not None
-                verdicts = self._pool.judge(fields)
-        finally:
-            with self._lock:
-                self._num_pending -= len(items)
-        for (prompt, _), verdict in zip(items, verdicts, strict=True):
-            self._count(prompt, verdict)
-        self._refuse_a_judge_that_only_fails()
-        return verdicts
+        with self._pending(len(items)):
+            fields = [fields_of(prompt, response) for prompt, response in items]
+            verdicts = self._exact(fields) if self._pool is None else self._pool.judge(fields)
+        return self._counted(items, verdicts)
+
+    async def ask(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+        """Return `verdicts` in any event loop."""
+        with self._pending(len(items)):
+            fields = [fields_of(prompt, response) for prompt, response in items]
+            verdicts = self._exact(fields) if self._pool is None else await self._pool.verdicts(fields)
+        return self._counted(items, verdicts)
 
     def metrics(self) -> dict[str, float]:
         """Return metrics about judging (`bapo help metrics`); wait_s and failed_share are means since the last call."""
@@ -108,6 +105,26 @@ class RewardScorer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _pending(self, num_items: int) -> Iterator[None]:
+        with self._lock:
+            self._num_pending += num_items
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_pending -= num_items
+
+    def _exact(self, fields: Sequence[dict[str, Any]]) -> list[Verdict]:
+        assert self._judge is not None
+        return [self._judge.verdict(self._judge(one)) for one in fields]
+
+    def _counted(self, items: Sequence[tuple[Prompt, str]], verdicts: list[Verdict]) -> list[Verdict]:
+        for (prompt, _), verdict in zip(items, verdicts, strict=True):
+            self._count(prompt, verdict)
+        self._refuse_a_judge_that_only_fails()
+        return verdicts
 
     def _count(self, prompt: Prompt, verdict: Verdict) -> None:
         with self._lock:

@@ -35,6 +35,9 @@ _OURS = (
     judges.__file__,
     environments.__file__,
     replay.__file__,
+    str(Path(__file__).with_name("tools.py")),  # few workers need it
+    asyncio.base_events.__file__,
+    asyncio.runners.__file__,
     asyncio.tasks.__file__,
     asyncio.timeouts.__file__,
 )

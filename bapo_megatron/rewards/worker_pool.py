@@ -213,6 +213,10 @@ class WorkerPool:
         """
         return self._run(self._judge_all(fields))
 
+    async def verdicts(self, fields: Sequence[dict[str, Any]]) -> list[Verdict]:
+        """Judge like `judge`; may be awaited in any event loop."""
+        return await asyncio.wrap_future(self._submitted(self._judge_all(fields)))
+
     async def ask(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to one request; may be awaited in any event loop. Raises like `judge`."""
         reply, _ = await asyncio.wrap_future(self._submitted(self._reply(fields)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from bapo_megatron.errors import UserError, plural
-from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, TurnJson
+from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, ForJudge, TurnJson
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.types import Ended, FinishReason, NeedsEnvironment, NeedsTokens, Reward, Sample, total
@@ -124,8 +124,7 @@ class JudgeOnce:
 
     def _ended(self, sample: Sample, verdict: Verdict) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} has no turn to judge"
-        end = Ended(sample.need.turn_end, float(verdict.reward), verdict.problem, verdict.message, verdict.parts)
-        return replace(sample, need=end)
+        return replace(sample, need=_end_of(sample.need.turn_end, verdict))
 
 
 @dataclass(slots=True)
@@ -143,6 +142,7 @@ class StepDriver:
     max_response_tokens: int  # sampled tokens over all turns
     max_answer_tokens: int  # the environment's, in one turn; the rest is cut
     max_turns: int
+    scorer: RewardScorer | None = None  # the judge of turns without a call
     by_group: bool = field(default=False, init=False)
     recent_failure: Verdict | None = field(default=None, init=False)
     """The first failure among the answers that the latest `metrics` are about."""
@@ -153,13 +153,13 @@ class StepDriver:
 
     @property
     def deadline_s(self) -> float:
-        return self.environment.deadline_s
+        return self.environment.deadline_s + (self.scorer.deadline_s if self.scorer is not None else 0.0)
 
     async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return each sample with its environment's answer, or its end.
 
         Raises:
-            UserError: the environment has failed on all of its first turns.
+            UserError: the environment has failed on all of its first turns; or like `RewardScorer.verdicts`.
         """
         return list(await asyncio.gather(*map(self._step, samples)))
 
@@ -167,19 +167,28 @@ class StepDriver:
         """Return metrics of the answers (`bapo help metrics`), some of them since the last call."""
         waits_s, failures = self._waits_s, self._failures
         self._waits_s, self._failures = [], []
+        failed_share = len(failures) / len(waits_s) if waits_s else 0.0
+        judged: dict[str, float] = {}
         self.recent_failure = failures[0] if failures else None
+        if self.scorer is not None:
+            judged = self.scorer.metrics()
+            if judged["reward/failed_share"] > failed_share:
+                self.recent_failure = self.scorer.recent_failure
         return {
+            **judged,
             "reward/judged": float(self._counts["ended"]),
             "environment/timeouts": float(self._counts["timeout"]),
             "environment/errors": float(self._counts["error"]),
             "environment/cut_answers": float(self._counts["cut"]),
-            "environment/failed_share": len(failures) / len(waits_s) if waits_s else 0.0,
+            "environment/failed_share": failed_share,
             "environment/wait_s": statistics.fmean(waits_s) if waits_s else 0.0,
         }
 
     def close(self) -> None:
-        """End the environment's processes. Safe to call twice."""
+        """End the processes of environment and judge. Safe to call twice."""
         self.environment.close()
+        if self.scorer is not None:
+            self.scorer.close()
 
     async def _step(self, sample: Sample) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} does not wait for an environment"
@@ -197,6 +206,10 @@ class StepDriver:
         began_s = time.monotonic()
         answer = await self.environment.step(asked, sample.state)
         self._waits_s.append(time.monotonic() - began_s)
+        if isinstance(answer, ForJudge):
+            if self.scorer is not None:
+                return await self._judged(sample, asked, self.scorer)
+            answer = Failed("a step ends a sample with a reward; only the judge of tools gives one instead")
         if isinstance(answer, Continue):
             try:
                 return self._continued(sample, answer, *self.encode(answer, asked, self.max_answer_tokens))
@@ -211,6 +224,12 @@ class StepDriver:
         self._works = True
         self._counts["ended"] += 1
         return replace(sample, need=_ended(end, [*sample.turn_rewards, answer.reward]))
+
+    async def _judged(self, sample: Sample, asked: TurnJson, scorer: RewardScorer) -> Sample:
+        self._works = True
+        (verdict,) = await scorer.ask([(sample.prompt, asked["text"])])
+        self._counts["ended"] += 1
+        return replace(sample, need=_end_of(asked["end"], verdict))
 
     def _continued(self, sample: Sample, answer: Continue, token_ids: Sequence[int], is_cut: bool) -> Sample:
         if not token_ids:
@@ -240,6 +259,11 @@ class StepDriver:
                 f"the environment failed on all of the first {num_failed} turns, so nothing can be learned; the last "
                 f"one, {where}: {failure.reason}"
             )
+
+
+def _end_of(reason: FinishReason, verdict: Verdict) -> Ended:
+    """Return the end of a sample that a judge has scored."""
+    return Ended(reason, float(verdict.reward), verdict.problem, verdict.message, verdict.parts)
 
 
 def _ended(reason: FinishReason, rewards: Sequence[Reward | None]) -> Ended:

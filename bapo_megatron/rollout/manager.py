@@ -197,11 +197,13 @@ def connect_rollouts(
     prompts = prompts_of(config, tokenizer)
     prompts.check()
     answers: Answers
+    scorer = RewardScorer(config) if config.environment.is_judged else None
     if config.environment.is_used:
         limit = config.rollout.max_response_tokens
-        driver: Driver = (answers := step_driver(config, environment_of(config), tokens, limit))
+        driver: Driver = (answers := step_driver(config, environment_of(config), tokens, limit, scorer))
     else:
-        answers = RewardScorer(config)
+        assert scorer is not None
+        answers = scorer
         # The responses of a group are judged one by one, each of them twice.
         patience_s = 2 * config.reward.timeout_s * config.rollout.samples_per_prompt
         driver = JudgeOnce(TextJudge(answers, tokenizer), patience_s)
@@ -241,14 +243,17 @@ def _evaluation(
         stream = PromptStream(alone, tokens.tokenizer, build_source(alone, table))
         num_prompts = min(one.num_prompts, len(stream.source))
         sets.append((one, [stream.next() for _ in range(num_prompts)]))
+        scorer = None
+        if config.environment.is_judged:
+            spec = JudgeSpec.of(alone)
+            if (scorer := next((scorer for other, scorer in scorers if other == spec), None)) is None:
+                scorers.append((spec, scorer := RewardScorer(alone)))
         if environment is not None:
             limit = one.max_response_tokens or config.rollout.max_response_tokens
-            steps.append(step_driver(config, environment, tokens, limit))
+            steps.append(step_driver(config, environment, tokens, limit, scorer))
             drivers[one.name] = steps[-1]
-            continue
-        spec = JudgeSpec.of(alone)
-        if (scorer := next((scorer for other, scorer in scorers if other == spec), None)) is None:
-            scorers.append((spec, scorer := RewardScorer(alone)))
-        drivers[one.name] = JudgeOnce(TextJudge(scorer, tokens.tokenizer))
+        else:
+            assert scorer is not None
+            drivers[one.name] = JudgeOnce(TextJudge(scorer, tokens.tokenizer))
     evaluator = Evaluator(config, engines.pool, sets, stop_ids, drivers)
     return InRunEvaluation(evaluator, [*(scorer for _, scorer in scorers), *steps])

@@ -8,7 +8,9 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.encoding import rendered_ids, words_ids
+from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.rewards.environments import Continue, Environment, EnvironmentSpec, TurnJson
+from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.drivers import StepDriver
 
@@ -23,8 +25,9 @@ class TurnTokens:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "TurnTokens":
-        """Return the tokens of [environment]'s turns."""
+        """Return the tokens of [environment]'s turns. Raises UserError like `check_tools`."""
         is_chat = config.environment.is_used and config.data.chat_template
+        check_tools(config, tokenizer)
         return cls(tokenizer, vocab_size, _chat(config, tokenizer) if is_chat else None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -54,6 +57,20 @@ class TurnTokens:
             if outside := [i for i in token_ids if not 0 <= i < self.vocab_size]:
                 raise ValueError(f"token {outside[0]} is not in the model's vocabulary of {self.vocab_size}")
         return token_ids[:max_tokens], len(token_ids) > max_tokens
+
+
+def check_tools(config: Config, tokenizer: Any) -> None:
+    """Check that answers of tools can follow a turn. Raises UserError if the chat template does not take them."""
+    options = ToolOptions.if_used(config.environment)
+    if options is None or not config.data.chat_template:
+        return
+    if not tokenizer.chat_template:
+        raise UserError("the model has no chat template, which the answers of tools need")
+    chat = _chat(config, tokenizer)
+    if refusal := chat.refusal(options.role):
+        other = "user" if options.role == "tool" else "tool"
+        remedy = f'set environment.options.role = "{other}"' if chat.refusal(other) is None else "choose another model"
+        raise UserError(f'environment.kind = "tools": {refusal}; {remedy}')
 
 
 def stop_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
@@ -94,9 +111,17 @@ def environment_of(config: Config) -> EnvironmentProcesses:
     return EnvironmentProcesses(EnvironmentSpec.of(config), config.environment.concurrency)
 
 
-def step_driver(config: Config, environment: Environment, tokens: TurnTokens, max_response_tokens: int) -> StepDriver:
-    """Return the driver of turns with the limits of [environment]."""
-    limits = config.environment
-    return StepDriver(
-        environment, tokens.encode, tokens.decode, max_response_tokens, limits.max_answer_tokens, limits.max_turns
-    )
+def step_driver(
+    config: Config,
+    environment: Environment,
+    tokens: TurnTokens,
+    max_response_tokens: int,
+    scorer: RewardScorer | None = None,
+) -> StepDriver:
+    """Return the driver of turns with the limits of [environment].
+
+    Args:
+        scorer: the judge of turns without a call, for tools.
+    """
+    limits = (max_response_tokens, config.environment.max_answer_tokens, config.environment.max_turns)
+    return StepDriver(environment, tokens.encode, tokens.decode, *limits, scorer)

@@ -78,5 +78,6 @@ def test_no_sampled_text_becomes_tokens_again() -> None:
         "preflight/starter.py",  # prompts, to be measured
         "prompts/continuation.py",  # messages of environments
         "prompts/stream.py",  # prompts
+        "prompts/tools.py",  # whether the template shows tools: text only
         "rollout/turn_tokens.py",  # texts of environments, and names of stop tokens
     }

@@ -221,6 +221,55 @@ def test_the_environment_is_started_and_its_stop_tokens_are_found(
     assert all(part in line for line in lines)
 
 
+SHOWN = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+TEMPLATE = "{% for m in messages %}{{ m.content ~ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "part"),
+    [
+        (SHOWN + TEMPLATE, "environment.options.tools=['calculator','python']", ""),
+        (TEMPLATE, "environment.options.tools=['calculator'] environment.options.in_prompt=true", ""),
+        (
+            TEMPLATE,
+            "environment.options.tools=['calculator']",
+            "the model's chat template does not show tools: describe",
+        ),
+        (
+            SHOWN + TEMPLATE,
+            "data.chat_template=false environment.options.tools=['calculator']",
+            "chat_template=true; set it",
+        ),
+        (SHOWN + TEMPLATE, "", 'options of environment.kind = "tools": tools is a list of names'),
+        (
+            SHOWN + TEMPLATE,
+            "environment.options.tools=['tests.unit.tool_functions:no_hint']",
+            'tools="tests.unit.tool_functions:no_hint": its parameter query has no type hint',
+        ),
+        (
+            SHOWN + "{% for m in messages if m.role != 'tool' %}{{ m.content ~ eos_token }}{% endfor %}",
+            "environment.options.tools=['calculator']",
+            "does not show 'tool' messages after a turn; set environment.options.role = \"user\"",
+        ),
+        (
+            SHOWN + TEMPLATE,
+            "environment.options.tools=['calculator'] reward.kind=no_module:judge",
+            'reward.kind="no_module:judge": importing no_module failed',
+        ),
+    ],
+)
+def test_tools_and_their_judge_are_read_and_tried_on_the_chat_template(
+    template: str, settings: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(demo_model_path(), tmp_path, dirs_exist_ok=True)
+    told = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": template}))
+    kind = (f"model.path={tmp_path}", "environment.kind=tools", "data.chat_template=true", "data.max_prompt_tokens=400")
+    lines = answer(capsys, *kind, "environment.max_answer_tokens=9", *settings.split())
+    assert len(lines) == bool(part), lines
+    assert all(part in line for line in lines)
+
+
 @pytest.mark.parametrize("offer", ["def sample_response(answer):\n    return json.dumps({'answer': answer})\n", ""])
 def test_a_judge_that_expects_another_form_may_offer_one(
     offer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

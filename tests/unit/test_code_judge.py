@@ -212,7 +212,7 @@ def lacking() -> tuple[str, ...]:
     """Return what this machine's operating system cannot protect from."""
     judge = CodeJudge(HANG_S)
     judge.judge(NEXT, respond("def f(x): return x + 1"))
-    return judge.lacking
+    return judge.sandbox.lacking
 
 
 @pytest.fixture

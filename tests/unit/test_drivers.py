@@ -16,7 +16,17 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.rewards.environments import Continue, End, EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
+from bapo_megatron.rewards.environments import (
+    Continue,
+    End,
+    EnvironmentSpec,
+    Failed,
+    ForJudge,
+    StepAnswer,
+    TurnJson,
+    as_answer,
+)
+from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.steps import calculator, guess
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.drivers import StepDriver
@@ -683,3 +693,71 @@ def test_messages_are_an_answer_with_whatever_else_their_template_reads() -> Non
 def test_an_answer_that_is_none_is_shown(value: Any) -> None:
     with pytest.raises(TypeError, match=r"step|reward"):
         as_answer(value)
+
+
+class LastTurn:
+    """An environment that leaves the second turn to the judge."""
+
+    deadline_s = 3.0
+
+    async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+        return Continue(None, token_ids=WORDS) if turn["number"] == 1 else ForJudge()
+
+    def close(self) -> None:
+        pass
+
+
+class Scorer:
+    """A judge that fails on the prompts with an even number."""
+
+    deadline_s = 4.0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.recent_failure: Verdict | None = None
+
+    async def ask(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+        self.asked += [text for _, text in items]
+        return [
+            Verdict(0.5, None, "fine", parts={"words": 0.5})
+            if prompt.prompt_id % 2
+            else Verdict(0.0, "error", "no judge")
+            for prompt, _ in items
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        self.recent_failure = Verdict(0.0, "error", "no judge")
+        return {"reward/judged": 2.0, "reward/failed_share": 0.5}
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_judge_scores_the_last_turn_and_its_failure_counts_as_a_judges() -> None:
+    scorer = Scorer()
+    one = driver(LastTurn(), scorer=scorer)
+    assert one.deadline_s == 7.0
+    ends = []
+    for number in (0, 1):
+        sample = Sample.of(f"{number}.0", Prompt(number, (1, 2), "", "", "test"))
+        for token in (3, 4 + number):
+            sample = sample.extended([Segment.sampled(0, 0, [token, STOP], [-1.0, -1.0])], "stop")
+            (sample,) = asyncio.run(one.advance([sample]))
+        ends.append(sample.need)
+    assert ends == [Ended("stop", 0.0, "error", "no judge"), Ended("stop", 0.5, None, "fine", {"words": 0.5})]
+    assert scorer.asked == [str([4, STOP]), str([5, STOP])], "the words of the last turn"
+    metrics = one.metrics()
+    assert (metrics["reward/failed_share"], metrics["environment/failed_share"]) == (0.5, 0.0)
+    assert one.recent_failure == scorer.recent_failure
+
+
+def test_a_step_that_asks_for_a_judge_where_there_is_none_fails() -> None:
+    assert as_answer({"judge": True}) == ForJudge()
+    sample = Sample.of("0.0", Prompt(0, (1, 2), "", "", "test"))
+    sample = sample.extended([Segment.sampled(0, 0, [3, STOP], [-1.0, -1.0])], "stop")
+    one = driver(LastTurn())
+    (sample,) = asyncio.run(one.advance([sample]))
+    sample = sample.extended([Segment.sampled(0, 0, [4, STOP], [-1.0, -1.0])], "stop")
+    (sample,) = asyncio.run(one.advance([sample]))
+    assert isinstance(sample.need, Ended)
+    assert (sample.need.reason, "only the judge of tools" in sample.need.message) == ("failed", True)

@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import shlex
+import shutil
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -25,6 +27,7 @@ from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded import chat as terminal
 from bapo_megatron.engines.embedded import openai as routes
+from bapo_megatron.engines.embedded import server as server_module
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.server import Server, check_address
 from bapo_megatron.engines.embedded.text import Reply, TextModel
@@ -271,6 +274,118 @@ def test_chat_in_a_terminal(
     assert first == greedy(model, PROMPT)
     assert "leaves no room" in second
     assert third == greedy(model, "1+1=")
+
+
+CHAT_TEMPLATE = (
+    "{% for m in tools or [] %}{{ m }}{% endfor %}{% for m in messages %}{{ m.content ~ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("max_turns", [9, 1])
+def test_chat_with_tools_goes_on_with_their_answers(
+    model: TextModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    max_turns: int,
+) -> None:
+    prompts, outputs, states = [], [], []
+    pieces, eos = Reply.pieces, model.tokenizer.eos_token_id
+
+    async def watched(reply: Reply) -> AsyncIterator[str]:
+        prompts.append(reply.sequence.prompt_ids)
+        async with contextlib.aclosing(pieces(reply)) as texts:
+            async for text in texts:
+                yield text
+        outputs.append(list(reply.sequence.output_ids))
+
+    def answer(text: str, state: Any) -> tuple[list[dict[str, Any]], Any] | None:
+        """Take the first two turns for calls."""
+        states.append(state)
+        if len(states) > 2:
+            return None
+        return [{"role": "tool", "name": "adder", "content": "7\n"}, {"role": "tool", "content": "8"}], [text]
+
+    monkeypatch.setattr(Reply, "pieces", watched)
+    monkeypatch.setattr(model.tokenizer, "chat_template", CHAT_TEMPLATE)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n1+1=\n"))
+    tools = terminal.ChatTools(answer, [], max_turns)
+    terminal.chat(model, temperature=0.0, system=None, tools=tools)
+    printed = capsys.readouterr().out.splitlines()
+    first, second = model.encode(PROMPT), model.encode("1+1=")
+    between = [*model.encode("7"), *model.encode("\n"), eos, *model.encode("8"), eos]
+    assert prompts[0] == [*first, eos]
+    assert outputs[0][-1] == eos
+    said = [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
+    if max_turns == 1:
+        assert printed[:4] == [said[0], "[adder] 7", "[tool] 8", "(stopped after 1 turns)"]
+        assert prompts[1] == [*prompts[0], *outputs[0], *second, eos], "what did not fit is not shown to the model"
+        return
+    assert printed == [said[0], "[adder] 7", "[tool] 8", said[1], "[adder] 7", "[tool] 8", said[2], said[3]]
+    assert prompts[1] == [*prompts[0], *outputs[0], *between]
+    assert prompts[2] == [*prompts[1], *outputs[1], *between]
+    assert prompts[3] == [*prompts[2], *outputs[2], *second, eos]
+    assert states == [None, [said[0]], [said[1]], [said[1]]], "they keep their state"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run whose model has a chat template and whose prompts offer a calculator."""
+    folder = tmp_path / "run" / "hf"
+    shutil.copytree(demo_model_path(), folder)
+    (tmp_path / "run" / "checkpoints").mkdir()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ style }}{% if tools %}{{ tools }}{% endif %}" + CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "run" / "config.toml").write_text("""
+        data = {chat_template = true, system_prompt = "1+1=2", template_options = {style = "3+"}}
+        environment = {kind = "tools", options = {tools = ["calculator"]}, max_turns = 7}
+    """)
+    return tmp_path / "run"
+
+
+def test_chat_and_serve_take_what_a_run_says(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def chat(model: TextModel, *, temperature: float, system: str | None, tools: terminal.ChatTools) -> None:
+        text = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+        found, state = tools.answer(text, None) or ([], None)
+        names = [schema["function"]["name"] for schema in tools.schemas]
+        seen.append((model.template_options, system, names, tools.max_turns, [m["content"] for m in found]))
+        assert tools.answer("42", state) is None
+        stop(model.engine)
+
+    monkeypatch.setattr(terminal, "chat", chat)
+    one_thread = ["--threads", "1"]
+    assert cli.main(["chat", str(run), *one_thread]) == 0
+    own = "calculator, tests.unit.tool_functions:search"
+    assert cli.main(["chat", str(run / "hf"), "--tools", own, "--system", "be", *one_thread]) == 0
+    assert seen == [
+        ({"style": "3+"}, "1+1=2", ["calculator"], 7, ["42"]),
+        ({}, "be", ["calculator", "search"], 10, ["42"]),
+    ]
+
+    def serve_text(model: TextModel, *, host: str, port: int) -> int:
+        messages = [{"role": "user", "content": "5"}]
+        seen.append(model.tokenizer.decode(model.encode_chat(messages)))
+        stop(model.engine)
+        return 0
+
+    monkeypatch.setattr(server_module, "serve_text", serve_text)
+    assert cli.main(["serve", str(run), "--port", "0", *one_thread]) == 0
+    assert seen[-1].replace(" ", "") == "3+5<eos>"
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ("calculator", "the model has no chat template, which the answers of tools need"),
+        ("calculater", 'environment.options.tools: must be "calculator", "python" or a path like'),
+        ("json:dumps", 'environment.options.tools="json:dumps": its parameter obj has no type hint'),
+    ],
+)
+def test_chat_with_tools_that_cannot_work(tools: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "demo", "--tools", tools, "--threads", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"bapo: {problem}")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +29,13 @@ from bapo_megatron.prompts.encoding import chat_ids, prompt_ids
 class TextModel:
     """A model that reads and writes text."""
 
-    def __init__(self, engine: BatchingEngine, tokenizer: Any, name: str) -> None:
+    def __init__(
+        self, engine: BatchingEngine, tokenizer: Any, name: str, template_options: Mapping[str, Any] | None = None
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.name = name
+        self.template_options = template_options or {}
 
     @classmethod
     def load(
@@ -45,6 +48,7 @@ class TextModel:
         dtype: torch.dtype,
         num_threads: int | None = None,
         own: Family | None = None,
+        template_options: Mapping[str, Any] | None = None,
     ) -> TextModel:
         """Load a checkpoint folder and start its engine.
 
@@ -53,6 +57,7 @@ class TextModel:
             max_running: responses sampled at the same time; more wait.
             num_threads: see `BatchingEngine`.
             own: see `model_shape`.
+            template_options: the chat template's, by name.
 
         Raises:
             CheckpointError: see `Model.from_pretrained`.
@@ -70,14 +75,19 @@ class TextModel:
                 f"no memory for {plural(max_running, 'response')} of {context} tokens ({error.strerror}); lower "
                 "--max-context"
             ) from error
-        return cls(engine, load_tokenizer(folder, own), name)
+        return cls(engine, load_tokenizer(folder, own), name, template_options)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a plain prompt, as training encodes it."""
         return prompt_ids(self.tokenizer, text)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Return the ids of a conversation in the chat template, or of its last message if there is no template.
+
+        Args:
+            tools: JSON schemas for the template.
 
         Raises:
             BadRequestError: the template refuses the conversation.
@@ -85,7 +95,8 @@ class TextModel:
         if not self.tokenizer.chat_template:
             return self.encode(messages[-1]["content"])
         try:
-            return chat_ids(self.tokenizer, messages, {})
+            offered = {"tools": tools} if tools else {}
+            return chat_ids(self.tokenizer, messages, {**self.template_options, **offered})
         except jinja2.TemplateError as error:
             raise BadRequestError(f"messages: the chat template refuses them: {error}") from error
 

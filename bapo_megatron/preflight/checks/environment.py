@@ -17,6 +17,12 @@ def check_environment(config: Config, hf_config: dict[str, Any] | None) -> Itera
             "counts the policy's tokens of all turns",
             "set it below that, or leave it out",
         )
+    if one.kind == "tools" and not config.data.chat_template:
+        yield Violation(
+            ("environment.kind", "data.chat_template"),
+            'environment.kind="tools" answers with messages, which need data.chat_template=true',
+            "set it, or write a step function that reads calls and returns text",
+        )
     positions = (hf_config or {}).get("max_position_embeddings")
     longest, given = config.longest_sequence, one.max_given_tokens
     if isinstance(positions, int) and longest - given <= positions < longest:

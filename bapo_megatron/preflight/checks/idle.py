@@ -128,15 +128,15 @@ IDLE = (
     Idle(
         "reward.kind reward.judges reward.weights reward.timeout_s reward.concurrency reward.allowed_calls",
         "environment.kind",
-        lambda c: not c.environment.is_used,
-        'environment.kind="none"',
+        lambda c: c.environment.is_judged,
+        'environment.kind="none" or "tools"',
         "an environment gives the rewards itself",
     ),
     Idle(
         "environment.*",
         "environment.kind",
         lambda c: c.environment.is_used,
-        'environment.kind="calculator" or a function of your own',
+        'environment.kind="calculator", "tools" or a function of your own',
     ),
     Idle(
         "reward.overlong_buffer_tokens",

@@ -1,0 +1,304 @@
+"""Tool calls as model families write them, read out of a turn's text.
+
+    <tool_call>{"name": "search", "arguments": {"query": "cat"}}</tool_call>             Qwen, Hermes
+    <function=search><parameter=query>cat</parameter></function>, also in a <tool_call>  Qwen3-Coder
+    <tool_call>[{"name": "search", "arguments": {"query": "cat"}}]</tool_call>           SmolLM2
+    {"name": "search", "parameters": {"query": "cat"}}, several, or a list of them       Llama, Mistral
+    ```python ... ``` where a tool named python is offered                               any
+
+What a model thinks in <think> is not searched. Each call that cannot be read becomes a `BadCall`; the others count.
+Worker processes import this file too. The time is linear in the length of the text: marks are found in one pass, and at
+most MAX_CALLS calls are read.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Schema = Mapping[str, Any]
+"""A JSON schema."""
+
+MAX_CALLS = 64  # that are read in one turn
+_MARK = re.compile(r"</?(?:tool_call|think)>|<function=([^<>\s]*)>")
+_SPACE = re.compile(r"\s*")
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
+_BARE = re.compile(r"\[?\s*\{")
+_BETWEEN = re.compile(r"[\s;,]*")  # between the bare objects of one turn
+_PYTHON = ("python", "python3", "py")
+_MAX_SHOWN = 60  # characters of a call in a reason
+_MAX_DIGITS = 1000  # in a number
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]  # JSON values
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """A call that cannot be read, and the reason in words for the model that wrote it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """A turn's text in its parts; each without white space around it."""
+
+    thought: str
+    content: str  # outside thought and calls
+    calls: tuple[Call | BadCall, ...]
+
+
+def parse_turn(text: str, tools: Mapping[str, Schema]) -> ParsedTurn:
+    """Return the parts of a turn, its calls in order. Calls of tools that are not offered are calls too.
+
+    Args:
+        tools: the schema of each offered tool's arguments, by name. Without tools, nothing is a call. The arguments
+            that Qwen3-Coder writes have no type: each becomes JSON if its schema allows no string.
+    """
+    found = _Turn(text, tools)
+    found.read_marked()
+    if tools and not found.calls:
+        found.read_bare()
+    if "python" in tools and not found.calls:
+        found.read_fenced()
+    if len(found.calls) > MAX_CALLS:
+        found.calls[MAX_CALLS:] = [BadCall(f"a turn has at most {MAX_CALLS} calls; the others were not read")]
+    thought = "".join(text[span] for span in found.thoughts)
+    return ParsedTurn(thought.strip(), "".join(found.content).strip(), tuple(found.calls))
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn that is being read."""
+
+    text: str
+    tools: Mapping[str, Schema]
+    thoughts: list[slice] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)
+    calls: list[Call | BadCall] = field(default_factory=list)
+
+    def read_marked(self) -> None:
+        """Tell thoughts, calls between marks, and the rest from each other."""
+        marks, place, num_read = [*_MARK.finditer(self.text)], 0, 0
+        for number, mark in enumerate(marks):
+            if mark.start() < place:
+                continue
+            if mark[0] in ("<think>", "</think>"):
+                place = self._after_thought(mark, place)
+            elif self.tools and mark[0] != "</tool_call>":
+                self.content.append(self.text[place : mark.start()])
+                calls, place = self._marked_calls(mark)
+                if any(isinstance(call, BadCall) for call in calls):
+                    place = max(place, self._end_of_bad(marks, number))
+                self.calls += calls
+                if (num_read := num_read + 1) > MAX_CALLS:
+                    return
+        self.content.append(self.text[place:])
+
+    def read_bare(self) -> None:
+        """Read content that begins with a call as JSON, with no mark around it."""
+        text = "".join(self.content).strip()
+        if not (_BARE.match(text) and '"name"' in text and ('"parameters"' in text or '"arguments"' in text)):
+            return
+        place = 0
+        try:
+            while _BARE.match(text, place):
+                value, end = _decoded(text, place)
+                if not all(map(_is_call, value if isinstance(value, list) else [value])):
+                    break
+                self.calls += _calls(value)
+                place = _after(_BETWEEN, text, end)
+        except ValueError as problem:
+            self.calls.append(BadCall(str(problem)))
+            place = len(text)
+        self.content = [text[place:]]
+
+    def read_fenced(self) -> None:
+        """Read blocks of Python in the content."""
+        kept: list[str] = []
+        block: list[str] = []  # the lines of an open block, with the fence
+        for line in "".join(self.content).splitlines(keepends=True):
+            language = _fence(line)
+            if not block and language is None:
+                kept.append(line)
+            elif block and language == "":
+                kept += self._closed(block, line)
+                block = []
+            else:
+                block.append(line)
+        if block and _fence(block[0]) in _PYTHON:
+            self.calls.append(BadCall("the block of Python does not end with ```"))
+        else:
+            kept += block
+        self.content = kept
+
+    def _closed(self, block: list[str], end: str) -> list[str]:
+        """Take a block's code as a call, or return the lines of a block in another language."""
+        if _fence(block[0]) not in _PYTHON:
+            return [*block, end]
+        indent = block[0][: block[0].index("`")]
+        self.calls.append(Call("python", {"code": "".join(line.removeprefix(indent) for line in block[1:])}))
+        return []
+
+    def _after_thought(self, mark: re.Match[str], place: int) -> int:
+        """Return the place after a thought which begins or ends at a mark."""
+        if mark[0] == "</think>":  # the prompt has opened the thought: all so far belongs to it
+            self.thoughts, self.content, self.calls = [slice(mark.start())], [], []
+            return mark.end()
+        self.content.append(self.text[place : mark.start()])
+        end = self.text.find("</think>", mark.end())
+        self.thoughts.append(slice(mark.end(), end if end >= 0 else None))
+        return end + len("</think>") if end >= 0 else len(self.text)
+
+    def _marked_calls(self, mark: re.Match[str]) -> tuple[list[Call | BadCall], int]:
+        """Return the calls that begin at a mark, and how far they were read; none if a function follows the mark."""
+        if mark[1] is not None:
+            call, place = self._function(mark)
+            after = _skipped(self.text, place)
+            return [call], after + len("</tool_call>") if self.text.startswith("</tool_call>", after) else place
+        start = _skipped(self.text, mark.end())
+        if (function := _MARK.match(self.text, start)) is not None and function[1] is not None:
+            return [], start
+        try:
+            value, end = _decoded(self.text, start)
+        except ValueError as problem:
+            return [BadCall(str(problem))], start
+        after = _skipped(self.text, end)
+        if self.text.startswith("</tool_call>", after):
+            return _calls(value), after + len("</tool_call>")
+        is_end = after == len(self.text) or self.text.startswith(("<tool_call>", "</think>"), after)
+        if isinstance(value, dict | list) and not is_end:
+            return [BadCall(f"a call ends with </tool_call>, but there is {_shown(self.text, after)}")], start
+        return _calls(value), after
+
+    def _function(self, mark: re.Match[str]) -> tuple[Call | BadCall, int]:
+        """Return the call <function=...> that begins at a mark, and how far it was read."""
+        name, place = mark[1], _skipped(self.text, mark.end())
+        properties = self.tools.get(name, {}).get("properties", {})
+        arguments: dict[str, Any] = {}
+        while (parameter := _PARAMETER.match(self.text, place)) is not None:
+            end = self.text.find("</parameter>", parameter.end())
+            if end < 0:
+                return BadCall(f"<parameter={parameter[1]}> has no </parameter>"), len(self.text)
+            value = self.text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
+            arguments[parameter[1]] = _typed(value, properties.get(parameter[1], {}))
+            place = _skipped(self.text, end + len("</parameter>"))
+        if not name or not self.text.startswith("</function>", place):
+            form = "<function=NAME><parameter=NAME>value</parameter></function>"
+            found = _shown(self.text, place)
+            return BadCall(f"a call is {form}, with as many parameters as needed; there is {found}"), place
+        return Call(name, arguments), place + len("</function>")
+
+    def _end_of_bad(self, marks: list[re.Match[str]], number: int) -> int:
+        """Return where a bad call ends: after its </tool_call>, or where the next call begins or a thought ends."""
+        is_function = marks[number][1] is not None
+        for later in range(number + 1, len(marks)):
+            mark = marks[later]
+            if mark[0] == "</tool_call>":
+                return mark.end()
+            if mark[0] in ("<tool_call>", "</think>") or (is_function and mark[1] is not None):
+                return mark.start()
+        return len(self.text)
+
+
+def _decoded(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at a place, and the place after it. Raises ValueError with the reason."""
+    try:
+        return _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as problem:
+        raise ValueError(
+            f"the call is not JSON: {problem.msg.removesuffix(' starting at')}, at {_shown(text, problem.pos)}"
+        ) from None
+    except RecursionError:
+        raise ValueError("the call is not JSON: it is nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, more than {_MAX_DIGITS}")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.20} is too large for a number")
+    return value
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"the call is not JSON: it has {text}")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_int=_integer, parse_float=_float, parse_constant=_constant)
+"""A reader of JSON that takes line breaks in a string, as many models write them."""
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
+
+
+def _calls(value: Any) -> list[Call | BadCall]:
+    return [*map(_call, value)] if isinstance(value, list) and value else [_call(value)]
+
+
+def _call(value: Any) -> Call | BadCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return BadCall('a call is an object like {"name": "...", "arguments": {...}}')
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):  # some models write the arguments as a string of JSON
+        try:
+            arguments, _ = _decoded(arguments, _skipped(arguments, 0))
+        except ValueError as problem:
+            return BadCall(f'"arguments" as a string: {problem}')
+    if arguments is not None and not isinstance(arguments, dict):
+        return BadCall('"arguments" is not an object')
+    return Call(value["name"], arguments or {})
+
+
+def _typed(text: str, schema: Schema) -> Any:
+    """Return an argument that has no type of its own, as its schema wants it."""
+    if _takes_text(schema):
+        return text
+    try:
+        value, end = _decoded(text, _skipped(text, 0))
+    except ValueError:
+        return text
+    return value if not text[end:].strip() else text
+
+
+def _takes_text(schema: Schema) -> bool:
+    types = schema.get("type")
+    if types is None:
+        options = schema.get("anyOf", schema.get("oneOf"))
+        return options is None or any(map(_takes_text, options))
+    return "string" in ([types] if isinstance(types, str) else types)
+
+
+def _fence(line: str) -> str | None:
+    """Return the language, "" for none, of a line that begins or ends a block of code; None for another line."""
+    found = line.strip()
+    return None if not found.startswith("```") or "`" in found[3:] else found[3:].strip().lower()
+
+
+def _skipped(text: str, start: int) -> int:
+    """Return the first place from `start` with no white space."""
+    return _after(_SPACE, text, start)
+
+
+def _after(pattern: re.Pattern[str], text: str, start: int) -> int:
+    """Return where the match of a pattern that may be empty ends."""
+    found = pattern.match(text, start)
+    assert found is not None
+    return found.end()
+
+
+def _shown(text: str, place: int) -> str:
+    return repr(text[place : place + _MAX_SHOWN]) if place < len(text) else "the end"

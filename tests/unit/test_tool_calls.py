@@ -1,0 +1,230 @@
+"""Tool calls in the formats of model families, read out of a turn's text."""
+
+import json
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.prompts.tool_calls import MAX_CALLS, BadCall, Call, parse_turn
+
+SEARCH = {"properties": {"query": {"type": "string"}, "limit": {"type": "integer"}, "tags": {"type": "array"}}}
+TOOLS = {"search": SEARCH, "python": {"properties": {"code": {"type": "string"}}}}
+CAT = Call("search", {"query": "cat"})
+CAT_TEXT = '{"name": "search", "arguments": {"query": "cat"}}'
+
+
+def tagged(call: Call) -> str:
+    return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+
+
+def as_text(call: Call) -> str:
+    return f"<tool_call>{json.dumps({'name': call.name, 'arguments': json.dumps(call.arguments)})}</tool_call>"
+
+
+def xml(call: Call) -> str:
+    lines = (f"<parameter={name}>\n{_plain(value)}\n</parameter>\n" for name, value in call.arguments.items())
+    return f"<tool_call>\n<function={call.name}>\n{''.join(lines)}</function>\n</tool_call>"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def bare(call: Call) -> str:
+    return json.dumps({"name": call.name, "parameters": call.arguments})
+
+
+def fenced(call: Call) -> str:
+    return f"```python\n{call.arguments['code']}\n```"
+
+
+NAMES = st.from_regex(r"[a-z_][a-z0-9_.-]{0,12}", fullmatch=True)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+CALLS = st.builds(Call, NAMES, st.dictionaries(st.text(), VALUES, max_size=4))
+# a value that spells the end of a parameter cannot be written in XML, and the template's line breaks around one go
+XML_CALLS = st.builds(
+    Call,
+    st.just("search"),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "query": st.text().filter(lambda text: "</parameter>" not in text),
+            "limit": st.integers(),
+            "tags": st.lists(st.integers() | st.booleans()),
+        },
+    ),
+)
+
+
+@settings(max_examples=50)
+@given(calls=st.lists(CALLS, min_size=1, max_size=3), render=st.sampled_from([tagged, as_text]))
+def test_round_trip_of_json_in_tags(calls: list[Call], render: Callable[[Call], str]) -> None:
+    found = parse_turn("Both." + "|".join(map(render, calls)), TOOLS)
+    assert found.calls == tuple(calls)
+    assert found.content == f"Both.{'|' * (len(calls) - 1)}"
+    assert parse_turn(f"<tool_call>[{', '.join(map(bare, calls))}]</tool_call>", TOOLS).calls == tuple(calls)
+
+
+@settings(max_examples=50)
+@given(calls=st.lists(CALLS, min_size=1, max_size=3), between=st.sampled_from(["", "\n", "; ", ", "]))
+def test_round_trip_of_bare_json(calls: list[Call], between: str) -> None:
+    assert parse_turn(between.join(map(bare, calls)), TOOLS).calls == tuple(calls)
+    assert parse_turn(f"[{', '.join(map(bare, calls))}]", TOOLS).calls == tuple(calls)
+
+
+@given(calls=st.lists(XML_CALLS, min_size=1, max_size=3))
+def test_round_trip_of_xml_with_types_from_the_schema(calls: list[Call]) -> None:
+    assert parse_turn("\n".join(map(xml, calls)), TOOLS).calls == tuple(calls)
+
+
+@given(codes=st.lists(st.lists(st.from_regex(r"[^`\r\n]*", fullmatch=True)).map("\n".join), min_size=1, max_size=3))
+def test_round_trip_of_fenced_python(codes: list[str]) -> None:
+    text = "\nthen\n".join(fenced(Call("python", {"code": code})) for code in codes)
+    assert parse_turn(text, TOOLS).calls == tuple(Call("python", {"code": f"{code}\n"}) for code in codes)
+    assert parse_turn(text, {"search": {}}).calls == ()
+
+
+PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<function=", "<function=search>", "</function>"]
+PIECES += [
+    "<parameter=query>",
+    "</parameter>",
+    "```python\n",
+    "\n```\n",
+    CAT_TEXT,
+    '{"name": ',
+    '"',
+    "{",
+    "[",
+    "}",
+    "\\",
+]
+PIECES += ['"arguments": ', "1e999", "NaN", "9" * 5000, " ", "\n", "x", "\ud800"]
+
+
+@settings(max_examples=300)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=30), names=st.sampled_from([(), ("search",), ("python",)]))
+def test_any_text_has_a_reading_and_its_calls_are_json(pieces: list[str], names: tuple[str, ...]) -> None:
+    found = parse_turn("".join(pieces), {name: TOOLS[name] for name in names})
+    for call in found.calls:
+        assert call.reason if isinstance(call, BadCall) else json.dumps(call.arguments, allow_nan=False)
+    assert names or not found.calls
+
+
+@pytest.mark.parametrize(
+    "piece", [*PIECES[:18], "<tool_call>[", "<tool_call>{}", '<tool_call>{"a":"', "<think></think>"]
+)
+@pytest.mark.parametrize("end", ["", "</parameter>", "</tool_call>", '"name" "arguments"'])
+def test_work_grows_no_faster_than_the_text(piece: str, end: str) -> None:
+    def num_lines(num_pieces: int) -> int:
+        """Return how many lines of Python run, which no load of the machine changes."""
+        count = 0
+
+        def trace(frame: object, event: str, argument: object) -> object:
+            nonlocal count
+            count += 1
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            parse_turn(piece * num_pieces + end, TOOLS)
+        finally:
+            sys.settrace(before)
+        return count
+
+    short, long = num_lines(500), num_lines(1000)
+    assert long <= 2 * short + 100
+    parse_turn(piece * (200_000 // len(piece)) + end, TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "content"),
+    [
+        (f"<think>I call {tagged(CAT)}</think>\nDone.", f"I call {tagged(CAT)}", "Done."),
+        (f"I call {tagged(CAT)}\n</think>\n\nDone.", f"I call {tagged(CAT)}", "Done."),  # the prompt opened the thought
+        (f"So. <think>I call {tagged(CAT)}", f"I call {tagged(CAT)}", "So."),
+    ],
+)
+def test_nothing_in_a_thought_is_a_call(text: str, thought: str, content: str) -> None:
+    found = parse_turn(text, TOOLS)
+    assert (found.thought, found.content, found.calls) == (thought, content, ())
+    assert parse_turn(text, {}) == found
+
+
+def test_thought_content_and_calls_are_told_apart() -> None:
+    found = parse_turn(f"<think>\nA cat.\n</think>\n\nI look.\n{tagged(CAT)}\n", TOOLS)
+    assert (found.thought, found.content, found.calls) == ("A cat.", "I look.", (CAT,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>{CAT_TEXT}",  # the stop token was </tool_call>, or it was forgotten
+        "<function=search><parameter=query>cat</parameter></function>",
+        "Then:\n  ```json\n  {}\n  ```\n" + f"<tool_call>{CAT_TEXT}</tool_call>",
+    ],
+)
+def test_common_slips_are_still_calls(text: str) -> None:
+    assert parse_turn(text, TOOLS).calls == (CAT,)
+
+
+def test_a_line_break_in_a_string_and_code_in_an_indented_block() -> None:
+    code = '{"name": "python", "arguments": {"code": "a = 1\nprint(a)"}}'
+    assert parse_turn(f"<tool_call>{code}</tool_call>", TOOLS).calls == (Call("python", {"code": "a = 1\nprint(a)"}),)
+    indented = "1. Run\n   ```py\n   if a:\n       print(a)\n   ```\n"
+    assert parse_turn(indented, TOOLS).calls == (Call("python", {"code": "if a:\n    print(a)\n"}),)
+    assert parse_turn("```json\n{}\n```\nand `python`", TOOLS).calls == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("calc(3)", "not JSON: Expecting value, at 'calc(3)"),
+        ('{"name": "search", "arguments": {"query": "c', "not JSON: Unterminated string, at '\"c"),
+        (f"{CAT_TEXT}}}", "ends with </tool_call>, but there is '}"),
+        ('{"name": 3}', 'an object like {"name"'),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"name": "a", "arguments": [1]}', '"arguments" is not an object'),
+        ('{"name": "a", "arguments": "x"}', '"arguments" as a string: the call is not JSON'),
+        ('{"name": "a", "arguments": {"x": NaN}}', "it has NaN"),
+        ('{"name": "a", "arguments": {"x": 1e999}}', "1e999 is too large"),
+        (f'{{"name": "a", "arguments": {{"x": {"9" * 5000}}}}}', "has 5000 digits"),
+        ("<function=search>cat</function>", "there is 'cat</function>"),
+        ("<function=search><parameter=query>cat</function>", "<parameter=query> has no </parameter>"),
+        ("<function=>", "<function=NAME>"),
+    ],
+)
+def test_a_bad_call_gets_its_reason_and_the_others_still_count(text: str, reason: str) -> None:
+    (bad,) = parse_turn(f"<tool_call>{text}</tool_call>", TOOLS).calls
+    assert isinstance(bad, BadCall)
+    assert reason in bad.reason
+    first, *_ = parse_turn(f"{tagged(CAT)}\n<tool_call>{text}</tool_call>", TOOLS).calls
+    *_, last = parse_turn(f"<tool_call>{text}</tool_call>\n{tagged(CAT)}", TOOLS).calls
+    assert first == CAT
+    assert last == CAT or "has no </parameter>" in reason  # the next call has none either
+
+
+def test_a_turn_has_a_limit_of_calls() -> None:
+    for text in (
+        tagged(CAT) * (MAX_CALLS + 5),
+        f"<tool_call>[{f'{CAT_TEXT},' * MAX_CALLS}{CAT_TEXT}]",
+        bare(CAT) * (MAX_CALLS + 5),
+        "```py\n1\n```\n" * (MAX_CALLS + 5),
+    ):
+        calls = parse_turn(text, TOOLS).calls
+        assert [type(call) for call in calls] == [Call] * MAX_CALLS + [BadCall]
+
+
+@pytest.mark.parametrize(
+    "text", ["It is 12.", '{"name": "Ann", "age": 3}', "[1] a cat", "<b>12</b>", "12 </tool_call>", ""]
+)
+def test_an_answer_is_not_a_call(text: str) -> None:
+    assert parse_turn(text, TOOLS).calls == ()
+    assert parse_turn(text, TOOLS).content == text
