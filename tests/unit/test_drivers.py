@@ -470,7 +470,7 @@ def test_a_driver_that_returns_neither_tokens_nor_an_end_is_one_message(
     answer: Any, said: str, is_stream: bool
 ) -> None:
     class Wrong:
-        by_group, deadline_s = False, 0.0
+        by_group, deadline_s, first_need = False, 0.0, NeedsTokens()
 
         async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
             return [answer(s) for s in samples]
