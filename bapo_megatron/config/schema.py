@@ -282,10 +282,11 @@ class EnvironmentConfig(Section):
     kind: Annotated[str, AfterValidator(ENVIRONMENT.known)] = "none"
     """none: each response is one turn, and [reward] judges it; calculator: works out "12*34?"; guess: a number to be
     guessed; or your own function, "my_package.my_module:my_step"; or "replay:my_package.my_module:make", where make
-    makes objects with reset(seed) and step(text)."""
+    makes objects with reset(seed) and step(text); agent: a program that asks for turns (docs/agents.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment by name: calculator {cost, is_broken}, guess {max_guesses, is_silent}; your own
-    function: its arguments after turn and state; replay: the arguments of make."""
+    function: its arguments after turn and state; replay: the arguments of make; agent {command}, the program and its
+    arguments, where "{prompt}" becomes the prompt."""
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a turn, besides the tokenizer's end-of-sequence token and, with data.chat_template, the
     template's end of a turn; each is one token of the tokenizer, such as "?" or "</tool_call>"."""
@@ -297,8 +298,8 @@ class EnvironmentConfig(Section):
     max_answer_tokens: Count = 256
     """A longer answer of the environment is cut. Memory is planned for max_turns - 1 such answers."""
     timeout_s: Positive = 30.0
-    """Deadline of one answer. A sample whose environment misses it, raises or dies fails: it gets no reward, and its
-    group is trained without it."""
+    """Deadline of one answer; agent: from a turn to the program's next request or end. A sample whose environment
+    misses it, raises or dies fails: it gets no reward, and its group is trained without it."""
     concurrency: Count | None = None
     """As reward.concurrency: processes for a plain function, calls for an async one."""
 
@@ -306,6 +307,11 @@ class EnvironmentConfig(Section):
     def is_used(self) -> bool:
         """Whether an environment answers the policy's turns."""
         return self.kind != "none"
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether a program asks for the policy's turns."""
+        return self.kind == "agent"
 
     @property
     def turn_limit(self) -> int | None:

@@ -31,13 +31,16 @@ from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
+from bapo_megatron.rollout.agents import AgentPrograms
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, texts
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED
-from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, step_driver, stop_token_ids
+from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, stop_token_ids, turn_driver
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
 from bapo_megatron.types import Ended, Given, Prompt, Sample
 
+Answers = RewardScorer | EnvironmentProcesses | AgentPrograms
+"""The source of rewards."""
 _FRESH = -1  # weight version of engines that never received weights
 
 
@@ -128,25 +131,23 @@ def evaluate(
     return evaluation
 
 
-def _answers(config: Config) -> RewardScorer | EnvironmentProcesses:
+def _answers(config: Config) -> Answers:
     return environment_of(config) if config.environment.is_used else RewardScorer(config)
 
 
 class Asking:
     """Problems, and their judge or environment, checked before any engine starts."""
 
-    def __init__(
-        self, config: Config, model_path: Path, answers: RewardScorer | EnvironmentProcesses, limit: int | None
-    ) -> None:
+    def __init__(self, config: Config, model_path: Path, answers: Answers, limit: int | None) -> None:
         self._config = config
         self.kind = config.environment.kind if config.environment.is_used else JudgeSpec.of(config).kind
         self.tokenizer = load_tokenizer(model_path, own_family(config.model.family))
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
         self._stop_ids = stop_token_ids(config, self.tokenizer)
         self.driver: Driver
-        if isinstance(answers, EnvironmentProcesses):
+        if not isinstance(answers, RewardScorer):
             tokens = TurnTokens.of(config, self.tokenizer, self._vocab_size)
-            self.driver = step_driver(config, answers, tokens, config.rollout.max_response_tokens)
+            self.driver = turn_driver(config, answers, tokens, config.rollout.max_response_tokens)
         else:
             self.driver = JudgeOnce(TextJudge(answers, self.tokenizer))
         stream = PromptStream(config, self.tokenizer)

@@ -265,7 +265,7 @@ class StepDriver:
             where = f"sample {sample.sample_id} of prompt {of.prompt_id}"
             raise UserError(f"environment, {where}: neither words nor an end: {answer!r:.200}")
         self.answers.end()
-        return replace(sample, need=_ended(end, [*sample.turn_rewards, answer.reward]))
+        return replace(sample, need=ended(end, [*sample.turn_rewards, answer.reward]))
 
     def _continued(self, sample: Sample, answer: Continue, token_ids: Sequence[int], is_cut: bool) -> Sample:
         if not token_ids:
@@ -281,11 +281,11 @@ class StepDriver:
         if reason is None:
             return longer
         self.answers.end()
-        end = _ended(reason, longer.turn_rewards)
+        end = ended(reason, longer.turn_rewards)
         return replace(sample, need=end, state=answer.state, turn_rewards=longer.turn_rewards)
 
 
-def _ended(reason: FinishReason, rewards: Sequence[Reward | None]) -> Ended:
+def ended(reason: FinishReason, rewards: Sequence[Reward | None]) -> Ended:
     """Return the end of a sample with the sum of its turns' rewards and its end's, whoever ended it."""
     given = [reward for reward in rewards if reward is not None]
     parts: dict[str, float] = {}

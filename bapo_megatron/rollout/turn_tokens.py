@@ -10,6 +10,7 @@ from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.encoding import rendered_ids, words_ids
 from bapo_megatron.rewards.environments import Continue, Environment, EnvironmentSpec, TurnJson
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
+from bapo_megatron.rollout.agents import AgentDriver, AgentPrograms
 from bapo_megatron.rollout.drivers import StepDriver
 
 
@@ -89,14 +90,24 @@ def _one_token(tokenizer: Any, name: str) -> int:
     return int(found[0])
 
 
-def environment_of(config: Config) -> EnvironmentProcesses:
+def environment_of(config: Config) -> EnvironmentProcesses | AgentPrograms:
     """Start the environment that [environment] names. Raises UserError, RuntimeError."""
+    if config.environment.is_agent:
+        return AgentPrograms(config)
     return EnvironmentProcesses(EnvironmentSpec.of(config), config.environment.concurrency)
 
 
-def step_driver(config: Config, environment: Environment, tokens: TurnTokens, max_response_tokens: int) -> StepDriver:
+def turn_driver(
+    config: Config, environment: Environment | AgentPrograms, tokens: TurnTokens, max_response_tokens: int
+) -> StepDriver | AgentDriver:
     """Return the driver of turns with the limits of [environment]."""
     limits = config.environment
+    if isinstance(environment, AgentPrograms):
+        assert tokens.chat is not None, "preflight/checks/environment.py checks this"
+        max_given_tokens = config.data.max_prompt_tokens + limits.max_given_tokens
+        return AgentDriver(
+            environment, tokens.chat, tokens.decode, max_response_tokens, max_given_tokens, limits.max_turns
+        )
     return StepDriver(
         environment, tokens.encode, tokens.decode, max_response_tokens, limits.max_answer_tokens, limits.max_turns
     )

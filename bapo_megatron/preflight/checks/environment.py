@@ -17,6 +17,12 @@ def check_environment(config: Config, hf_config: dict[str, Any] | None) -> Itera
             "counts the policy's tokens of all turns",
             "set it below that, or leave it out",
         )
+    if one.is_agent and not config.data.chat_template:
+        yield Violation(
+            ("data.chat_template", "environment.kind"),
+            'environment.kind="agent": what a program asks comes in the model\'s chat template',
+            "set data.chat_template=true",
+        )
     positions = (hf_config or {}).get("max_position_embeddings")
     longest, given = config.longest_sequence, one.max_given_tokens
     if isinstance(positions, int) and longest - given <= positions < longest:
