@@ -145,7 +145,7 @@ class Asking:
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
         self._stop_ids = stop_token_ids(config, self.tokenizer)
         self.driver: Driver
-        if not isinstance(answers, RewardScorer):
+        if isinstance(answers, EnvironmentProcesses | AgentPrograms):
             tokens = TurnTokens.of(config, self.tokenizer, self._vocab_size)
             self.driver = turn_driver(config, answers, tokens, config.rollout.max_response_tokens)
         else:

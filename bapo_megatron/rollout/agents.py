@@ -197,8 +197,8 @@ def _command(options: Mapping[str, Any]) -> tuple[str, ...]:
         raise UserError(f"{_EXPECTED}, all of it texts, not {command!r:.200}")
     if shutil.which(command[0]) is None:
         raise UserError(
-            f"environment.options: command {command[0]!r} is no program that can be started: give its path, or the "
-            "name of one on PATH"
+            f"environment.options: the program {command[0]!r} cannot be found: give its path, or the name of one on "
+            "PATH"
         )
     return tuple(command)
 
@@ -348,7 +348,7 @@ class AgentDriver:
             case _ if session.limit is not None:
                 end = Ended(reason, 0.0)
             case _:
-                wanted = 'its last line is no {"reward": 1.0}, and reward.kind names no judge'
+                wanted = 'print {"reward": 1.0} as its last line, or let reward.kind name a judge'
                 return self.answers.fail(sample, Failed(f"the program ended without a reward: {wanted}{shown}"))
         self.answers.end()
         return replace(sample, need=end)

@@ -1,8 +1,8 @@
 """Requests of an agent program, matched to the tokens that its earlier requests have led to.
 
     stored     system, user | turn 1 | tool | turn 2
-    request    system, user, turn 1, tool, turn 2, tool'      the stored tokens, and those of tool'
-    request    system, user, turn 1, tool'                    a branch: the tokens up to turn 1, and those of tool'
+    request    system, user, turn 1, tool, turn 2, tool'      the stored tokens, then tool'
+    request    system, user, turn 1, tool'                    a branch: the tokens up to turn 1, then tool'
     request    system, user'                                  a sequence of its own, from the chat template
 
 Messages are compared, never text with tokens: by role, text, and calls with their arguments as JSON. A turn of the
@@ -45,7 +45,7 @@ class _Place:
     messages: tuple[Message, ...]  # up to here
     tools: tuple[Mapping[str, Any], ...]
     trajectory: int
-    num_tokens: int  # of the sequence, up to here
+    num_tokens: int  # up to here
     turn: tuple[int, ...] | None  # the tokens of the turn that ends here; None after the first request
     is_cut: bool = False  # whether a limit ended the turn
 
@@ -63,11 +63,11 @@ class Conversations:
     """All that the program of one sample has asked, and where the turns are in the sample's trajectories."""
 
     chat: Continuation
-    max_given_tokens: int  # of one trajectory, its first request included
+    max_given_tokens: int  # in one trajectory, its first request included
     _places: list[_Place] = field(default_factory=list)
 
     def continued(self, sample: Sample, asked: Asked) -> Sample:
-        """Return the sample with the tokens of a request's new messages, so that it needs those of the next turn.
+        """Return the sample with the tokens of a request's new messages; it needs the next turn.
 
         Raises:
             ContextError: the messages are too long.

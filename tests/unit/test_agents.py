@@ -75,7 +75,7 @@ CALL = 'So.\n<tool_call>\n{"name": "add",  "arguments": {"a": 1, "b": {"c": 2}}}
 
 
 class Says(ScriptedEngine):
-    """An engine that says the same in each turn, with a number of the request at its end: no two turns are alike."""
+    """An engine that says the same in each turn, with a number of the request at its end: no two turns are equal."""
 
     def __init__(self, says: str = "<think>\nhm\n</think>\n\nWell, ") -> None:
         super().__init__()
@@ -421,7 +421,7 @@ def test_a_program_that_reaches_a_limit_may_still_give_its_reward(
         num = sum(len(t.turns) for t in sample.trajectories)
         assert sample.finish_reason == reason
         assert num == (num_turns or num)
-        assert sample.reward == (num if handles else 0), "a limit is no failure of the program"
+        assert sample.reward == (num if handles else 0), "a limit fails no program"
 
 
 def test_a_judge_scores_the_last_turn_of_a_program_that_prints_no_reward(tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def test_a_judge_scores_the_last_turn_of_a_program_that_prints_no_reward(tmp_pat
     [
         ("print('bye')", "ended with exit code 0 before it had a turn; it printed: bye", "error"),
         ("ask(FIRST); raise ValueError('no mouse')", "(?s)exit code 1; it printed: .*ValueError: no mouse", "error"),
-        ("ask(FIRST)", "ended without a reward: its last line is no .* names no judge; it printed nothing", "error"),
+        ("ask(FIRST)", "ended without a reward: print .* as its last line, or let reward.kind name a judge; it printed nothing", "error"),
         ('ask(FIRST); print(json.dumps({"failed": "no screen"}))', "no screen", "error"),
         ('ask(FIRST); print(json.dumps({"reward": "all"}))', "last line: a reward is a finite number", "error"),
         ("print('x' * 10**7); os.kill(os.getpid(), 9)", "exit code -9 before it had a turn; it printed: x+$", "error"),
@@ -508,7 +508,7 @@ def test_a_run_stops_if_all_of_the_first_programs_fail(tmp_path: Path) -> None:
         ({}, r"needs environment.options=\{command="),
         ({"command": "python x.py"}, "not {'command': 'python x.py'}"),
         ({"command": ["python", 3]}, "all of it texts"),
-        ({"command": ["no-such-program"]}, "'no-such-program' is no program that can be started"),
+        ({"command": ["no-such-program"]}, "the program 'no-such-program' cannot be found"),
     ],
 )
 def test_a_command_that_cannot_be_started_is_found_before_the_run(options: dict[str, Any], said: str) -> None:

@@ -57,8 +57,8 @@ def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
 
 
 def test_the_page_shows_or_links_every_example() -> None:
-    linked = re.findall(r"\(examples/(\w+\.py)\)", EXTENDING + TURNS)
-    assert linked == ["keep_near.py", "distil.py", "text_game.py", "http_step.py"]
+    linked = re.findall(r"\(examples/(\w+\.py)\)", EXTENDING + TURNS + AGENTS)
+    assert linked == ["keep_near.py", "distil.py", "text_game.py", "http_step.py", "openai_agent.py"]
     for path in sorted(EXAMPLES.iterdir()):
         if path.is_file() and path.name not in linked:
             assert f"\n{path.read_text(encoding='utf-8')}```" in EXTENDING, path.name
