@@ -296,7 +296,8 @@ class EnvironmentConfig(Section):
     """A turn that reaches this length ends, cut; the environment sees that. Unset: no limit besides
     rollout.max_response_tokens, which counts the policy's tokens of all turns."""
     max_answer_tokens: Count = 256
-    """A longer answer of the environment is cut. Memory is planned for max_turns - 1 such answers."""
+    """A longer answer of the environment is cut. Memory is planned for max_turns - 1 such answers; agent: these tokens,
+    with data.max_prompt_tokens, are what a program's messages may have in all."""
     timeout_s: Positive = 30.0
     """Deadline of one answer; agent: from a turn to the program's next request or end. A sample whose environment
     misses it, raises or dies fails: it gets no reward, and its group is trained without it."""

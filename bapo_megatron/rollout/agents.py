@@ -314,7 +314,7 @@ class AgentDriver:
                 "agents: a program offers tools, but the model's chat template does not show them to the policy; "
                 "describe them in the program's messages"
             )
-        session.request, session.limit, self.answers.works = request, None, True
+        session.request, session.limit = request, None
         return grown
 
     async def _ended(self, sample: Sample, session: Session, exit_code: int | None) -> Sample:

@@ -17,6 +17,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.errors import UserError
+from bapo_megatron.preflight.checks.environment import check_environment
+from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.rollout.agent_endpoint import Asked, Inbox, Reply
 from bapo_megatron.rollout.agents import AgentDriver, AgentPrograms
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
@@ -441,7 +443,11 @@ def test_a_judge_scores_the_last_turn_of_a_program_that_prints_no_reward(tmp_pat
     [
         ("print('bye')", "ended with exit code 0 before it had a turn; it printed: bye", "error"),
         ("ask(FIRST); raise ValueError('no mouse')", "(?s)exit code 1; it printed: .*ValueError: no mouse", "error"),
-        ("ask(FIRST)", "ended without a reward: print .* as its last line, or let reward.kind name a judge; it printed nothing", "error"),
+        (
+            "ask(FIRST)",
+            "without a reward: print .* as its last line, or let reward.kind name .*; it printed nothing",
+            "error",
+        ),
         ('ask(FIRST); print(json.dumps({"failed": "no screen"}))', "no screen", "error"),
         ('ask(FIRST); print(json.dumps({"reward": "all"}))', "last line: a reward is a finite number", "error"),
         ("print('x' * 10**7); os.kill(os.getpid(), 9)", "exit code -9 before it had a turn; it printed: x+$", "error"),
@@ -496,8 +502,9 @@ def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -
         assert select.select([child], [], [], HANG_S)[0], "the child ends too"
 
 
-def test_a_run_stops_if_all_of_the_first_programs_fail(tmp_path: Path) -> None:
-    agents = Agents(tmp_path, "raise SystemExit('no display')", samples_per_prompt=8)
+@pytest.mark.parametrize("begins", ["", "ask(FIRST); "])
+def test_a_run_stops_if_all_of_the_first_programs_fail(tmp_path: Path, begins: str) -> None:
+    agents = Agents(tmp_path, f"{begins}raise SystemExit('no display')", samples_per_prompt=8)
     with pytest.raises(UserError, match=r"failed on all of the first 32 turns.*exit code 1.*no display"):
         agents.samples()
 
@@ -515,6 +522,18 @@ def test_a_command_that_cannot_be_started_is_found_before_the_run(options: dict[
     config = Config.model_validate({"environment": {"kind": "agent", "options": options}})
     with pytest.raises(UserError, match=said):
         environment_of(config)
+
+
+def test_what_a_program_needs_besides_is_checked_before_the_run() -> None:
+    def settings(**data: Any) -> list[tuple[str, ...]]:
+        agent = {"kind": "agent", "options": {"command": ["python"]}, "concurrency": 4}
+        config = Config.model_validate({"environment": agent, "data": data})
+        return [found.settings for found in (*check_environment(config, None), *idle_settings(config))]
+
+    assert ("data.chat_template", "environment.kind") in settings()
+    found = settings(chat_template=True)
+    assert ("data.chat_template", "environment.kind") not in found
+    assert any(one[0] == "environment.concurrency" for one in found), "it has no effect"
 
 
 def test_an_unfinished_sample_begins_anew_after_a_restart(tmp_path: Path) -> None:
