@@ -37,6 +37,7 @@ MODEL = "policy"
 """The only model's name."""
 _HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 16 * 2**20
+_SHUTDOWN_S = 5.0  # for connections that are still open; their programs have ended
 _RETRIES_HEADER = "x-stainless-retry-count"  # OpenAI's clients count in it how often a request was sent before
 
 
@@ -137,6 +138,7 @@ class _ChatBody(_Ignored):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     n: Literal[1] | None = None
     stop: None = None
+    logit_bias: None = None
     logprobs: Literal[False] | None = None
     response_format: _Text | None = None
     stream: bool | None = None
@@ -251,6 +253,8 @@ class Endpoint:
         """Listen on a free port, unless it does already."""
         if self._runner is not None:
             return
+        listening = socket.create_server((_HOST, 0))  # before anything is awaited: others start programs meanwhile
+        self._port = listening.getsockname()[1]
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
         app.add_routes(
             [
@@ -258,10 +262,8 @@ class Endpoint:
                 web.post("/v1/chat/completions", openai_errors(self._chat)),
             ]
         )
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
-        listening = socket.create_server((_HOST, 0))
-        self._port = listening.getsockname()[1]
         await web.SockSite(self._runner, listening).start()
 
     async def close(self) -> None:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _MAX_OUTPUT_BYTES = 64 << 10  # kept of what a program prints, from its end
 _MAX_SHOWN = 500  # characters of it that a message shows
 _END_TIMEOUT_S = 10.0  # how long to wait for a killed program
-_LAUNCHER = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+LAUNCHER = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 """Ends a program with the process that started it (PR_SET_PDEATHSIG, SIGKILL)."""
 _EXPECTED = 'environment.kind="agent" needs environment.options={command=["python", "my_agent.py"]}'
 
@@ -59,7 +59,7 @@ class Program:
     async def start(cls, command: Sequence[str], variables: Mapping[str, str]) -> "Program":
         """Start a program with these environment variables. Raises OSError."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _LAUNCHER, *command),
+            *(sys.executable, "-I", "-S", "-c", LAUNCHER, *command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -161,15 +161,17 @@ class AgentPrograms:
         for session in self.sessions.values():
             session.program.kill()
         if self._loop is not None and self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_END_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(3 * _END_TIMEOUT_S)
         if self.scorer is not None:
             self.scorer.close()
 
     async def _close(self) -> None:
-        ends = [session.watch for session in self.sessions.values()]
+        sessions = [*self.sessions.values()]
         self.sessions.clear()
-        if ends:
-            await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
+        for session in sessions:
+            self.endpoint.shut(session.inbox)
+        if sessions:
+            await asyncio.wait([session.watch for session in sessions], timeout=_END_TIMEOUT_S)
         await self.endpoint.close()
 
     def _words(self, prompt: Prompt) -> list[str]:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import select
+import subprocess
 import sys
 import textwrap
 from collections.abc import Coroutine, Sequence
@@ -20,7 +21,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.environment import check_environment
 from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.rollout.agent_endpoint import Asked, Inbox, Reply
-from bapo_megatron.rollout.agents import AgentDriver, AgentPrograms
+from bapo_megatron.rollout.agents import LAUNCHER, AgentDriver, AgentPrograms
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, Prompt, Sample
 from tests.hang import HANG_S
@@ -500,6 +501,19 @@ def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -
     with contextlib.suppress(ProcessLookupError):
         child = os.pidfd_open(int(written.read_text()))
         assert select.select([child], [], [], HANG_S)[0], "the child ends too"
+
+
+def test_a_program_ends_with_the_process_that_started_it() -> None:
+    start = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]); print(child.pid)"
+    words = [sys.executable, "-c", "print('here', flush=True); import time; time.sleep(999)"]
+    parent = [sys.executable, "-c", f"{start}; sys.stdout.flush(); child.wait()", LAUNCHER, *words]
+    with subprocess.Popen(parent, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(2)]
+        child = os.pidfd_open(int(next(line for line in lines if line.isdecimal())))
+        assert "here" in lines, "the program runs"
+        process.kill()
+    assert select.select([child], [], [], HANG_S)[0]
 
 
 @pytest.mark.parametrize("begins", ["", "ask(FIRST); "])
