@@ -95,6 +95,9 @@ class Says(ScriptedEngine):
         spans = (VersionSpan(self.version, 0, len(tokens)),)
         return GenerateResult(request.rid, tuple(tokens), logprobs, spans, reason, len(request.token_ids), 0)
 
+    async def abort(self, rid: str | None = None) -> None:
+        """Let requests end by themselves: they do so soon."""
+
     def words(self) -> list[int]:
         self.num_said += 1
         words = self.says.replace("1", str(self.num_said)) if "1" in self.says else f"{self.says}{self.num_said}."
@@ -131,8 +134,8 @@ class Agents:
         self.scheduler = make(self.engine, driver=self.driver, **(LIMITS | settings))
         self.scheduler.book.prompts = Questions()
 
-    async def take(self) -> list[Group]:
-        groups, _ = await self.scheduler.take(0, 0)
+    async def take(self, step: int = 0) -> list[Group]:
+        groups, _ = await self.scheduler.take(step, 0)
         assert groups is not None
         self.scheduler.ledger.check(self.scheduler.book.buffered())
         return groups
@@ -536,6 +539,29 @@ def test_a_command_that_cannot_be_started_is_found_before_the_run(options: dict[
     config = Config.model_validate({"environment": {"kind": "agent", "options": options}})
     with pytest.raises(UserError, match=said):
         environment_of(config)
+
+
+def test_programs_work_between_steps_if_sampling_overlaps(tmp_path: Path) -> None:
+    program = """
+        messages = FIRST
+        for _ in range(1 + TASK["seed"] % 3):
+            messages = [*messages, ask(messages), user("So?")]
+        print(json.dumps({"reward": len(messages)}))
+        """
+    agents = Agents(tmp_path, program, overlap=True, max_staleness=3, groups_in_flight=3, tokens_per_round=5)
+
+    async def run() -> list[Group]:
+        groups = [group for step in range(4) for group in await agents.take(step)]
+        await agents.scheduler.close()
+        return groups
+
+    samples = [s for group in agents.run(run()) for s in group.samples]
+    check_trained_once(samples)
+    assert len({s.sample_id for s in samples}) == 8
+    for sample in samples:
+        (trajectory,) = sample.trajectories[1:]
+        assert sample.reward == 2 + 2 * len(trajectory.turns), "system, user, and two messages for each turn"
+    assert any(s.num_resumed_tokens for s in samples), "and programs wait through a step"
 
 
 def test_what_a_program_needs_besides_is_checked_before_the_run() -> None:
