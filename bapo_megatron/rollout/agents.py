@@ -82,6 +82,8 @@ class Program:
     async def output(self) -> tuple[str, str]:
         """Kill what is left of the program; return the end of its output and of its error output."""
         self.kill()
+        with contextlib.suppress(TimeoutError):  # it may be stuck in the kernel
+            await asyncio.wait_for(self._process.wait(), _END_TIMEOUT_S)
         await asyncio.wait(self._readers, timeout=_END_TIMEOUT_S)  # a child in another session may keep them open
         for reader in self._readers:
             reader.cancel()
@@ -222,7 +224,7 @@ class AgentDriver:
 
     @property
     def deadline_s(self) -> float:
-        return self.programs.timeout_s + _END_TIMEOUT_S + self.programs.judge_s
+        return self.programs.timeout_s + 2 * _END_TIMEOUT_S + self.programs.judge_s
 
     @property
     def recent_failure(self) -> Verdict | None:
