@@ -295,13 +295,14 @@ class NeedsTokens:
     """The state of a sample whose next token is the policy's."""
 
     trajectory: int = 0  # index of the trajectory that grows
+    max_turn_tokens: int | None = None  # a limit of this turn's own
 
 
 @dataclass(frozen=True, slots=True)
 class NeedsEnvironment:
     """The state of a sample whose turn has ended: its environment or its judge answers next."""
 
-    turn_end: TurnEnd
+    turn_end: TurnEnd | None  # None before the first turn, where an agent program begins the sample
     trajectory: int = 0  # index of the trajectory with the turn
 
 
@@ -341,7 +342,7 @@ class Sample:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How the sample, or its last turn, ended; None while it needs tokens."""
+        """How the sample, or its last turn, ended; None while it needs tokens, and before its first turn."""
         match self.need:
             case Ended(reason=reason) | NeedsEnvironment(turn_end=reason):
                 return reason
@@ -470,13 +471,14 @@ class NeedsTokensJson(TypedDict):
 
     needs: Literal["tokens"]
     trajectory: Natural
+    max_turn_tokens: NotRequired[Natural | None]
 
 
 class NeedsEnvironmentJson(TypedDict):
     """`NeedsEnvironment` in a file."""
 
     needs: Literal["environment"]
-    turn_end: TurnEnd
+    turn_end: TurnEnd | None
     trajectory: Natural
 
 
@@ -590,10 +592,11 @@ class Group:
         return all(isinstance(s.need, Ended) for s in self.samples)
 
     @classmethod
-    def begun(cls, prompt: Prompt, num_samples: int) -> Group:
+    def begun(cls, prompt: Prompt, num_samples: int, need: Need = NeedsTokens()) -> Group:
         """Return a group of empty samples, which share the prompt's segment."""
         first = Trajectory((Segment.given("prompt", prompt.token_ids),))
-        return cls(prompt, tuple(Sample(f"{prompt.prompt_id}.{i}", prompt, (first,)) for i in range(num_samples)))
+        names = (f"{prompt.prompt_id}.{i}" for i in range(num_samples))
+        return cls(prompt, tuple(Sample(name, prompt, (first,), need) for name in names))
 
     def grown(self, sample: Sample) -> Group:
         """Return the group with a sample that has grown; all samples share the first prompt segment with rows."""

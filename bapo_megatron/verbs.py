@@ -253,7 +253,8 @@ def chat(options: Namespace) -> int:
     """Talk to a model."""
     from bapo_megatron.config.schema import EnvironmentConfig
     from bapo_megatron.engines.embedded import chat as terminal
-    from bapo_megatron.rollout.turn_tokens import environment_of
+    from bapo_megatron.rewards.environments import EnvironmentSpec
+    from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 
     config = _config_of(options.model)
     system = options.system or config.data.system_prompt
@@ -265,7 +266,8 @@ def chat(options: Namespace) -> int:
         model = _model(options, config, max_running=1)
         terminal.chat(model, temperature=options.temperature, system=system, tools=None)
         return 0
-    with contextlib.closing(environment_of(config)) as environment:  # mistakes in tools come before a long load
+    processes = EnvironmentProcesses(EnvironmentSpec.of(config), concurrency=1)  # mistakes in tools come before a load
+    with contextlib.closing(processes) as environment:
         model = _model(options, config, max_running=1)
         tools = _chat_tools(config, model, environment)
         terminal.chat(model, temperature=options.temperature, system=system, tools=tools)

@@ -148,9 +148,15 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return what one step's samples did with their environment, under the names in `bapo help metrics`."""
     samples = [s for g in groups for s in g.valid]
-    num_turns = [len(t.turns) for s in samples for t in s.trajectories]
+    trained = [t for s in samples for t in s.trajectories if t.num_sampled_tokens]
+    num_turns = [sum(len(t.turns) for t in s.trajectories) for s in samples]
+    num_sampled, num_forwarded = (
+        sum(getattr(t, name) for t in trained) for name in ("num_sampled_tokens", "num_tokens")
+    )
     return {
         "environment/turns_mean": statistics.fmean(num_turns),
+        "environment/sequences_mean": len(trained) / len(samples),
+        "environment/trained_per_forwarded": num_sampled / max(num_forwarded, 1),
         "environment/answered_share": sum(s.num_given_tokens > 0 for s in samples) / len(samples),
         "environment/given_tokens_mean": statistics.fmean(s.num_given_tokens for s in samples),
         "environment/turn_limit_share": sum(s.finish_reason == "turns" for s in samples) / len(samples),

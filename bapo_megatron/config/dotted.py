@@ -120,7 +120,7 @@ KEEP_GROUP = Seam(
 )
 ENVIRONMENT = Seam(
     "environment.kind",
-    ("none", "calculator", "guess", "tools"),
+    ("none", "calculator", "guess", "tools", "agent"),
     "def step(turn, state, **options) -> dict, plain or async, or after replay: a class or function whose objects have "
     "reset(seed) and step(text), as docs/turns.md says",
     prefix="replay:",

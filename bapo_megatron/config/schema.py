@@ -281,13 +281,14 @@ class EnvironmentConfig(Section):
 
     kind: Annotated[str, AfterValidator(ENVIRONMENT.known)] = "none"
     """none: each response is one turn, and [reward] judges it; tools: runs the calls in a turn, and [reward] judges a
-    turn without one; calculator: works out "12*34?"; guess: a number to be guessed; or your own function,
-    "my_package.my_module:my_step"; or "replay:my_package.my_module:make", where make makes objects with reset(seed)
-    and step(text)."""
+    turn without one; agent: a program that asks for turns (docs/agents.md); calculator: works out "12*34?"; guess: a
+    number to be guessed; or your own function, "my_package.my_module:my_step"; or "replay:my_package.my_module:make",
+    where make makes objects with reset(seed) and step(text)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment by name: tools {tools = ["calculator", "python", "my_module:search"], role, in_prompt},
-    see docs/turns.md; calculator {cost, is_broken}, guess {max_guesses, is_silent}; your own function: its arguments
-    after turn and state; replay: the arguments of make."""
+    see docs/turns.md; agent {command}, the program and its arguments, where "{prompt}" becomes the prompt; calculator
+    {cost, is_broken}, guess {max_guesses, is_silent}; your own function: its arguments after turn and state; replay:
+    the arguments of make."""
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a turn, besides the tokenizer's end-of-sequence token and, with data.chat_template, the
     template's end of a turn; each is one token of the tokenizer, such as "?" or "</tool_call>"."""
@@ -298,10 +299,12 @@ class EnvironmentConfig(Section):
     rollout.max_response_tokens, which counts the policy's tokens of all turns."""
     max_answer_tokens: Count = 256
     """A longer answer of the environment is cut, without a mark, which would be one more thing to learn;
-    environment/cut_answers counts them. Memory is planned for max_turns - 1 such answers."""
+    environment/cut_answers counts them. Memory is planned for max_turns - 1 such answers; agent: these tokens, with
+    data.max_prompt_tokens, are what a program's messages may have in all."""
     timeout_s: Positive = 30.0
-    """Deadline of one answer, from when a process begins with it. A sample whose environment misses it, raises or dies
-    fails: it gets no reward, and its group is trained without it."""
+    """Deadline of one answer, from when a process begins with it; agent: from a turn to the program's next request or
+    end. A sample whose environment misses it, raises or dies fails: it gets no reward, and its group is trained without
+    it."""
     concurrency: Count | None = None
     """As reward.concurrency: processes for a plain function, calls for an async one."""
 
@@ -311,9 +314,9 @@ class EnvironmentConfig(Section):
         return self.kind != "none"
 
     @property
-    def is_judged(self) -> bool:
-        """Whether a judge gives the rewards: of single turns, and of turns that call no tool."""
-        return self.kind in ("none", "tools")
+    def is_agent(self) -> bool:
+        """Whether a program asks for the policy's turns."""
+        return self.kind == "agent"
 
     @property
     def turn_limit(self) -> int | None:
@@ -898,6 +901,12 @@ class Config(Section):
     def longest_trained(self) -> int:
         """Number of tokens in the longest sequence that may be trained: prompt, response and environment's answers."""
         return self._context_tokens + self.rollout.max_response_tokens
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether [reward] gives rewards: of single turns, turns that call no tool, or agents if it names a judge."""
+        is_named = self.reward.kind != "auto" or bool(self.reward.judges)
+        return self.environment.kind in ("none", "tools") or (self.environment.is_agent and is_named)
 
     @property
     def longest_sequence(self) -> int:

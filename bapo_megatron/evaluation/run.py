@@ -31,10 +31,11 @@ from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
+from bapo_megatron.rollout.agents import AgentPrograms
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, texts
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED
-from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, step_driver, stop_token_ids
+from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, stop_token_ids, turn_driver
 from bapo_megatron.runtime.files import JsonlWriter, write_atomically
 from bapo_megatron.types import Ended, Given, Prompt, Sample
 
@@ -101,7 +102,7 @@ def evaluate(
         hf_folder(checkpoint, output / "model", own_family(config.model.family)) as (model_path, version),
         contextlib.ExitStack() as stack,
     ):
-        scorer = stack.enter_context(RewardScorer(config)) if config.environment.is_judged else None
+        scorer = stack.enter_context(RewardScorer(config)) if config.has_judge else None
         has_turns = config.environment.is_used
         environment = stack.enter_context(contextlib.closing(environment_of(config))) if has_turns else None
         asked = Asking(config, model_path, scorer, limit, environment)
@@ -140,17 +141,17 @@ class Asking:
         model_path: Path,
         scorer: RewardScorer | None,
         limit: int | None,
-        environment: EnvironmentProcesses | None = None,
+        environment: EnvironmentProcesses | AgentPrograms | None = None,
     ) -> None:
         self._config = config
-        self.kind = JudgeSpec.of(config).kind if config.environment.is_judged else config.environment.kind
+        self.kind = JudgeSpec.of(config).kind if config.has_judge else config.environment.kind
         self.tokenizer = load_tokenizer(model_path, own_family(config.model.family))
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
         self._stop_ids = stop_token_ids(config, self.tokenizer)
         self.driver: Driver
         if environment is not None:
             tokens = TurnTokens.of(config, self.tokenizer, self._vocab_size)
-            self.driver = step_driver(config, environment, tokens, config.rollout.max_response_tokens, scorer)
+            self.driver = turn_driver(config, environment, tokens, config.rollout.max_response_tokens, scorer)
         else:
             assert scorer is not None
             self.driver = JudgeOnce(TextJudge(scorer, self.tokenizer))

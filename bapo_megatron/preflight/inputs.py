@@ -114,7 +114,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
         yield from _lengths(alone, model, source, first, settings)
     if config.environment.is_used:
         yield from _environment(config, model)
-    if config.environment.is_judged:
+    if config.has_judge:
         yield from _judge(config, questions, is_complete=is_complete)
 
 

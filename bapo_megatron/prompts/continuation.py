@@ -10,7 +10,7 @@ their own way. So a dummy history is rendered, with the new messages behind it; 
 import bisect
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bapo_megatron.prompts.encoding import Options, chat_text, rendered_ids, words_ids
@@ -38,6 +38,11 @@ class Continuation:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._end = self._find_end()
         self._refusals = {role: self._refused(role) for role in ("user", "tool")}
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template shows the policy what tools there are."""
+        return "tools" in str(self._tokenizer.chat_template)
 
     @property
     def end_id(self) -> int | None:
@@ -93,6 +98,29 @@ class Continuation:
             )
         return shortened(num_chars), True
 
+    def whole(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the tokens of a conversation in the chat template, up to the opening of the policy's turn.
+
+        Args:
+            messages: as the template reads them, the policy's earlier ones included. Special tokens that they spell
+                stay text.
+            tools: what the template shows to the policy as its tools.
+
+        Raises:
+            ValueError: the template does not take these messages.
+        """
+        options = {**self._options, "tools": list(tools)} if tools else self._options
+
+        def rendered(some: Sequence[Mapping[str, Any]]) -> str:
+            try:
+                return chat_text(self._tokenizer, [*map(dict, some)], options, opens_turn=True)
+            except Exception as problem:  # a template may fail in any way
+                reason = " ".join(str(problem).split()) or type(problem).__name__
+                raise ValueError(f"the model's chat template refuses the messages: {reason}") from problem
+
+        first, *others = self._pieces(messages, rendered)
+        return [*rendered_ids(self._tokenizer, first), *self._piece_ids(others)]
+
     def _find_end(self) -> str:
         """Return the first special token after a turn, or "": it need not be the tokenizer's end of a sequence."""
         try:
@@ -115,12 +143,23 @@ class Continuation:
 
     def _between(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens after a turn's end. Raises ValueError like `ids`."""
+        first, *others = self._pieces(messages, self._rendered)
+        return [*self._rendered_ids(first), *self._piece_ids(others)]
+
+    def _pieces(
+        self, messages: Sequence[Mapping[str, Any]], rendered: Callable[[Sequence[Mapping[str, Any]]], str]
+    ) -> list[str]:
+        """Return what the template writes, cut around each special token that the messages spell."""
         marked = [self._marked(message, rf"{_HOLE}\g<0>{_HOLE}") for message in messages]
-        pieces = self._rendered(marked).split(_HOLE)
+        pieces = rendered(marked).split(_HOLE)
         if marked != list(messages):
-            self._check_pieces(pieces, self._rendered([self._marked(message, "?") for message in messages]))
-        token_ids = self._rendered_ids(pieces[0])
-        for word, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            self._check_pieces(pieces, rendered([self._marked(message, "?") for message in messages]))
+        return pieces
+
+    def _piece_ids(self, pieces: Sequence[str]) -> list[int]:
+        """Return the tokens of pieces after the first: a spelled token, what follows it, and so on."""
+        token_ids: list[int] = []
+        for word, piece in zip(pieces[::2], pieces[1::2], strict=True):
             token_ids += [*words_ids(self._tokenizer, word), *self._rendered_ids(piece)]
         return token_ids
 

@@ -19,7 +19,19 @@ from bapo_megatron.prompts.mixture import PromptsState
 from bapo_megatron.rollout.ledger import Held, Ledger, LedgerError, LedgerState
 from bapo_megatron.rollout.staleness import Ages, StalenessBound
 from bapo_megatron.tokens import Array, JoinedRows, TokenStream
-from bapo_megatron.types import Group, GroupJson, NeedsEnvironment, NeedsTokens, Prompt, Sample, with_values
+from bapo_megatron.types import (
+    Ended,
+    Group,
+    GroupJson,
+    Need,
+    NeedsEnvironment,
+    NeedsTokens,
+    Prompt,
+    Sample,
+    with_values,
+)
+
+_TOKENS = NeedsTokens()
 
 Keep = Callable[[Group], bool]
 """Returns whether a judged group is worth training."""
@@ -78,8 +90,9 @@ class RolloutBook:
         streams: Sequence[TokenStream] = (),
         *,
         by_group: bool = True,
+        first_need: Need = _TOKENS,
     ) -> None:
-        """`streams`: streams of models and plugins that the engines return. `by_group`: see `Driver`."""
+        """`streams`: streams of models and plugins that the engines return. `by_group`, `first_need`: see `Driver`."""
         self.ledger = Ledger()
         self.bound = bound
         self.num_dropped: Counter[str] = Counter()  # groups by reason, since this attempt began
@@ -87,34 +100,41 @@ class RolloutBook:
         self.keep = keep
         self._streams = streams
         self.by_group = by_group
+        self._first_need = first_need
         self._samples_per_prompt = config.samples_per_prompt
         self._samples_in_flight = (config.groups_in_flight or config.prompts_per_step) * config.samples_per_prompt
         self._active: dict[int, Group] = {}  # by prompt id, oldest first
         self._finished: dict[int, Group] = {}  # judged, by prompt id, in the order of the verdicts
         self.num_growing = 0  # samples that need tokens
+        self.num_beginning = 0  # samples before their first turn that wait for their environment
         self._oldest: dict[str, int] = {}  # version of an active sample's oldest token, here or requested, by sample id
         self._ages, self._finished_ages = Ages(), Ages()  # active groups, finished groups
         self._held = Held()  # all samples here
         self._changed: set[str] = set()  # ids of samples that came or changed since the last check of the ledger
 
     def admit(self, version: int, next_version: int) -> list[Sample]:
-        """Draw prompts until as many samples need tokens as the configuration asks for. Return the new samples.
+        """Draw prompts until as many samples need tokens, or begin, as the configuration asks for. Return new samples.
 
         A sample is replaced once it needs no more tokens, not when its group ends, so that a slow sample, or one that
         waits for its environment, holds back no other group. All of them count towards the staleness bound.
         """
         admitted: list[Sample] = []
         capacity = self.bound.capacity(version, next_version)
-        while self.num_growing < self._samples_in_flight and len(self._active) + len(self._finished) < capacity:
+        begins = isinstance(self._first_need, NeedsEnvironment)
+        while (
+            self.num_growing + self.num_beginning < self._samples_in_flight
+            and len(self._active) + len(self._finished) < capacity
+        ):
             prompt = self.prompts.next()
-            group = Group.begun(prompt, self._samples_per_prompt)
+            group = Group.begun(prompt, self._samples_per_prompt, self._first_need)
             for sample in group.samples:
-                self.ledger.admit(sample.sample_id)
+                self.ledger.admit(sample.sample_id, "finished" if begins else "queued")
                 self._held.count(sample)
                 self._changed.add(sample.sample_id)
             self._active[prompt.prompt_id] = group
             self._ages.put(prompt.prompt_id, None)
-            self.num_growing += len(group.samples)
+            self.num_growing += len(_growing_in(group))
+            self.num_beginning += _num_beginning(group.samples)
             admitted += group.samples
         return admitted
 
@@ -155,6 +175,7 @@ class RolloutBook:
     def answer(self, sample: Sample) -> None:
         """Record the sample that a driver returned."""
         self.ledger.answer(sample)
+        self.num_beginning -= _num_beginning([self.get(sample.sample_id)])
         self.num_growing += isinstance(sample.need, NeedsTokens)
         self._put(sample)
         self._note_oldest(sample)
@@ -250,7 +271,10 @@ class RolloutBook:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. Raises CheckpointError if it contradicts itself or the configuration."""
+        """Continue from a saved state. Raises CheckpointError if it contradicts itself or the configuration.
+
+        Unfinished samples of agent programs begin anew.
+        """
         self.prompts.load_state_dict(state["prompts"])
         self.ledger.load_state_dict(state["ledger"])
         try:
@@ -265,9 +289,12 @@ class RolloutBook:
             raise CheckpointError("the checkpoint holds a group whose samples have all ended among the active ones")
         if not all(group.is_complete and group.has_baseline for group in finished):
             raise CheckpointError("the checkpoint holds a finished group without rewards")
+        if isinstance(self._first_need, NeedsEnvironment):
+            active = [self._restarted(group, self._first_need) for group in active]
         self._active = {group.prompt.prompt_id: group for group in active}
         self._finished = {group.prompt.prompt_id: group for group in finished}
         self.num_growing = len(self.growing())
+        self.num_beginning = sum(_num_beginning(group.samples) for group in active)
         self._oldest, self._held, self._changed = {}, Held(), set()
         self._ages, self._finished_ages = Ages(), Ages()
         for sample in self.buffered():
@@ -277,6 +304,16 @@ class RolloutBook:
         for group in finished:
             versions = [v for s in group.samples if (v := s.oldest_version) is not None]
             self._finished_ages.put(group.prompt.prompt_id, min(versions, default=None))
+
+    def _restarted(self, group: Group, first_need: NeedsEnvironment) -> Group:
+        """Return a group whose unfinished samples begin anew, and book their tokens as dropped."""
+        begun = Group.begun(group.prompt, len(group.samples), first_need)
+        samples = []
+        for old, new in zip(group.samples, begun.samples, strict=True):
+            if not isinstance(old.need, Ended):
+                self.ledger.restart(old.sample_id)
+            samples.append(old if isinstance(old.need, Ended) else new)
+        return Group(group.prompt, tuple(samples))
 
     def _note_oldest(self, sample: Sample, begun: int | None = None) -> None:
         """Note how old an active sample's tokens are; tokens still on their way may be as old as their request."""
@@ -333,6 +370,10 @@ class RolloutBook:
 
 def _growing_in(group: Group) -> list[Sample]:
     return [s for s in group.samples if isinstance(s.need, NeedsTokens)]
+
+
+def _num_beginning(samples: Iterable[Sample]) -> int:
+    return sum(isinstance(s.need, NeedsEnvironment) and s.need.turn_end is None for s in samples)
 
 
 def _prompt_id(sample_id: str) -> int:

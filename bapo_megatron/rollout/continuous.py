@@ -180,7 +180,11 @@ class ContinuousSampling:
         """Admit new groups within the bound, and give every free slot to the first sample in the queue."""
         if not self._is_open or self.failure is not None:
             return
-        self._enqueue(self._book.admit(self.version, self.next_version))
+        for sample in self._book.admit(self.version, self.next_version):
+            if isinstance(sample.need, NeedsTokens):
+                self._enqueue([sample])
+            else:
+                self._start_answer([sample])
         while (first := self._ready.first()) and (engine := self._free_engine(first.prompt_id)):
             self._ready.remove_first()
             self._start_request(self._book.get(first.sample_id), engine)

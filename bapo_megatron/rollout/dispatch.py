@@ -190,9 +190,10 @@ class Dispatcher:
 
     def _room(self, sample: Sample) -> int:
         """Return how many tokens the turn may still have; at least 1, also if a resumed run has lower limits."""
-        room = self._config.max_response_tokens - sample.num_sampled_tokens
-        if self._max_turn_tokens is not None:
-            room = min(room, self._max_turn_tokens - sample.turn.num_turn_tokens)
+        room, num_so_far = self._config.max_response_tokens - sample.num_sampled_tokens, sample.turn.num_turn_tokens
+        own_limit = sample.need.max_turn_tokens if isinstance(sample.need, NeedsTokens) else None
+        for limit in (self._max_turn_tokens, own_limit):
+            room = room if limit is None else min(room, limit - num_so_far)
         return max(room, 1)
 
     def _grown(self, sample: Sample, result: GenerateResult, step: int) -> Sample:

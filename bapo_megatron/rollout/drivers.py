@@ -19,7 +19,7 @@ from bapo_megatron.errors import UserError, plural
 from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, ForJudge, TurnJson
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.types import Ended, FinishReason, NeedsEnvironment, NeedsTokens, Reward, Sample, total
+from bapo_megatron.types import Ended, FinishReason, Need, NeedsEnvironment, NeedsTokens, Reward, Sample, total
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,12 @@ class Driver(Protocol):
     @property
     def deadline_s(self) -> float:
         """The longest time that a call may take."""
+        ...
+
+    @property
+    def first_need(self) -> Need:
+        """How a sample begins: it needs tokens after its prompt; or, before its first turn, an agent program, which
+        does not outlive this process."""
         ...
 
     async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -116,6 +122,7 @@ class JudgeOnce:
     judge: Callable[[Sequence[Sample]], Sequence[Verdict]]  # may block
     deadline_s: float = 0.0
     by_group: bool = field(default=True, init=False)
+    first_need: Need = field(default=NeedsTokens(), init=False)
 
     async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return each sample with its end. Raises what the judge does."""
@@ -124,7 +131,93 @@ class JudgeOnce:
 
     def _ended(self, sample: Sample, verdict: Verdict) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} has no turn to judge"
+        assert sample.need.turn_end is not None
         return replace(sample, need=_end_of(sample.need.turn_end, verdict))
+
+
+@dataclass(slots=True)
+class Answers:
+    """The answers that samples got while they waited, with the judge, if any, of last turns: how many answers and how
+    late, and the failures among them."""
+
+    scorer: RewardScorer | None = None
+    recent_failure: Verdict | None = None
+    """The first failure among the answers that the latest `metrics` are about."""
+    counts: Counter[str] = field(default_factory=Counter)  # since the attempt began
+    works: bool = False  # whether any answer was not a failure
+    _failures: list[Verdict] = field(default_factory=list)  # since the last `metrics`
+    _waits_s: list[float] = field(default_factory=list)  # of answers since the last `metrics`
+
+    @property
+    def deadline_s(self) -> float:
+        """The longest time that the judge may take."""
+        return self.scorer.deadline_s if self.scorer is not None else 0.0
+
+    def wait(self, wait_s: float) -> None:
+        """Record how long a sample waited for an answer."""
+        self._waits_s.append(wait_s)
+
+    def end(self) -> None:
+        """Count a sample that ended with a reward."""
+        self.works = True
+        self.counts["ended"] += 1
+
+    async def judged(self, sample: Sample, words: str, reason: FinishReason) -> Sample:
+        """Return the sample with its end: the judge's reward for words of the last turn. Raises what the judge does."""
+        assert self.scorer is not None
+        self.works = True
+        (verdict,) = await self.scorer.ask([(sample.prompt, words)])
+        self.end()
+        return replace(sample, need=_end_of(reason, verdict))
+
+    def fail(self, sample: Sample, failure: Failed) -> Sample:
+        """Return the sample without a reward, and count its failure.
+
+        Raises:
+            UserError: all of the first answers were failures.
+        """
+        where = f"turn {_turn_number(sample)} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
+        log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
+        self.counts[failure.problem] += 1
+        self._failures.append(Verdict(0.0, failure.problem, failure.reason))
+        num_failed = self.counts["timeout"] + self.counts["error"]
+        if not self.works and num_failed >= _NUM_FIRST:
+            raise UserError(
+                f"the environment failed on all of the first {num_failed} turns, so nothing can be learned; the last "
+                f"one, {where}: {failure.reason}"
+            )
+        return replace(sample, need=Ended("failed", None, failure.problem, failure.reason))
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the answers (`bapo help metrics`), some of them since the last call."""
+        waits_s, failures = self._waits_s, self._failures
+        self._waits_s, self._failures = [], []
+        failed_share = len(failures) / len(waits_s) if waits_s else 0.0
+        judged: dict[str, float] = {}
+        self.recent_failure = failures[0] if failures else None
+        if self.scorer is not None:
+            judged = self.scorer.metrics()
+            if judged["reward/failed_share"] > failed_share:
+                self.recent_failure = self.scorer.recent_failure
+        return {
+            **judged,
+            "reward/judged": float(self.counts["ended"]),
+            "environment/timeouts": float(self.counts["timeout"]),
+            "environment/errors": float(self.counts["error"]),
+            "environment/cut_answers": float(self.counts["cut"]),
+            "environment/failed_share": failed_share,
+            "environment/wait_s": statistics.fmean(waits_s) if waits_s else 0.0,
+        }
+
+    def close(self) -> None:
+        """End the judge's processes. Safe to call twice."""
+        if self.scorer is not None:
+            self.scorer.close()
+
+
+def _turn_number(sample: Sample) -> int:
+    """Return the number of the turn that waits for an answer, from 1; 1 before the first turn."""
+    return max(sum(len(trajectory.turns) for trajectory in sample.trajectories), 1)
 
 
 @dataclass(slots=True)
@@ -142,18 +235,13 @@ class StepDriver:
     max_response_tokens: int  # sampled tokens over all turns
     max_answer_tokens: int  # the environment's, in one turn; the rest is cut
     max_turns: int
-    scorer: RewardScorer | None = None  # the judge of turns without a call
+    answers: Answers = field(default_factory=Answers)
     by_group: bool = field(default=False, init=False)
-    recent_failure: Verdict | None = field(default=None, init=False)
-    """The first failure among the answers that the latest `metrics` are about."""
-    _counts: Counter[str] = field(default_factory=Counter, init=False)  # since the attempt began
-    _failures: list[Verdict] = field(default_factory=list, init=False)  # since the last `metrics`
-    _waits_s: list[float] = field(default_factory=list, init=False)  # of answers since the last `metrics`
-    _works: bool = field(default=False, init=False)
+    first_need: Need = field(default=NeedsTokens(), init=False)
 
     @property
     def deadline_s(self) -> float:
-        return self.environment.deadline_s + (self.scorer.deadline_s if self.scorer is not None else 0.0)
+        return self.environment.deadline_s + self.answers.deadline_s
 
     async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return each sample with its environment's answer, or its end.
@@ -163,35 +251,21 @@ class StepDriver:
         """
         return list(await asyncio.gather(*map(self._step, samples)))
 
+    @property
+    def recent_failure(self) -> Verdict | None:
+        return self.answers.recent_failure
+
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the answers (`bapo help metrics`), some of them since the last call."""
-        waits_s, failures = self._waits_s, self._failures
-        self._waits_s, self._failures = [], []
-        failed_share = len(failures) / len(waits_s) if waits_s else 0.0
-        judged: dict[str, float] = {}
-        self.recent_failure = failures[0] if failures else None
-        if self.scorer is not None:
-            judged = self.scorer.metrics()
-            if judged["reward/failed_share"] > failed_share:
-                self.recent_failure = self.scorer.recent_failure
-        return {
-            **judged,
-            "reward/judged": float(self._counts["ended"]),
-            "environment/timeouts": float(self._counts["timeout"]),
-            "environment/errors": float(self._counts["error"]),
-            "environment/cut_answers": float(self._counts["cut"]),
-            "environment/failed_share": failed_share,
-            "environment/wait_s": statistics.fmean(waits_s) if waits_s else 0.0,
-        }
+        return self.answers.metrics()
 
     def close(self) -> None:
         """End the processes of environment and judge. Safe to call twice."""
         self.environment.close()
-        if self.scorer is not None:
-            self.scorer.close()
+        self.answers.close()
 
     async def _step(self, sample: Sample) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} does not wait for an environment"
+        assert sample.need.turn_end is not None
         end, turn = sample.need.turn_end, sample.turn.turns[-1].tolist() if sample.turn.turns else []
         of = sample.prompt
         asked = TurnJson(
@@ -205,10 +279,10 @@ class StepDriver:
         )
         began_s = time.monotonic()
         answer = await self.environment.step(asked, sample.state)
-        self._waits_s.append(time.monotonic() - began_s)
+        self.answers.wait(time.monotonic() - began_s)
         if isinstance(answer, ForJudge):
-            if self.scorer is not None:
-                return await self._judged(sample, asked, self.scorer)
+            if self.answers.scorer is not None:
+                return await self.answers.judged(sample, asked["text"], end)
             answer = Failed("a step ends a sample with a reward; only the judge of tools gives one instead")
         if isinstance(answer, Continue):
             try:
@@ -216,26 +290,18 @@ class StepDriver:
             except ValueError as problem:
                 answer = Failed(str(problem))
         if isinstance(answer, Failed):
-            self._count_failure(sample, answer)
-            return replace(sample, need=Ended("failed", None, answer.problem, answer.reason))
+            return self.answers.fail(sample, answer)
         if not isinstance(answer, End):
             where = f"sample {sample.sample_id} of prompt {of.prompt_id}"
             raise UserError(f"environment, {where}: neither words nor an end: {answer!r:.200}")
-        self._works = True
-        self._counts["ended"] += 1
-        return replace(sample, need=_ended(end, [*sample.turn_rewards, answer.reward]))
-
-    async def _judged(self, sample: Sample, asked: TurnJson, scorer: RewardScorer) -> Sample:
-        self._works = True
-        (verdict,) = await scorer.ask([(sample.prompt, asked["text"])])
-        self._counts["ended"] += 1
-        return replace(sample, need=_end_of(asked["end"], verdict))
+        self.answers.end()
+        return replace(sample, need=ended(end, [*sample.turn_rewards, answer.reward]))
 
     def _continued(self, sample: Sample, answer: Continue, token_ids: Sequence[int], is_cut: bool) -> Sample:
         if not token_ids:
             raise ValueError(f"an answer without a token: {answer!r:.200}")
-        self._works = True
-        self._counts["cut"] += is_cut
+        self.answers.works = True
+        self.answers.counts["cut"] += is_cut
         longer = sample.answered(token_ids, answer.state, answer.reward)
         reason: Literal["turns", "length"] | None = None
         if len(longer.turn_rewards) >= self.max_turns:
@@ -244,21 +310,9 @@ class StepDriver:
             reason = "length"
         if reason is None:
             return longer
-        self._counts["ended"] += 1
-        end = _ended(reason, longer.turn_rewards)
+        self.answers.end()
+        end = ended(reason, longer.turn_rewards)
         return replace(sample, need=end, state=answer.state, turn_rewards=longer.turn_rewards)
-
-    def _count_failure(self, sample: Sample, failure: Failed) -> None:
-        where = f"turn {len(sample.turn_rewards) + 1} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
-        log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
-        self._counts[failure.problem] += 1
-        self._failures.append(Verdict(0.0, failure.problem, failure.reason))
-        num_failed = self._counts["timeout"] + self._counts["error"]
-        if not self._works and num_failed >= _NUM_FIRST:
-            raise UserError(
-                f"the environment failed on all of the first {num_failed} turns, so nothing can be learned; the last "
-                f"one, {where}: {failure.reason}"
-            )
 
 
 def _end_of(reason: FinishReason, verdict: Verdict) -> Ended:
@@ -266,7 +320,7 @@ def _end_of(reason: FinishReason, verdict: Verdict) -> Ended:
     return Ended(reason, float(verdict.reward), verdict.problem, verdict.message, verdict.parts)
 
 
-def _ended(reason: FinishReason, rewards: Sequence[Reward | None]) -> Ended:
+def ended(reason: FinishReason, rewards: Sequence[Reward | None]) -> Ended:
     """Return the end of a sample with the sum of its turns' rewards and its end's, whoever ended it."""
     given = [reward for reward in rewards if reward is not None]
     parts: dict[str, float] = {}

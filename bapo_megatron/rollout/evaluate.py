@@ -45,7 +45,7 @@ class _SetEvaluator:
         )
         prefix = f"eval-{of.name}-" if of.name else "eval-"
         self._empty = [
-            Sample.of(f"{prefix}{prompt.prompt_id}.{i}", prompt)
+            Sample.of(f"{prefix}{prompt.prompt_id}.{i}", prompt, need=driver.first_need)
             for prompt in prompts
             for i in range(of.samples_per_prompt)
         ]

@@ -4,8 +4,9 @@
                             ^--- its environment's answer ---'
                                                    (any of them) -> dropped(reason)
 
-A sample is *finished* while it needs no token: it waits for its environment, its judge or its step. The conservation
-law is checked against the buffers at every step, for each sample that has changed:
+A sample is *finished* while it needs no token: it waits for its environment, its judge or its step. One that an agent
+program begins is finished first; its program cannot survive a killed run, so it is *restarted*, and its tokens are
+dropped. The conservation law is checked against the buffers at every step, for each sample that has changed:
 
     tokens generated = tokens trained + tokens buffered + tokens dropped
 
@@ -28,7 +29,7 @@ _ALLOWED: dict[SampleState, tuple[SampleState, ...]] = {
     "queued": ("running",),
     "running": ("queued", "partial", "finished"),
     "partial": ("running",),
-    "finished": ("partial",),
+    "finished": ("partial", "queued"),
 }
 
 
@@ -79,12 +80,12 @@ class Ledger:
         self.num_given: Counter[str] = Counter()  # given, trained, dropped
         self.dropped: Counter[str] = Counter()  # samples by reason
 
-    def admit(self, sample_id: str) -> None:
-        """Book a new sample, which waits for its first round."""
+    def admit(self, sample_id: str, state: Literal["queued", "finished"] = "queued") -> None:
+        """Book a new sample, which waits for its first round, or as finished for its environment."""
         if sample_id in self._states:
             raise LedgerError(f"sample {sample_id} was admitted twice")
-        self._states[sample_id] = "queued"
-        self._num_in["queued"] += 1
+        self._states[sample_id] = state
+        self._num_in[state] += 1
         self._tokens[sample_id] = 0
         self.num_samples["admitted"] += 1
 
@@ -111,8 +112,18 @@ class Ledger:
         if sample.num_sampled_tokens != self._tokens.get(sample.sample_id):
             raise LedgerError(f"sample {sample.sample_id} was answered, but its earlier tokens have changed")
         if isinstance(sample.need, NeedsTokens):
-            self._move(sample.sample_id, "partial")
+            self._move(sample.sample_id, "partial" if sample.num_sampled_tokens else "queued")
         self._count_given(sample)
+
+    def restart(self, sample_id: str) -> None:
+        """Book an unfinished sample as one that has just been admitted; its tokens are dropped."""
+        self.num_tokens["dropped"] += self._tokens[sample_id]
+        self.num_given["dropped"] += self._given.pop(sample_id, 0)
+        self.num_samples["restarted"] += 1
+        self._tokens[sample_id] = 0
+        self._num_in[self._states[sample_id]] -= 1
+        self._states[sample_id] = "finished"
+        self._num_in["finished"] += 1
 
     def is_running(self, sample_id: str) -> bool:
         """Return whether a request for this sample is in progress."""

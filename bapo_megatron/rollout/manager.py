@@ -24,15 +24,16 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.shaping import group_filter
+from bapo_megatron.rollout.agents import AgentDriver
 from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce, StepDriver, TextJudge
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, step_driver, stop_token_ids
+from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, stop_token_ids, turn_driver
 from bapo_megatron.types import Batch, Group, Prompt
 
-Answers = RewardScorer | StepDriver
+RewardSource = RewardScorer | StepDriver | AgentDriver
 """The source of rewards and of metrics about them: a judge or an environment."""
 EVAL_SEED = 1_000_003  # added to run.seed, so that evaluation and training draw different prompts
 
@@ -42,7 +43,7 @@ class InRunEvaluation:
     """The evaluation inside a run: its own problems, and judges or environments that do not disturb training's."""
 
     evaluator: Evaluator
-    answers: list[Answers]
+    answers: list[RewardSource]
 
 
 class ManagerState(BookState):
@@ -59,7 +60,7 @@ class RolloutManager:
     engines: ConnectedEngines
     prompts: PromptStream | PromptMixture
     tokenizer: Any
-    answers: Answers
+    answers: RewardSource
     scheduler: Scheduler
     builder: BatchBuilder
     evaluation: InRunEvaluation | None  # None without eval.interval_steps
@@ -161,6 +162,7 @@ class RolloutManager:
     def _metrics(self, stats: RolloutStats, elapsed_s: float) -> dict[str, float]:
         """Return the costs of a batch, under the names of `bapo help metrics`."""
         filtered, has_environment = self.config.rollout.keep_group != "all", self.config.environment.is_used
+        num_restarted = self.scheduler.ledger.num_samples["restarted"]
         judged_mean = statistics.fmean(stats.rewards) if stats.rewards else math.nan
         return {
             **self.answers.metrics(),
@@ -170,6 +172,7 @@ class RolloutManager:
             "rollout/num_stale_groups": float(stats.num_stale_groups),
             "rollout/num_dropped_groups": float(stats.num_dropped_groups),
             **({"environment/failed_groups": float(stats.num_failed_groups)} if has_environment else {}),
+            **({"environment/restarted_samples": float(num_restarted)} if self.config.environment.is_agent else {}),
             "rollout/num_fenced": float(stats.num_fenced),
             "rollout/tokens_generated": float(stats.num_tokens),
             "rollout/tokens_per_s": stats.num_tokens / max(elapsed_s, 1e-9),
@@ -196,11 +199,11 @@ def connect_rollouts(
     stop_ids = stop_token_ids(config, tokenizer)
     prompts = prompts_of(config, tokenizer)
     prompts.check()
-    answers: Answers
-    scorer = RewardScorer(config) if config.environment.is_judged else None
+    answers: RewardSource
+    scorer = RewardScorer(config) if config.has_judge else None
     if config.environment.is_used:
         limit = config.rollout.max_response_tokens
-        driver: Driver = (answers := step_driver(config, environment_of(config), tokens, limit, scorer))
+        driver: Driver = (answers := turn_driver(config, environment_of(config), tokens, limit, scorer))
     else:
         assert scorer is not None
         answers = scorer
@@ -237,20 +240,20 @@ def _evaluation(
     sets: list[tuple[EvalSet, list[Prompt]]] = []
     drivers: dict[str, Driver] = {}
     scorers: list[tuple[JudgeSpec, RewardScorer]] = []
-    steps: list[StepDriver] = []
+    steps: list[StepDriver | AgentDriver] = []
     for table, one in config.eval_sets.items():
         alone = config.with_prompts_of(one)
         stream = PromptStream(alone, tokens.tokenizer, build_source(alone, table))
         num_prompts = min(one.num_prompts, len(stream.source))
         sets.append((one, [stream.next() for _ in range(num_prompts)]))
         scorer = None
-        if config.environment.is_judged:
+        if config.has_judge:
             spec = JudgeSpec.of(alone)
             if (scorer := next((scorer for other, scorer in scorers if other == spec), None)) is None:
                 scorers.append((spec, scorer := RewardScorer(alone)))
         if environment is not None:
             limit = one.max_response_tokens or config.rollout.max_response_tokens
-            steps.append(step_driver(config, environment, tokens, limit, scorer))
+            steps.append(turn_driver(config, environment, tokens, limit, scorer))
             drivers[one.name] = steps[-1]
         else:
             assert scorer is not None

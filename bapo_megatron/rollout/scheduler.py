@@ -26,7 +26,7 @@ from bapo_megatron.rollout.drivers import Driver, advanced
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.tokens import TokenStream
-from bapo_megatron.types import Ended, Group, Sample
+from bapo_megatron.types import Ended, Group, NeedsEnvironment, Sample
 
 _MAX_IDLE_ROUNDS = 3  # rounds in a row without a single token before the engines are declared broken
 _MAX_DROPPED_STEPS = 20  # as many groups in a row may be dropped as this many steps train
@@ -56,7 +56,9 @@ class Scheduler:
         self.driver = driver
         self.num_answers = 0  # answers of the driver, since this attempt began
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
-        self.book = RolloutBook(config, prompts, bound, keep, streams, by_group=driver.by_group)
+        self.book = RolloutBook(
+            config, prompts, bound, keep, streams, by_group=driver.by_group, first_need=driver.first_need
+        )
         self.dispatcher = Dispatcher(
             config,
             pool,
@@ -113,7 +115,8 @@ class Scheduler:
             if not self.pool.live():
                 await self.pool.until_one_is_back(startup_limit_s(self.config))
                 return None
-            self.book.admit(version, version)
+            if any(isinstance(s.need, NeedsEnvironment) for s in self.book.admit(version, version)):
+                continue  # their programs begin them
             num_idle = 0 if await self._run_round(step) else num_idle + 1
             if num_idle >= _MAX_IDLE_ROUNDS:
                 raise EngineError(

@@ -12,7 +12,8 @@ from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.rewards.environments import Continue, Environment, EnvironmentSpec, TurnJson
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
-from bapo_megatron.rollout.drivers import StepDriver
+from bapo_megatron.rollout.agents import AgentDriver, AgentPrograms
+from bapo_megatron.rollout.drivers import Answers, StepDriver
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +107,30 @@ def _one_token(tokenizer: Any, name: str) -> int:
     return int(found[0])
 
 
-def environment_of(config: Config) -> EnvironmentProcesses:
+def environment_of(config: Config) -> EnvironmentProcesses | AgentPrograms:
     """Start the environment that [environment] names. Raises UserError, RuntimeError."""
+    if config.environment.is_agent:
+        return AgentPrograms(config)
     return EnvironmentProcesses(EnvironmentSpec.of(config), config.environment.concurrency)
 
 
-def step_driver(
+def turn_driver(
     config: Config,
-    environment: Environment,
+    environment: Environment | AgentPrograms,
     tokens: TurnTokens,
     max_response_tokens: int,
     scorer: RewardScorer | None = None,
-) -> StepDriver:
+) -> StepDriver | AgentDriver:
     """Return the driver of turns with the limits of [environment].
 
     Args:
-        scorer: the judge of turns without a call, for tools.
+        scorer: the judge of last turns, for tools and agents.
     """
-    limits = (max_response_tokens, config.environment.max_answer_tokens, config.environment.max_turns)
-    return StepDriver(environment, tokens.encode, tokens.decode, *limits, scorer)
+    limits, answers = config.environment, Answers(scorer)
+    if isinstance(environment, AgentPrograms):
+        assert tokens.chat is not None, "preflight/checks/environment.py checks this"
+        max_given_tokens = config.data.max_prompt_tokens + limits.max_given_tokens
+        most = (max_response_tokens, max_given_tokens, limits.max_turns)
+        return AgentDriver(environment, tokens.chat, tokens.decode, *most, answers)
+    most = (max_response_tokens, limits.max_answer_tokens, limits.max_turns)
+    return StepDriver(environment, tokens.encode, tokens.decode, *most, answers)

@@ -27,7 +27,7 @@ from bapo_megatron.hf.streams import ModelStream, ServedTokens
 from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.rollout.recorded import read_groups
 from bapo_megatron.tokens import TokenStream
-from bapo_megatron.types import Ended, MicroBatch, MiniBatch, NeedsEnvironment, Sample, Sampled
+from bapo_megatron.types import Ended, MicroBatch, MiniBatch, NeedsEnvironment, NeedsTokens, Sample, Sampled
 from tests.integration.gates import Gates
 from tests.integration.killable import Attempt, Engine, small_run
 
@@ -133,6 +133,7 @@ class TwoTurns:
 
     by_group = False
     deadline_s = 1.0
+    first_need = NeedsTokens()
 
     def __init__(self, judge: object, deadline_s: float) -> None:
         """Take the arguments of the driver that it replaces."""

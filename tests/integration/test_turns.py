@@ -43,7 +43,7 @@ class TwoTurns:
 class Branches:
     """A driver that starts a branch from the first three tokens of a response, after an answer of its own."""
 
-    by_group, deadline_s = False, 0.0
+    by_group, deadline_s, first_need = False, 0.0, NeedsTokens()
 
     async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
         return [self.next(sample) for sample in samples]

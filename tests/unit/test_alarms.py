@@ -295,7 +295,7 @@ def test_no_other_alarm_goes_off_in_the_committed_studies() -> None:
     assert len(histories) > 150
     found = {name: fired for name, rows in histories.items() if (fired := names(*rows))}
     saturated = [f"turns, guessing game, {kind}" for kind in ("low", "mean", "high")] + ["turns, sums, one turn, high"]
-    assert found == dict.fromkeys(saturated, ["saturated search"])
+    assert found == {name: ["saturated search"] for name in saturated}
 
 
 # what the user is told

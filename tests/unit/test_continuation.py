@@ -21,7 +21,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.environments import Continue, End, StepAnswer, TurnJson
-from bapo_megatron.rollout.turn_tokens import TurnTokens, step_driver, stop_token_ids
+from bapo_megatron.rollout.turn_tokens import TurnTokens, stop_token_ids, turn_driver
 from bapo_megatron.types import Ended, Prompt, Sample, Segment
 
 FOLDER = Path(__file__).with_name("chat_templates")
@@ -293,7 +293,7 @@ def test_a_long_message_loses_words_and_the_template_nothing(name: str, role: st
 def test_a_sample_keeps_its_sampled_tokens_and_alternates_with_the_templates() -> None:
     tokenizer = tokenizer_of("qwen3")
     config = Config.model_validate({"environment": {"kind": "m:step", "max_turns": 9}, "data": {"chat_template": True}})
-    driver = step_driver(config, Tools(), TurnTokens.of(config, tokenizer, len(tokenizer)), 500)
+    driver = turn_driver(config, Tools(), TurnTokens.of(config, tokenizer, len(tokenizer)), 500)
     end = tokenizer.eos_token_id
     letters = [i for letter in "<think>\nhm" for i in plain(tokenizer, letter)]  # not as the tokenizer would
     turns = [([*letters, end], "stop"), (letters, "length"), ([*letters, end], "stop")]
@@ -338,7 +338,7 @@ class Tools:
 def test_a_sample_fails_with_the_reason_if_its_template_cannot_continue(name: str, is_chat: bool, reason: str) -> None:
     tokenizer = tokenizer_of(name)
     config = Config.model_validate({"environment": {"kind": "m:step"}, "data": {"chat_template": is_chat}})
-    driver = step_driver(config, Tools(), TurnTokens.of(config, tokenizer, len(tokenizer)), 500)
+    driver = turn_driver(config, Tools(), TurnTokens.of(config, tokenizer, len(tokenizer)), 500)
     sample = Sample.of("7.0", Prompt(7, (1, 2), "3*4?", "12", "test"))
     sample = sample.extended([Segment.sampled(0, 0, [3], [-1.0])], "stop")
     (sample,) = asyncio.run(driver.advance([sample]))

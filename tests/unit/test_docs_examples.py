@@ -35,8 +35,8 @@ from tests.unit.loss_inputs import loss_inputs, sums_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
-PAGES = ("extending.md", "coming-from.md", "turns.md")
-EXTENDING, COMING_FROM, TURNS = ((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
+PAGES = ("extending.md", "coming-from.md", "turns.md", "agents.md")
+EXTENDING, COMING_FROM, TURNS, AGENTS = ((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
 OVERRIDES = re.search(r"bapo demo ((?:.*\\\n)*.*)", EXTENDING).group(1).replace("\\\n", " ").split()
 KEEP_NEAR = ("loss.name=keep_near:KEEP_NEAR", "loss.options.max_distance=0.2")
 DISTIL = ("loss.name=distil:DISTIL", "loss.options.teacher=demo")
@@ -57,9 +57,10 @@ def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
 
 
 def test_the_page_shows_or_links_every_example() -> None:
-    linked = re.findall(r"\(examples/(\w+\.(?:py|toml))\)", EXTENDING + TURNS)
-    chat_calculator = ["chat_calculator.py", "chat_calculator.toml"]
-    assert linked == ["keep_near.py", "distil.py", "nice_engine.py", "text_game.py", "http_step.py", *chat_calculator]
+    linked = re.findall(r"\(examples/(\w+\.\w+)\)", EXTENDING + TURNS + AGENTS)
+    of_turns = ["text_game.py", "http_step.py", "chat_calculator.py", "chat_calculator.toml"]
+    of_agents = ["openai_agent.py", "openai_agents.toml"]
+    assert linked == ["keep_near.py", "distil.py", "nice_engine.py", *of_turns, *of_agents]
     for path in sorted(EXAMPLES.iterdir()):
         if path.is_file() and path.name not in linked:
             assert f"\n{path.read_text(encoding='utf-8')}```" in EXTENDING, path.name

@@ -29,7 +29,7 @@ from bapo_megatron.rewards.environments import (
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.steps import calculator, guess
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
-from bapo_megatron.rollout.drivers import StepDriver
+from bapo_megatron.rollout.drivers import Answers, StepDriver
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, NeedsTokens, Prompt, Sample, Segment
@@ -521,7 +521,7 @@ def test_a_driver_that_returns_neither_tokens_nor_an_end_is_one_message(
     answer: Any, said: str, is_stream: bool
 ) -> None:
     class Wrong:
-        by_group, deadline_s = False, 0.0
+        by_group, deadline_s, first_need = False, 0.0, NeedsTokens()
 
         async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
             return [answer(s) for s in samples]
@@ -735,7 +735,7 @@ class Scorer:
 
 def test_a_judge_scores_the_last_turn_and_its_failure_counts_as_a_judges() -> None:
     scorer = Scorer()
-    one = driver(LastTurn(), scorer=scorer)
+    one = driver(LastTurn(), answers=Answers(scorer))
     assert one.deadline_s == 7.0
     ends = []
     for number in (0, 1):

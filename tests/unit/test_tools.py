@@ -37,7 +37,7 @@ from bapo_megatron.rewards.interpreter import MAX_CHARS, Interpreter
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.rollout.turn_tokens import TurnTokens, check_tools, step_driver, stop_token_ids
+from bapo_megatron.rollout.turn_tokens import TurnTokens, check_tools, stop_token_ids, turn_driver
 from bapo_megatron.types import Given
 from tests.hang import HANG_S
 from tests.unit.test_continuation import tokenizer_of
@@ -401,7 +401,7 @@ def test_a_sample_calls_tools_and_its_judge_reads_the_last_turn_only() -> None:
     engine = Writer(tokenizer, [[both, "42"], [both, "41"], [bad, both, "42"], [both, bad, both]])
     tokens = TurnTokens.of(config, tokenizer, len(tokenizer))
     environment = EnvironmentProcesses(EnvironmentSpec.of(config), concurrency=1)
-    driver = step_driver(config, environment, tokens, 2000, RewardScorer(config))
+    driver = turn_driver(config, environment, tokens, 2000, RewardScorer(config))
     rollout = {"prompts_per_step": 1, "samples_per_prompt": 4, "max_response_tokens": 2000, "tokens_per_round": 50}
     scheduler = Scheduler(
         RolloutConfig(**rollout),

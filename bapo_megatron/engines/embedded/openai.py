@@ -24,11 +24,15 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 _MAX_CHOICES = 128
 
 
-class _UnknownModelError(BadRequestError):
-    """A request for a model that this server does not have: HTTP 404."""
+class UnknownModelError(BadRequestError):
+    """A request for a model that this server does not have."""
+
+    status, code = 404, "model_not_found"
 
 
-class _StreamOptions(RequestBody):
+class StreamOptions(RequestBody):
+    """What a streamed reply contains besides its text."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -44,7 +48,7 @@ class _Common(RequestBody):
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     seed: int | None = None
     stream: bool = False
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     user: str | None = None
@@ -75,14 +79,16 @@ class _CompletionBody(_Common):
     logprobs: None = None
 
 
-class _TextPart(RequestBody):
+class TextPart(RequestBody):
+    """A part of a message's content. Images and sounds are refused."""
+
     type: Literal["text"]
     text: str
 
 
 class _Message(RequestBody):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_TextPart]
+    content: str | list[TextPart]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -106,10 +112,10 @@ class OpenAIRoutes:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/v1/models", _openai_errors(self.models)),
-            web.get("/v1/models/{name:.+}", _openai_errors(self.one_model)),
-            web.post("/v1/completions", _openai_errors(self.completions)),
-            web.post("/v1/chat/completions", _openai_errors(self.chat)),
+            web.get("/v1/models", openai_errors(self.models)),
+            web.get("/v1/models/{name:.+}", openai_errors(self.one_model)),
+            web.post("/v1/completions", openai_errors(self.completions)),
+            web.post("/v1/chat/completions", openai_errors(self.chat)),
         ]
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -184,14 +190,14 @@ class OpenAIRoutes:
             async with contextlib.aclosing(merged(replies)) as pieces:
                 async for number, text in pieces:
                     choice = {"index": number, **delta(text), "finish_reason": None}
-                    await _send(response, {**head, "choices": [choice]})
+                    await send_event(response, {**head, "choices": [choice]})
             for number, reply in enumerate(replies):
                 choice = {"index": number, **delta(""), "finish_reason": reply.finish_reason}
-                await _send(response, {**head, "choices": [choice]})
+                await send_event(response, {**head, "choices": [choice]})
             if body.stream_options and body.stream_options.include_usage:
-                await _send(response, {**head, "choices": [], "usage": _usage(prompts, replies)})
+                await send_event(response, {**head, "choices": [], "usage": _usage(prompts, replies)})
         except FloatingPointError as error:  # too late for an HTTP status
-            await _send(response, {"error": _error(str(error), "server_error")})
+            await send_event(response, {"error": _error(str(error), "server_error")})
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -206,7 +212,7 @@ class OpenAIRoutes:
 
     def _check_name(self, name: str) -> None:
         if name != self._model.name:
-            raise _UnknownModelError(f"model: there is no {name!r} here; this server has {self._model.name!r}")
+            raise UnknownModelError(f"model: there is no {name!r} here; this server has {self._model.name!r}")
 
 
 async def merged(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, str], None]:
@@ -243,7 +249,8 @@ def _usage(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> dict[str, 
     }
 
 
-async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+async def send_event(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    """Send one event of a streamed reply."""
     await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
 
@@ -251,17 +258,15 @@ def _error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
     return {"message": message, "type": kind, "param": None, "code": code}
 
 
-def _openai_errors(handler: Handler) -> Handler:
+def openai_errors(handler: Handler) -> Handler:
     """Answer a bad request with OpenAI's error body."""
 
     @functools.wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
-        except _UnknownModelError as error:
-            body = {"error": _error(str(error), "invalid_request_error", "model_not_found")}
-            return web.json_response(body, status=404)
         except BadRequestError as error:
-            return web.json_response({"error": _error(str(error), "invalid_request_error")}, status=400)
+            body = {"error": _error(str(error), "invalid_request_error", error.code)}
+            return web.json_response(body, status=error.status)
 
     return answer

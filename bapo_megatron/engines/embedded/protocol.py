@@ -1,6 +1,6 @@
 """Bodies of the HTTP requests, as SGLang 0.5.23 names their fields. Unknown or unsupported fields are refused."""
 
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -38,7 +38,10 @@ _TAGS = ("prompt", "batch", "dict", "list")
 
 
 class BadRequestError(UserError):
-    """A request that the server refuses: HTTP 400."""
+    """A request that the server refuses, with its HTTP status and OpenAI's name for the reason, if there is one."""
+
+    status: ClassVar[int] = 400
+    code: ClassVar[str | None] = None
 
 
 class RequestBody(BaseModel):

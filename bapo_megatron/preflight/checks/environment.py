@@ -23,6 +23,12 @@ def check_environment(config: Config, hf_config: dict[str, Any] | None) -> Itera
             'environment.kind="tools" answers with messages, which need data.chat_template=true',
             "set it, or write a step function that reads calls and returns text",
         )
+    if one.is_agent and not config.data.chat_template:
+        yield Violation(
+            ("data.chat_template", "environment.kind"),
+            'environment.kind="agent": what a program asks comes in the model\'s chat template',
+            "set data.chat_template=true",
+        )
     positions = (hf_config or {}).get("max_position_embeddings")
     longest, given = config.longest_sequence, one.max_given_tokens
     if isinstance(positions, int) and longest - given <= positions < longest:

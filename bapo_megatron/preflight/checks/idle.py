@@ -128,8 +128,8 @@ IDLE = (
     Idle(
         "reward.kind reward.judges reward.weights reward.timeout_s reward.concurrency reward.allowed_calls",
         "environment.kind",
-        lambda c: c.environment.is_judged,
-        'environment.kind="none" or "tools"',
+        lambda c: c.environment.kind in ("none", "tools", "agent"),
+        'environment.kind="none", "tools" or "agent"',
         "an environment gives the rewards itself",
     ),
     Idle(
@@ -137,6 +137,13 @@ IDLE = (
         "environment.kind",
         lambda c: c.environment.is_used,
         'environment.kind="calculator", "tools" or a function of your own',
+    ),
+    Idle(
+        "environment.concurrency",
+        "environment.kind",
+        lambda c: not c.environment.is_agent,
+        "a step function",
+        "each sample has a program of its own, and rollout.groups_in_flight says how many there are",
     ),
     Idle(
         "reward.overlong_buffer_tokens",

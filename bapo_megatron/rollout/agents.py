@@ -1,0 +1,376 @@
+"""Agent programs: a program of the user's drives a sample by asking an OpenAI-compatible endpoint for turns.
+
+    environment.kind = "agent", environment.options = {command = ["python", "my_agent.py"]}
+
+A sample begins as its program does. What the program asks becomes given tokens, the policy's turn becomes its reply
+(conversations.py, agent_endpoint.py), and its exit ends the sample. While the program works, the sample waits for its
+environment, as for any other. Programs are trusted; they do not outlive the run.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.embedded.protocol import BadRequestError
+from bapo_megatron.engines.key import KEY_VARIABLE
+from bapo_megatron.errors import UserError, plural
+from bapo_megatron.prompts.continuation import Continuation
+from bapo_megatron.prompts.tool_calls import Call, parse_turn
+from bapo_megatron.rewards.environments import End, Failed, as_answer
+from bapo_megatron.rewards.judges import Verdict
+from bapo_megatron.rollout.agent_endpoint import MODEL, Endpoint, Inbox, Reply, Request
+from bapo_megatron.rollout.conversations import ContextError, Conversations
+from bapo_megatron.rollout.dispatch import sample_seed
+from bapo_megatron.rollout.drivers import Answers, ended
+from bapo_megatron.types import Ended, Need, NeedsEnvironment, Prompt, Sample, TurnEnd
+
+log = logging.getLogger(__name__)
+
+_MAX_OUTPUT_BYTES = 64 << 10  # kept of what a program prints, from its end
+_MAX_SHOWN = 500  # characters of it that a message shows
+_END_TIMEOUT_S = 10.0  # how long to wait for a killed program
+LAUNCHER = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+"""Ends a program with the process that started it (PR_SET_PDEATHSIG, SIGKILL)."""
+_EXPECTED = 'environment.kind="agent" needs environment.options={command=["python", "my_agent.py"]}'
+
+
+class Program:
+    """A running program, in a process group of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._readers = [asyncio.create_task(_tail(stream)) for stream in (process.stdout, process.stderr)]
+        self._is_killed = False
+
+    @classmethod
+    async def start(cls, command: Sequence[str], variables: Mapping[str, str]) -> "Program":
+        """Start a program with these environment variables. Raises OSError."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", LAUNCHER, *command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env=variables,
+        )
+        return cls(process)
+
+    async def end(self) -> int:
+        """Wait for the program's own end; return its exit code."""
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """End the program and its children. Safe to call twice."""
+        if not self._is_killed:  # another process may have its id by now
+            self._is_killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def output(self) -> tuple[str, str]:
+        """Kill what is left of the program; return the end of its output and of its error output."""
+        self.kill()
+        with contextlib.suppress(TimeoutError):  # it may be stuck in the kernel
+            await asyncio.wait_for(self._process.wait(), _END_TIMEOUT_S)
+        await asyncio.wait(self._readers, timeout=_END_TIMEOUT_S)  # a child in another session may keep them open
+        for reader in self._readers:
+            reader.cancel()
+        out, error = (r.result() if r.done() and not r.cancelled() else b"" for r in self._readers)
+        return out.decode(errors="replace").strip(), error.decode(errors="replace").strip()
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """Read a stream to its end; return its last bytes."""
+    kept = b""
+    while data := await stream.read(_MAX_OUTPUT_BYTES):
+        kept = (kept + data)[-_MAX_OUTPUT_BYTES:]
+    return kept
+
+
+class Session:
+    """A program, what it asks, and where its turns are in the sample that it drives."""
+
+    def __init__(self, program: Program, inbox: Inbox, conversations: Conversations) -> None:
+        self.program, self.inbox, self.conversations = program, inbox, conversations
+        self.request: Request | None = None  # whose turn is being sampled
+        self.limit: Literal["turns", "length"] | None = None  # for which its latest request was refused
+        self.num_calls = 0  # of tools, so far
+        self.watch = asyncio.create_task(program.end())
+        self.watch.add_done_callback(lambda _: inbox.changed.set())
+
+    async def next(self) -> Request | int:
+        """Return the program's next request, or its exit code once it has ended."""
+        while True:
+            self.inbox.changed.clear()
+            if self.watch.done():
+                return self.watch.result()
+            if (request := self.inbox.take()) is not None:
+                return request
+            await self.inbox.changed.wait()
+
+
+class AgentPrograms:
+    """The programs of all samples: how to start them, those that run, and the endpoint that they ask.
+
+    Raises:
+        UserError: the command is missing or cannot be found.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.timeout_s = config.environment.timeout_s
+        self.endpoint = Endpoint()
+        self.sessions: dict[str, Session] = {}  # by sample id
+        self._seed = config.run.seed
+        self._command = _command(config.environment.options)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self, sample: Sample, conversations: Conversations) -> Session:
+        """Start the program of a sample; one that it has already is killed. Raises OSError."""
+        self.forget(sample)
+        self._loop = asyncio.get_running_loop()
+        await self.endpoint.start()
+        inbox = self.endpoint.open()
+        try:
+            program = await Program.start(self._words(sample.prompt), self._variables(sample, inbox))
+        except BaseException:
+            self.endpoint.shut(inbox)
+            raise
+        session = self.sessions[sample.sample_id] = Session(program, inbox, conversations)
+        return session
+
+    def forget(self, sample: Sample) -> None:
+        """Kill the program of a sample, if it has one, and forget its key."""
+        if (session := self.sessions.pop(sample.sample_id, None)) is not None:
+            session.program.kill()
+            self.endpoint.shut(session.inbox)
+
+    def close(self) -> None:
+        """Kill all programs, and stop the endpoint. Safe to call twice."""
+        for session in self.sessions.values():
+            session.program.kill()
+        if self._loop is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(3 * _END_TIMEOUT_S)
+
+    async def _close(self) -> None:
+        sessions = [*self.sessions.values()]
+        self.sessions.clear()
+        for session in sessions:
+            self.endpoint.shut(session.inbox)
+        if sessions:
+            await asyncio.wait([session.watch for session in sessions], timeout=_END_TIMEOUT_S)
+        await self.endpoint.close()
+
+    def _words(self, prompt: Prompt) -> list[str]:
+        return [word.replace("{prompt}", prompt.text) for word in self._command]
+
+    def _variables(self, sample: Sample, inbox: Inbox) -> dict[str, str]:
+        """Return a program's environment: this process's, without the engines' key, and what it should ask."""
+        of, seed = sample.prompt, sample_seed(self._seed, sample.sample_id)
+        task = {"prompt": of.text, "answer": of.answer, "source": of.source, "seed": seed}
+        inherited = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+        return inherited | {
+            "OPENAI_BASE_URL": self.endpoint.url,
+            "OPENAI_API_KEY": inbox.key,
+            "OPENAI_MODEL": MODEL,
+            "BAPO_TASK": json.dumps(task),
+            **{name: f"{os.environ.get(name, '')},127.0.0.1" for name in ("NO_PROXY", "no_proxy")},
+        }
+
+
+def _command(options: Mapping[str, Any]) -> tuple[str, ...]:
+    command = options.get("command")
+    if options.keys() != {"command"} or not isinstance(command, list) or not command:
+        raise UserError(f"{_EXPECTED}, a program and its arguments, not {dict(options)!r:.200}")
+    if not all(isinstance(word, str) and "\0" not in word for word in command):
+        raise UserError(f"{_EXPECTED}, all of it texts, not {command!r:.200}")
+    if shutil.which(command[0]) is None:
+        raise UserError(
+            f"environment.options: the program {command[0]!r} cannot be found: give its path, or the name of one on "
+            "PATH"
+        )
+    return tuple(command)
+
+
+@dataclass(slots=True)
+class AgentDriver:
+    """The driver of samples whose programs ask for turns."""
+
+    programs: AgentPrograms
+    chat: Continuation
+    decode: Callable[[Sequence[int]], str]  # the text of a turn, without special tokens
+    max_response_tokens: int  # sampled tokens over all turns
+    max_given_tokens: int  # the program's, in one trajectory
+    max_turns: int
+    answers: Answers = field(default_factory=Answers)
+    by_group: bool = field(default=False, init=False)
+    first_need: Need = field(default=NeedsEnvironment(None), init=False)
+    _has_warned: bool = field(default=False, init=False)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.programs.timeout_s + 2 * _END_TIMEOUT_S + self.answers.deadline_s
+
+    @property
+    def recent_failure(self) -> Verdict | None:
+        return self.answers.recent_failure
+
+    def metrics(self) -> dict[str, float]:
+        """Return `Answers.metrics`."""
+        return self.answers.metrics()
+
+    def close(self) -> None:
+        """End all programs, and the judge's processes. Safe to call twice."""
+        self.programs.close()
+        self.answers.close()
+
+    async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Hand each program the turn that it asked for; return its sample with its next request, or its end.
+
+        Raises:
+            UserError: all of the first programs have failed.
+        """
+        return list(await asyncio.gather(*map(self._timed, samples)))
+
+    async def _timed(self, sample: Sample) -> Sample:
+        began_s = time.monotonic()
+        advanced = await self._advance(sample)
+        self.answers.wait(time.monotonic() - began_s)
+        return advanced
+
+    async def _advance(self, sample: Sample) -> Sample:
+        assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} does not wait for its program"
+        if sample.need.turn_end is None:
+            try:
+                session = await self.programs.start(sample, Conversations(self.chat, self.max_given_tokens))
+            except (OSError, ValueError) as problem:  # ValueError: a prompt with a null character
+                return self.answers.fail(sample, Failed(f"the program cannot be started: {problem}"))
+        else:
+            session = self.programs.sessions[sample.sample_id]
+            self._reply(sample, session, sample.need.turn_end)
+        exit_code: int | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.programs.timeout_s):
+                while isinstance(found := await session.next(), Request):
+                    if (grown := self._asked(sample, session, found)) is not None:
+                        return grown
+                exit_code = found
+        return await self._ended(sample, session, exit_code)
+
+    def _reply(self, sample: Sample, session: Session, turn_end: TurnEnd) -> None:
+        """Hand the turn that has ended to the request that asked for it, if that has not been done yet."""
+        if (request := session.request) is None:
+            return
+        session.request = None
+        asked, turn = request.asked, sample.turn.turns[-1].tolist()
+        text = self.decode(turn)
+        tools = {one["function"]["name"]: one["function"].get("parameters", {}) for one in asked.tools}
+        parsed = parse_turn(text, tools if asked.calls else {})
+        calls = [call for call in parsed.calls if isinstance(call, Call)]
+        if len(calls) < len(parsed.calls):  # a call that cannot be read stays text
+            parsed, calls = parse_turn(text, {}), []
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call{session.num_calls + number:05d}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(calls)
+            ]
+            session.num_calls += len(calls)
+        session.conversations.keep(sample, asked, message, is_cut=turn_end == "length")
+        reason: Literal["stop", "length", "tool_calls"] = "tool_calls" if calls else turn_end
+        num_before = sample.turn.num_tokens - len(turn)
+        request.reply.set_result(Reply(message, parsed.thought, reason, num_before, len(turn)))
+
+    def _asked(self, sample: Sample, session: Session, request: Request) -> Sample | None:
+        """Return the sample, which needs the turn that a request asks for; or refuse the request, and return None."""
+        try:
+            if (num_turns := sum(len(t.turns) for t in sample.trajectories)) >= self.max_turns:
+                raise TurnsError(f"this sample has taken the {plural(num_turns, 'turn')} of environment.max_turns")
+            if sample.num_sampled_tokens >= self.max_response_tokens:
+                raise ContextError(f"this sample has all {self.max_response_tokens} tokens that its turns may have")
+            grown = session.conversations.continued(sample, request.asked)
+        except BadRequestError as refusal:
+            is_too_long = isinstance(refusal, ContextError)
+            session.limit = "turns" if isinstance(refusal, TurnsError) else "length" if is_too_long else None
+            session.inbox.refuse(request, refusal)
+            return None
+        if request.asked.tools and not self.chat.shows_tools and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "agents: a program offers tools, but the model's chat template does not show them to the policy; "
+                "describe them in the program's messages"
+            )
+        session.request, session.limit = request, None
+        return grown
+
+    async def _ended(self, sample: Sample, session: Session, exit_code: int | None) -> Sample:
+        """Return the sample as its program's end leaves it, after `exit_code`, or killed at its deadline (None)."""
+        out, error = await session.program.output()
+        self.programs.forget(sample)
+        how = f"ended with exit code {exit_code}"
+        if exit_code is None:
+            how = f"neither asked nor ended within environment.timeout_s={self.programs.timeout_s:g}"
+        shown = f"; it printed: {(error or out)[-_MAX_SHOWN:]}" if error or out else "; it printed nothing"
+        problem: Literal["timeout", "error"] = "timeout" if exit_code is None else "error"
+        if not sample.num_sampled_tokens:
+            return self.answers.fail(sample, Failed(f"the program {how} before it had a turn{shown}", problem))
+        if exit_code != 0 and session.limit is None:
+            return self.answers.fail(sample, Failed(f"the program {how}{shown}", problem))
+        is_full = sample.num_sampled_tokens >= self.max_response_tokens
+        reason = session.limit or ("length" if is_full else "stop")
+        try:
+            printed = _printed(out) if exit_code == 0 else None
+        except (TypeError, ValueError) as misfit:
+            return self.answers.fail(sample, Failed(f"the program's last line: {misfit}"))
+        match printed:
+            case Failed():
+                return self.answers.fail(sample, printed)
+            case End(reward=reward):
+                end = ended(reason, [reward])
+            case _ if self.answers.scorer is not None:
+                return await self.answers.judged(sample, self.decode(sample.turn.turns[-1].tolist()), reason)
+            case _ if session.limit is not None:
+                end = Ended(reason, 0.0)
+            case _:
+                wanted = 'print {"reward": 1.0} as its last line, or let reward.kind name a judge'
+                return self.answers.fail(sample, Failed(f"the program ended without a reward: {wanted}{shown}"))
+        self.answers.end()
+        return replace(sample, need=end)
+
+
+class TurnsError(BadRequestError):
+    """A request for more turns than a sample may have."""
+
+    code = "turn_limit_exceeded"
+
+
+def _printed(out: str) -> End | Failed | None:
+    """Return what the last line of a program's output says, or None if it is not about the sample's end.
+
+    Raises:
+        TypeError, ValueError: it is, but cannot be read.
+    """
+    try:
+        value = json.loads(out.rpartition("\n")[2])
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not value.keys() & {"reward", "failed"}:
+        return None
+    answer = as_answer(value)
+    if not isinstance(answer, End | Failed):
+        raise TypeError(f"a program ends with a reward, not {value!r:.200}")
+    return answer
