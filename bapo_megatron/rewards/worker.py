@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+    return json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
 
 
 def _reply(work: Work, fields: dict[str, Any], *, is_built_in: bool) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class Dispatcher:
         self.version = 0  # every live engine has weights of at least this version
         self._config = config
         self._stop_token_ids = stop_token_ids
+        self._ends = {(token_id,) for token_id in stop_token_ids}
         self._run_seed = run_seed
         self._streams = tuple(streams)
         self._max_turn_tokens = max_turn_tokens
@@ -215,7 +216,9 @@ class Dispatcher:
         ]
         late = {stream: values[: len(values) - num_new] for stream, values in result.rows.items()}
         is_full = num_new >= self._room(sample)
-        turn_end: TurnEnd | None = "stop" if result.finish_reason == "stop" else "length" if is_full else None
+        # a server may see that the budget is used up before it sees that the last token stops the turn
+        has_stopped = result.finish_reason == "stop" or result.token_ids[-1:] in self._ends
+        turn_end: TurnEnd | None = "stop" if has_stopped else "length" if is_full else None
         return sample.extended(segments, turn_end, late)
 
 

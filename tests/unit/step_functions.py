@@ -25,6 +25,8 @@ def step(turn: dict[str, Any], state: Any) -> Any:
             os._exit(3)
         case "hang":
             threading.Event().wait()
+        case "wide":
+            return {"text": "\u65e5" * 330_000}
         case "long":
             return {"text": "x" * 2_000_000, "state": None}
     return turn["answer"]

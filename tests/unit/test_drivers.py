@@ -408,6 +408,25 @@ def test_a_turn_may_end_exactly_at_a_limit_and_no_request_is_for_0_tokens(limit:
     assert all((turn["token_ids"][-1] == STOP) == (turn["end"] == "stop") for turn in seen)
 
 
+class LengthFirst(Rounds):
+    """An engine that says "length" of a reply which uses up its budget, also if its last token is a stop token."""
+
+    def answer(self, request: GenerateRequest) -> GenerateResult | EngineError:
+        result = super().answer(request)
+        assert isinstance(result, GenerateResult)
+        is_full = len(result.token_ids) == request.max_new_tokens
+        return replace(result, finish_reason="length") if is_full else result
+
+
+def test_a_stop_token_ends_a_turn_whatever_a_server_says_first() -> None:
+    def taken(engine: ScriptedEngine) -> list[Any]:
+        groups, _ = run_on_clock(make(engine, driver=driver(), tokens_per_round=1).take(0, 0))
+        assert groups is not None
+        return [(s.finish_reason, s.trajectories[0].token_ids.tolist()) for g in groups for s in g.samples]
+
+    assert taken(LengthFirst()) == taken(Rounds())
+
+
 @pytest.mark.parametrize("budget", [None, 2])
 def test_a_turn_limit_ends_a_turn_and_the_environment_sees_that(budget: int | None) -> None:
     options: dict[str, Any] = {"max_response_tokens": LIMIT, "tokens_per_round": budget, "max_turn_tokens": 4}
@@ -636,7 +655,7 @@ def test_an_environment_in_processes_answers_or_fails_and_others_go_on(name: str
         "hang": "no answer in 2 s" if name == "step" else "TimeoutError",
         "long": "at most 1000000 bytes of JSON, not 2000",
     }
-    asked = ["count", "end", *failures, "neither"]
+    asked = ["count", "end", "wide", *failures, "neither"]
 
     async def run() -> list[StepAnswer]:
         return list(await asyncio.gather(*(environment.step(turn_of(a), {"count": 40}) for a in asked)))
@@ -646,10 +665,11 @@ def test_an_environment_in_processes_answers_or_fails_and_others_go_on(name: str
     finally:
         environment.close()
     assert answers[:2] == [Continue({"count": 42}, text="42;", reward=0.5), End({"right": 1.0, "short": -0.25})]
-    for answer, said in zip(answers[2:], [*failures.values(), "not str: 'neither'"], strict=True):
+    assert answers[2] == Continue(None, text="\u65e5" * 330_000), "nearly as long as an answer may be"
+    for answer, said in zip(answers[3:], [*failures.values(), "not str: 'neither'"], strict=True):
         assert isinstance(answer, Failed)
         assert said in answer.reason
-    hang = answers[2 + list(failures).index("hang")]
+    hang = answers[3 + list(failures).index("hang")]
     assert isinstance(hang, Failed)
     assert hang.problem == "timeout"
 
