@@ -54,7 +54,7 @@ def test_all_problems_come_at_once() -> None:
     [
         (
             {"model_type": "mixtral"},
-            "'mixtral' is not supported; the families are gemma, llama, mistral, qwen2, qwen3 (dense); docs",
+            "'mixtral' is not supported; the families are gemma, llama, mistral, qwen2, qwen3, qwen3_moe; docs",
         ),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"model_type": None}, "None is not supported"),
