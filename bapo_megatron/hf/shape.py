@@ -119,6 +119,12 @@ class ModelShape:
         return sorted(sizes - {0})
 
     @property
+    def experts(self) -> Experts | None:
+        """The experts of a mixture, all of whose layers have the same; None for other models."""
+        mlp = self.layers[0].mlp if self.layers else None
+        return mlp if isinstance(mlp, Experts) and all(layer.mlp == mlp for layer in self.layers) else None
+
+    @property
     def has_output_layer(self) -> bool:
         """Whether the language-model head has its own weights."""
         return not self.tied_embeddings and not self.has_value_head
@@ -418,49 +424,3 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
         rope_parameters=dict(shape.rope),
     )
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-
-
-def validate_layout(
-    hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int = 1, *, own: Family | None = None
-) -> list[str]:
-    """Return why this model cannot be split this way, each reason with its numbers and an alternative that works.
-
-    Args:
-        hf_config: a config.json, see `load_hf_config`.
-        tensor: tensor-parallel size (parallel.tensor).
-        pipeline: pipeline-parallel size (parallel.pipeline).
-        virtual_pipeline: chunks per stage (parallel.virtual_pipeline).
-        own: see `model_shape`.
-    """
-    if problems := unsupported(hf_config, own):
-        return problems
-    found = layout_problems(model_shape(hf_config, own=own), tensor, pipeline, virtual_pipeline)
-    return [f"{problem}; {remedy}" for problem, remedy in found.values()]
-
-
-def layout_problems(shape: ModelShape, tensor: int, pipeline: int, virtual_pipeline: int) -> dict[str, tuple[str, str]]:
-    """Return problems and remedies, keyed by the setting of [parallel] that does not fit the model."""
-    problems = {}
-    split = [("attention head", shape.num_heads), ("key-value head", shape.num_kv_heads)]
-    split += [("feed-forward row", size) for size in shape.ffn_sizes]
-    heads, layers, stage = shape.num_heads, shape.num_layers, shape.num_layers // pipeline
-    if bad := [plural(count, what) for what, count in split if count % tensor]:
-        works = _choices(n for n in range(1, heads + 1) if all(count % n == 0 for _, count in split))
-        problem = f"parallel.tensor={tensor} does not divide {', '.join(bad)}"
-        problems["tensor"] = (problem, f"parallel.tensor can be {works}")
-    if layers % pipeline:
-        works = _choices(n for n in range(1, layers + 1) if layers % n == 0)
-        problem = f"parallel.pipeline={pipeline} does not divide {plural(layers, 'layer')}"
-        problems["pipeline"] = (problem, f"parallel.pipeline can be {works}")
-    elif stage % virtual_pipeline:
-        works = _choices(n for n in range(1, stage + 1) if stage % n == 0)
-        problem = (
-            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {plural(stage, 'layer')} of a stage"
-        )
-        problems["virtual_pipeline"] = (problem, f"it can be {works}")
-    return problems
-
-
-def _choices(numbers: Iterable[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last

@@ -48,7 +48,7 @@ def outline(config: Config) -> str:
             f"run        {config.run.name}: {plural(t.num_steps, 'step')}, "
             f"{plural(t.num_steps * num_updates, 'optimizer update')}",
             f"trainer    {plural(config.parallel.size, 'rank')} = tensor {p.tensor} x pipeline {p.pipeline} x context "
-            f"{p.context} x data {p.data}",
+            f"{p.context} x data {p.data}{f', experts shared out over {p.expert}' if p.expert > 1 else ''}",
             f"step       {plural(r.prompts_per_step, 'prompt')} x {plural(r.samples_per_prompt, 'sample')} = "
             f"{plural(num_sequences, 'sequence')}, at most "
             f"{plural(num_sequences * r.max_response_tokens, 'response token', ',')}",
@@ -269,9 +269,7 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
 
 
 def _memory(memory: TrainerMemory, where: str, limit: str = "") -> Iterator[str]:
-    yield (
-        f"memory     GiB on the fullest {where}: pipeline stage {memory.stage}, {memory.num_parameters:,} parameters"
-    )
+    yield (f"memory     GiB on the fullest {where}: pipeline stage {memory.stage}, {memory.held.total:,} parameters")
     for name, value, note in memory_parts(memory):
         yield f"           {name:<12}{value / GIB:8.2f}  {note}".rstrip()
     yield f"           {'peak':<12}{memory.total / GIB:8.2f}  {limit}".rstrip()

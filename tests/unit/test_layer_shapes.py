@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.hf.families import ATTENTION, LAYER, Parameter
 from bapo_megatron.hf.shape import Dense, Experts, LayerShape, ModelShape, entries, model_shape
 from bapo_megatron.preflight.known import KNOWN_MODELS
@@ -37,7 +37,7 @@ def test_parameters_of_mixtures_are_as_their_names_say(model: str, total: int, i
     shape = model_shape(KNOWN_MODELS[model])
     assert model_parameters(shape) == total
     assert active_parameters(shape) == total - 120 * idle
-    assert rank_parameters(shape, tensor=1, pipeline=1, stage=0) == model_parameters(shape)
+    assert rank_parameters(shape, ParallelConfig(), 0).total == model_parameters(shape)
 
 
 def test_a_dense_model_is_active_as_a_whole() -> None:
@@ -64,7 +64,7 @@ def test_flops_are_a_sum_over_layers() -> None:
 
 def test_parameters_are_a_sum_over_layers_and_stages() -> None:
     shape = uneven()
-    stages = [rank_parameters(shape, tensor=1, pipeline=3, stage=stage) for stage in range(3)]
+    stages = [rank_parameters(shape, ParallelConfig(pipeline=3), stage).total for stage in range(3)]
     assert sum(stages) == model_parameters(shape)
     assert stages[1] != stages[0] - 11 * 16, "the first layer has no experts"
     assert largest_tensor(shape) == 48 * 16, "the queries"

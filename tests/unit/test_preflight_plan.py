@@ -131,7 +131,7 @@ def test_scoring_passes(overrides: str, passes: int) -> None:
 def test_what_the_distributed_optimizer_saves() -> None:
     whole = trainer_memory(recipe("optimizer.distributed=false"), SHAPE, gpu_bytes=GPU_BYTES)
     split = trainer_memory(recipe(), SHAPE, gpu_bytes=GPU_BYTES)
-    assert whole.optimizer == 12 * whole.num_parameters
+    assert whole.optimizer == 12 * whole.held.total
     assert math.isclose(split.optimizer, whole.optimizer / 4, rel_tol=1e-6)
     assert (split.weights, split.gradients) == (whole.weights, whole.gradients)
 
@@ -326,7 +326,7 @@ def test_what_goes_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = 2 + work.num_scoring_passes(config, forwards_first=False)
     hidden = tokens / 8 * 3584 * 2 / 2 * passes  # bfloat16; one of two stages sends in each direction
     assert math.isclose(sent[0] * 2e9, hidden, rel_tol=1e-6)
-    gradients = 2 * 2 * 7 / 8 * 4 * make_plan(config, SHAPE).trainer.num_parameters  # two updates, float32
+    gradients = 2 * 2 * 7 / 8 * 4 * make_plan(config, SHAPE).trainer.held.total  # two updates, float32
     assert math.isclose(sent[1] * 2e9, hidden + gradients, rel_tol=1e-6)
 
 
