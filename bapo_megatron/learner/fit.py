@@ -10,7 +10,7 @@ from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
 
-Problem = tuple[str, str, str]  # the setting of [parallel] to change, the problem, the remedy
+Problem = tuple[str, str, str]  # settings of [parallel], the one to change first; the problem; the remedy
 
 
 def check_reference(config: Config, reference: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
@@ -38,8 +38,8 @@ def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterat
         yield from (Violation((model,), problem) for problem in problems)
         return
     shape, p = model_shape(hf_config, own=own), config.parallel
-    for setting, problem, remedy in (*_of_tensor(shape, p), *_of_pipeline(shape.num_layers, p), *_of_expert(shape, p)):
-        yield Violation((f"parallel.{setting}", model), problem, remedy)
+    for names, problem, remedy in (*_of_tensor(shape, p), *_of_pipeline(shape.num_layers, p), *_of_expert(shape, p)):
+        yield Violation((*(f"parallel.{name}" for name in names.split()), model), problem, remedy)
     if shape.experts is not None:
         yield from _beside_experts(config, model)
 
@@ -47,21 +47,24 @@ def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterat
 def _of_tensor(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:
     split = [("attention head", shape.num_heads), ("key-value head", shape.num_kv_heads)]
     split += [("feed-forward row", size) for size in shape.ffn_sizes]
+    heads, of_experts = all(count % p.tensor == 0 for _, count in split), ""
     if shape.experts is not None and p.expert == 1:
         split.append(("feed-forward row", shape.experts.ffn_size))
+        of_experts = ", or set parallel.expert" if heads else ""
     if bad := [plural(count, what) for what, count in split if count % p.tensor]:
         works = _choices(n for n in range(1, shape.num_heads + 1) if all(count % n == 0 for _, count in split))
-        yield (
-            "tensor",
-            f"parallel.tensor={p.tensor} does not divide {', '.join(bad)}",
-            f"parallel.tensor can be {works}",
-        )
+        problem = f"parallel.tensor={p.tensor} does not divide {', '.join(bad)}"
+        yield "tensor expert" if of_experts else "tensor", problem, f"parallel.tensor can be {works}{of_experts}"
 
 
 def _of_pipeline(layers: int, p: ParallelConfig) -> Iterator[Problem]:
     last = p.last_stage_layers
     if last is not None and p.pipeline == 1:
-        yield "last_stage_layers", f"parallel.last_stage_layers={last} needs parallel.pipeline above 1", "leave it out"
+        yield (
+            "last_stage_layers pipeline",
+            f"parallel.last_stage_layers={last} needs parallel.pipeline above 1",
+            "leave it out",
+        )
         return
     if last is None and layers % p.pipeline:
         works = _choices(n for n in range(1, layers + 1) if layers % n == 0)
@@ -71,7 +74,7 @@ def _of_pipeline(layers: int, p: ParallelConfig) -> Iterator[Problem]:
         return
     if last is not None and (layers <= last or (layers - last) % (p.pipeline - 1)):
         yield (
-            "last_stage_layers",
+            "last_stage_layers pipeline",
             f"parallel.last_stage_layers={last} leaves {plural(max(layers - last, 0), 'layer')} of {layers} for the "
             f"other {plural(p.pipeline - 1, 'stage')} of parallel.pipeline={p.pipeline}, which cannot share them "
             "evenly",
@@ -99,16 +102,16 @@ def _of_expert(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:
             yield "expert", problem, "set parallel.expert=1"
         return
     ranks, count = p.tensor * p.context * p.data, shape.experts.num_experts
-    works = f"parallel.expert can be {_choices(n for n in range(1, count + 1) if not count % n and not ranks % n)}"
+    works = f"it can be {_choices(n for n in range(1, count + 1) if not count % n and not ranks % n)}"
     if count % p.expert:
         yield "expert", f"parallel.expert={p.expert} does not divide {plural(count, 'expert')}", works
     elif ranks % p.expert:
         product = f"{p.tensor} x {p.context} x {p.data} = {ranks}"
         problem = f"parallel.expert={p.expert} does not divide parallel.tensor x context x data = {product}"
-        yield "expert", problem, works
+        yield "expert tensor context data", problem, works
     if p.tensor > 1 and not p.sequence:
         yield (
-            "sequence",
+            "sequence tensor",
             f"experts with parallel.tensor={p.tensor} need parallel.sequence=true",
             "set that, or parallel.tensor=1",
         )

@@ -13,7 +13,7 @@ from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB, planned_config
-from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, max_microbatches
+from bapo_megatron.preflight.memory import UNEVEN_LOAD, TrainerMemory, fullest_rank, max_microbatches
 from bapo_megatron.preflight.plan import (
     COMPUTE_SHARE,
     FULL,
@@ -245,6 +245,10 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
         f", {on_servers} for servers, {c.nodes * c.gpus_per_node - ranks - on_servers} idle"
     )
     yield from _memory(plan.trainer, "trainer GPU", f"of {plan.gpu_memory_gib:.1f}")
+    if plan.num_active < plan.num_parameters:
+        yield f"experts    a token uses {plan.num_active:,} of the model's {plan.num_parameters:,} parameters"
+    if held := plan.trainer.held.expert:
+        yield f"           a rank holds {held:,} in experts; memory for {UNEVEN_LOAD:.0%} more rows than an even load"
     if s := plan.server:
         yield (
             f"server     {s.weights / GIB:.1f} GiB weights and {max(0, s.kv_cache) / GIB:.1f} GiB KV cache on a GPU: "

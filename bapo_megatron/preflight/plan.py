@@ -22,10 +22,12 @@ from bapo_megatron.preflight.known import GIB, GPU, GPUS, planned_config
 from bapo_megatron.preflight.memory import (
     Held,
     TrainerMemory,
+    active_parameters,
     fullest_rank,
     host_bytes,
     layers_per_chunk,
     max_microbatches,
+    model_parameters,
     plans_forwards_first,
     recomputed_layers,
     searches_exactly,
@@ -133,6 +135,8 @@ class RunPlan:
 
     gpu: GPU
     gpu_memory_gib: float
+    num_parameters: int  # the model's
+    num_active: int  # parameters that one token uses
     trainer: TrainerMemory  # the fullest rank's
     server: ServerMemory | None  # None without SGLang servers
     tokens: work.StepTokens
@@ -199,13 +203,15 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     return RunPlan(
         gpu=gpu,
         gpu_memory_gib=memory_gib,
+        num_parameters=model_parameters(shape),
+        num_active=active_parameters(shape),
         trainer=trainer,
         server=server,
         tokens=tokens,
         flops=flops,
         recompute=_recomputed(config, shape),
         mfu=work.model_flops(config, shape, tokens) / (train.expected * peak_flops),
-        unused=tuple(_unused(given, scores=passes > 0)),
+        unused=tuple(_unused(given, shape, scores=passes > 0)),
         host_bytes=host_bytes(config, shape),
         train=train,
         rollout=rollout,
@@ -253,21 +259,22 @@ def _recomputed(config: Config, shape: ModelShape) -> str:
     return f"{recomputed_layers(config, shape)} of {plural(layers_per_chunk(config, shape), 'layer')} on a rank"
 
 
-def _unused(config: Config, *, scores: bool) -> Iterator[str]:
+def _unused(config: Config, shape: ModelShape, *, scores: bool) -> Iterator[str]:
     """Yield the settings that would make training faster and are not used (docs/performance.md).
 
     Args:
         scores: whether updates have scoring passes.
     """
     p, r = config.parallel, config.rollout
-    has_fp8 = config.cluster.gpu != "a100"
+    is_new = config.cluster.gpu != "a100"
+    has_fp8 = is_new and shape.experts is None
     levers = {
         "train.recompute=false": config.train.recompute,
         'bapo.scope="lagged"': scores and searches_exactly(config),
         'precision.fp8="hybrid"': has_fp8 and not config.precision.uses_fp8,
         "parallel.overlap_communication=true": p.data * p.context > 1 and not p.overlap_communication,
         "parallel.virtual_pipeline=2": p.pipeline > 1 and p.virtual_pipeline == 1,
-        "sglang.extra.enable_nccl_nvls=true": has_fp8
+        "sglang.extra.enable_nccl_nvls=true": is_new
         and engine_kind(r.engine).section == "sglang"
         and p.tensor * p.data > 1
         and not config.sglang.extra.get("enable_nccl_nvls"),

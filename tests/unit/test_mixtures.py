@@ -15,6 +15,7 @@ from bapo_megatron.convert import convert
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import SINGLE, HFReader
 from bapo_megatron.hf.shape import Experts, LayerShape, hf_tensors, layer_entries, load_hf_config, model_shape
+from bapo_megatron.learner.slicing import canonical
 from bapo_megatron.preflight.known import KNOWN_MODELS
 from tests.hf_models import MIXTURES, make_model_config, save_model
 from tests.unit.test_splits import EXPERTS
@@ -131,6 +132,14 @@ def test_a_shape_can_say_shared_experts_and_no_model_may_have_them(model_type: s
     assert ours + besides == sum(weight.numel() for weight in theirs.parameters())
     with pytest.raises(CheckpointError, match=f"model_type '{model_type}' is not supported"):
         model_shape(config.to_dict())
+
+
+def test_grouped_linears_and_local_experts_have_the_same_names() -> None:
+    """A rank with experts 4 to 7 of Transformer Engine's grouped linears, or of Megatron's own modules."""
+    name = "mlp.experts.local_experts.7.linear_fc1.weight"
+    assert canonical("mlp.experts.linear_fc1.weight3", range(4, 8)) == name
+    assert canonical("mlp.experts.local_experts.3.linear_fc1.weight", range(4, 8)) == name
+    assert canonical("mlp.router.weight", range(4, 8)) == "mlp.router.weight"
 
 
 def test_the_parameters_of_experts_come_expert_by_expert() -> None:
