@@ -359,13 +359,23 @@ def entries(shape: ModelShape) -> Iterator[Entry]:
     yield from _entries(shape, [FINAL_NORM, OUTPUT, VALUE_HEAD])
 
 
-def layer_entries(shape: ModelShape, layer: LayerShape, number: int = 0) -> Iterator[Entry]:
-    """Iterate over the parameters of one layer; consecutive parameters of experts come expert by expert."""
-    return _entries(shape, layer.parameters, layer.mlp, number)
+def layer_entries(
+    shape: ModelShape, layer: LayerShape, number: int = 0, experts: Iterable[int] | None = None
+) -> Iterator[Entry]:
+    """Iterate over the parameters of one layer; consecutive parameters of experts come expert by expert.
+
+    Args:
+        experts: the numbers of the experts to include; None means all.
+    """
+    return _entries(shape, layer.parameters, layer.mlp, number, experts)
 
 
 def _entries(
-    shape: ModelShape, parameters: Sequence[Parameter], mlp: Dense | Experts | None = None, layer: int | None = None
+    shape: ModelShape,
+    parameters: Sequence[Parameter],
+    mlp: Dense | Experts | None = None,
+    layer: int | None = None,
+    experts: Iterable[int] | None = None,
 ) -> Iterator[Entry]:
     sizes = {
         "V": shape.vocab_size,
@@ -384,8 +394,10 @@ def _entries(
     ours, theirs = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     present = [p for p in parameters if p.only_if is None or getattr(shape, p.only_if)]
     for of_experts, group in groupby(present, key=lambda p: isinstance(p.split, EachExpert)):
-        experts: Iterable[int | None] = range(sizes["X"]) if of_experts else [None]
-        for expert, parameter in product(experts, list(group)):
+        numbers: Iterable[int | None] = [None]
+        if of_experts:
+            numbers = range(sizes["X"]) if experts is None else experts
+        for expert, parameter in product(numbers, list(group)):
             yield Entry(
                 ours + parameter.name.format(expert),
                 layer,

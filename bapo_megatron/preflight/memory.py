@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config, ParallelConfig
-from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, hf_tensors, layer_entries, runs
+from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, layer_entries, runs
 from bapo_megatron.hf.splits import Entry
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
 from bapo_megatron.preflight.known import GIB
@@ -57,19 +57,21 @@ def _in_layers(shape: ModelShape, layers: Sequence[LayerShape], p: ParallelConfi
     """Count the parameters of some layers on one rank."""
     dense = expert = 0
     for layer, number in runs(layers):
-        for entry, count in _counted(shape, layer, p):
+        for entry, each, times in _counted(shape, layer, p):
             if entry.axis == "dense":
-                dense += number * count
+                dense += number * each * times
             else:
-                expert += number * count
+                expert += number * each * times
     return Held(dense, expert)
 
 
-def _counted(shape: ModelShape, layer: LayerShape, p: ParallelConfig) -> Iterator[tuple[Entry, int]]:
-    """Yield the parameters of a layer, and how many values of each the first rank holds."""
-    for entry in layer_entries(shape, layer):
+def _counted(shape: ModelShape, layer: LayerShape, p: ParallelConfig) -> Iterator[tuple[Entry, int, int]]:
+    """Yield the parameters of a layer, of experts only the first one's; how many values of it the first rank holds, and
+    how many such parameters."""
+    for entry in layer_entries(shape, layer, experts=[0]):
         placed = entry if p.expert > 1 else entry.without_experts()
-        yield placed, placed.num_values(p.tensor if placed.axis == "dense" else p.expert)
+        each = placed.num_values(p.tensor if placed.axis == "dense" else p.expert)
+        yield placed, each, 1 if entry.expert is None else entry.sizes["X"] // p.expert
 
 
 def embedding_parameters(shape: ModelShape, tensor: int) -> int:
@@ -106,7 +108,7 @@ def critic_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> int:
 
 def largest_in_layer(shape: ModelShape, p: ParallelConfig) -> int:
     """Count the values in the largest parameter of a rank's layers."""
-    return max(count for layer, _ in runs(shape.layers) for _, count in _counted(shape, layer, p))
+    return max(each for layer, _ in runs(shape.layers) for _, each, _ in _counted(shape, layer, p))
 
 
 def largest_parameter(shape: ModelShape, p: ParallelConfig) -> int:
@@ -138,15 +140,18 @@ def active_parameters(shape: ModelShape) -> int:
     idle = 0
     for layer, count in runs(shape.layers):
         if isinstance(mlp := layer.mlp, Experts):
-            of_experts = sum(entry.num_values(1) for entry in layer_entries(shape, layer) if entry.expert == 0)
+            of_experts = sum(
+                entry.num_values(1) for entry in layer_entries(shape, layer, experts=[0]) if entry.expert == 0
+            )
             idle += count * of_experts * (mlp.num_experts - mlp.num_chosen)
     return model_parameters(shape) - idle
 
 
 def largest_tensor(shape: ModelShape) -> int:
     """Count the values in the largest tensor of the checkpoint."""
-    different = tuple(layer for layer, _ in runs(shape.layers))
-    return max(math.prod(size) for size in hf_tensors(dataclasses.replace(shape, layers=different)).values())
+    outside = entries(dataclasses.replace(shape, layers=()))
+    inside = (entry for layer, _ in runs(shape.layers) for entry in layer_entries(shape, layer, experts=[0]))
+    return max(math.prod(size) for entry in (*outside, *inside) for size in entry.hf_shapes)
 
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
