@@ -126,9 +126,6 @@ class SendingGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any) -> dist.Work:
-        return self._reduce(inputs[0], outputs[0], options)
-
     def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Any) -> dist.Work:
         return self._reduce(input.chunk(self.size()), output, options)
 

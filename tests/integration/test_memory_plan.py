@@ -35,13 +35,11 @@ MIXTURE = "qwen3_moe"
 EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
 EXPERTS_ALONE = [
     Case("experts", MIXTURE),
-    Case("experts, recompute", MIXTURE, recompute=True),
     Case("experts, recompute mlp", MIXTURE, recompute={"recompute_modules": ["mlp"]}),
 ]
 EXPERTS_IN_PAIRS = [
     Case("EP2, distributed optimizer", MIXTURE, parallel={"data": 2, "expert": 2}, distributed=True),
     Case("TP2 + SP x EP2", MIXTURE, parallel={"tensor": 2, "sequence": True, "expert": 2}),
-    Case("TP2 + SP, experts split by TP", MIXTURE, parallel={"tensor": 2, "sequence": True}),
 ]
 
 
