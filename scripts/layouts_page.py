@@ -14,8 +14,10 @@ RESULTS = Path(__file__).parents[1] / "tests" / "integration" / "layouts.json"
 def layouts_page() -> str:
     """Return the page as Markdown."""
     result = json.loads(RESULTS.read_text(encoding="utf-8"))
-    prose = PROSE.read_text(encoding="utf-8")
-    return prose.replace("<!-- date -->", result["date"]).replace("<!-- table -->", table(result["rows"]))
+    page = PROSE.read_text(encoding="utf-8").replace("<!-- date -->", result["date"])
+    for name in ("rows", "rows_with_experts"):
+        page = page.replace(f"<!-- {name} -->", table(result[name]))
+    return page
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 37
@@ -56,9 +57,18 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gemma-untied-biases": (GemmaConfig, dict(**SIZES, **_ODD_HEAD, tie_word_embeddings=False, attention_bias=True)),
 }
 
+_MIXTURE = dict(**SIZES, **_ODD_HEAD, moe_intermediate_size=14)
+MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3-moe-6-experts": (Qwen3MoeConfig, dict(**_MIXTURE, num_experts=6, num_experts_per_tok=1)),
+    "qwen3-moe-128-experts": (
+        Qwen3MoeConfig,
+        dict(**_MIXTURE, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=True),
+    ),
+}
+
 
 def make_model_config(name: str, **change: Any) -> PreTrainedConfig:
-    cls, options = MODELS[name]
+    cls, options = (MODELS | MIXTURES)[name]
     return cls(**options | change)
 
 
@@ -70,6 +80,8 @@ def save_randomised(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     """Save and return a model with no weight value that a mistake in a name map could hit by chance."""
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if config.model_type == "qwen3_moe":
+        model.set_experts_implementation("eager")  # the other one wants sizes that 4 divides
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)

@@ -578,7 +578,10 @@ class ParallelConfig(Section):
     tensor: Processes = 1
     """Ranks that share each layer; must divide attention heads, key-value heads and feed-forward rows."""
     pipeline: Processes = 1
-    """Number of pipeline stages; must divide the number of layers."""
+    """Number of pipeline stages; must divide the number of layers, unless last_stage_layers is set."""
+    last_stage_layers: Processes | None = None
+    """Layers of the last stage, for models whose layers no useful number of stages divides: the other stages share the
+    rest evenly. 94 layers over 4 stages: 22, and 24 on each of the others. Unset: as many as the others."""
     virtual_pipeline: Processes = 1
     """Chunks of layers on each stage, visited in turn: smaller bubbles, more messages. Values above 1 need pipeline
     stages, and pipeline x virtual_pipeline must divide the number of layers."""
@@ -588,8 +591,11 @@ class ParallelConfig(Section):
     data: Processes = 1
     """Copies of the model, each with a share of every mini-batch. If it is left out and num_ranks is given:
     num_ranks / (tensor x pipeline x context)."""
+    expert: Processes = 1
+    """Ranks that share out the experts of each layer, for mixtures of experts; must divide their number, and tensor x
+    context x data. With 1, tensor-parallel ranks split every expert."""
     sequence: bool = False
-    """Sequence parallelism inside the tensor-parallel group."""
+    """Sequence parallelism inside the tensor-parallel group. Mixtures of experts need it there."""
     overlap_communication: bool = False
     """Sum gradients over data and context ranks during the last backward pass instead of after it, and with
     optimizer.distributed gather updated weights during the next forward pass."""
@@ -607,6 +613,18 @@ class ParallelConfig(Section):
     def size(self) -> int:
         """Number of trainer ranks: tensor x pipeline x context x data."""
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that split one expert: Megatron sums gradients rightly only for all tensor ranks, or for one."""
+        return self.tensor if self.expert == 1 else 1
+
+    def stage_sizes(self, num_layers: int) -> list[int]:
+        """Return the number of layers of each stage, for a model that `learner.fit` accepts."""
+        if self.last_stage_layers is None or self.pipeline == 1:
+            return [num_layers // self.pipeline] * self.pipeline
+        others = (num_layers - self.last_stage_layers) // (self.pipeline - 1)
+        return [others] * (self.pipeline - 1) + [self.last_stage_layers]
 
     @model_validator(mode="before")
     @classmethod

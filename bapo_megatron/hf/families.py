@@ -1,4 +1,4 @@
-"""The supported families of dense decoders, one entry each. How to add one: docs/models.md.
+"""The supported families of decoders, one entry each. How to add one: docs/models.md.
 
 An entry says how the family differs from plain Llama; `model.family` can name a user's own. The learner, the embedded
 engine, checkpoints and memory estimates read the resulting `hf.shape.ModelShape` and the parameter tables below; none
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.hf.splits import Copy, EvenColumns, EvenRows, Interleaved, Split, Vocab
+from bapo_megatron.hf.splits import Copy, EachExpert, EvenColumns, EvenRows, Interleaved, Split, Vocab
 
 if TYPE_CHECKING:
     from bapo_megatron.hf.streams import ModelStream
@@ -42,7 +42,7 @@ class Parameter:
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", VOCAB, {"model.embed_tokens.weight": "VE"})
 # Trainer names start with "decoder.layers.<i>.", tensor names with "model.layers.<i>.".
-LAYER = (
+ATTENTION = (
     Parameter("input_layernorm.weight", COPY, {"input_layernorm.weight": "E"}),
     Parameter(
         "self_attention.linear_qkv.weight",
@@ -60,10 +60,25 @@ LAYER = (
     Parameter("self_attention.linear_proj.weight", COLUMNS, {"self_attn.o_proj.weight": "EQ"}),
     Parameter("self_attention.linear_proj.bias", COPY, {"self_attn.o_proj.bias": "E"}, only_if="out_bias"),
     Parameter("pre_mlp_layernorm.weight", COPY, {"post_attention_layernorm.weight": "E"}),
+)
+LAYER = (
+    *ATTENTION,
     Parameter("mlp.linear_fc1.weight", ROWS, {"mlp.gate_proj.weight": "FE", "mlp.up_proj.weight": "FE"}),
     Parameter("mlp.linear_fc1.bias", ROWS, {"mlp.gate_proj.bias": "F", "mlp.up_proj.bias": "F"}, "mlp_bias"),
     Parameter("mlp.linear_fc2.weight", COLUMNS, {"mlp.down_proj.weight": "EF"}),
     Parameter("mlp.linear_fc2.bias", COPY, {"mlp.down_proj.bias": "E"}, only_if="mlp_bias"),
+)
+MIXTURE_LAYER = (
+    *ATTENTION,
+    Parameter("mlp.router.weight", COPY, {"mlp.gate.weight": "XE"}),
+    Parameter(
+        "mlp.experts.local_experts.{}.linear_fc1.weight",
+        EachExpert(ROWS),
+        {"mlp.experts.{}.gate_proj.weight": "ME", "mlp.experts.{}.up_proj.weight": "ME"},
+    ),
+    Parameter(
+        "mlp.experts.local_experts.{}.linear_fc2.weight", EachExpert(COLUMNS), {"mlp.experts.{}.down_proj.weight": "EM"}
+    ),
 )
 FINAL_NORM = Parameter("decoder.final_layernorm.weight", COPY, {"model.norm.weight": "E"})
 OUTPUT = Parameter("output_layer.weight", VOCAB, {"lm_head.weight": "VE"}, only_if="has_output_layer")
@@ -92,6 +107,7 @@ class Family:
     qk_norm: bool = False  # RMSNorm over the head dimension of queries and keys, before the rotary embedding
     norm_plus_one: bool = False  # every norm multiplies by 1 + weight
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden size)
+    has_experts: bool = False  # every MLP is a mixture of experts, described by Qwen3-MoE's keys
     window_switch: str | None = None  # the key that turns on sliding windows, which are refused
     refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false
     defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys missing in config.json
@@ -151,6 +167,23 @@ _FAMILIES = (
             "max_position_embeddings": 32768,
             "max_window_layers": 28,
         },
+    ),
+    Family(
+        "qwen3_moe",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        has_experts=True,
+        refused=("use_sliding_window",),
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        layer=MIXTURE_LAYER,
     ),
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,10 @@ from bapo_megatron.hf.splits import EachExpert, Entry
 if TYPE_CHECKING:
     from torch import Tensor
 
-_REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_REQUIRED_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # the hub's files have the first, transformers 5 writes the other
+_SHARED_EXPERTS = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Experts:
     num_experts: int
     num_chosen: int  # per token
     ffn_size: int  # size of one expert
+    normalised: bool  # whether the weights of the chosen experts are scaled to a sum of 1
     shared_ffn_size: int = 0  # size of all shared experts together
 
     @property
@@ -113,6 +117,12 @@ class ModelShape:
         mlps = (layer.mlp for layer, _ in runs(self.layers))
         sizes = {mlp.ffn_size if isinstance(mlp, Dense) else mlp.shared_ffn_size for mlp in mlps}
         return sorted(sizes - {0})
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of a mixture, all of whose layers have the same; None for other models."""
+        mlp = self.layers[0].mlp if self.layers else None
+        return mlp if isinstance(mlp, Experts) and all(layer.mlp == mlp for layer in self.layers) else None
 
     @property
     def has_output_layer(self) -> bool:
@@ -202,7 +212,7 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
     num_heads, eos = get("num_attention_heads"), get("eos_token_id")
     return ModelShape(
         family=hf_config["model_type"],
-        layers=(LayerShape(Dense(get("intermediate_size")), family.layer),) * get("num_hidden_layers"),
+        layers=(LayerShape(_mlp(get), family.layer),) * get("num_hidden_layers"),
         hidden_size=get("hidden_size"),
         num_heads=num_heads,
         num_kv_heads=get("num_key_value_heads") or num_heads,
@@ -223,6 +233,13 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
     )
 
 
+def _mlp(get: _Settings) -> Dense | Experts:
+    if not get.family.has_experts:
+        return Dense(get("intermediate_size"))
+    chosen, normalised = get("num_experts_per_tok"), bool(get("norm_topk_prob"))
+    return Experts(get("num_experts"), chosen, get("moe_intermediate_size"), normalised)
+
+
 def unsupported(hf_config: dict[str, Any], own: Family | None = None) -> list[str]:
     """Return why this model can be neither trained nor served; empty if it can."""
     if (problem := unknown_family(hf_config, own)) is not None:
@@ -236,7 +253,7 @@ def unknown_family(hf_config: dict[str, Any], own: Family | None = None) -> str 
     if isinstance(name, str) and name in _families(own):
         return None
     return (
-        f"model_type {name!r} is not supported; the families are {', '.join(sorted(_families(own)))} (dense); "
+        f"model_type {name!r} is not supported; the families are {', '.join(sorted(_families(own)))}; "
         "docs/models.md says how to add one"
     )
 
@@ -256,13 +273,17 @@ class _Settings:
     def __init__(self, hf_config: dict[str, Any], own: Family | None) -> None:
         self.family = _families(own)[hf_config["model_type"]]
         self._values = COMMON_DEFAULTS | self.family.defaults | hf_config
+        self.expert_counts = {key: hf_config[key] for key in _EXPERT_COUNTS if hf_config.get(key) is not None}
+        if self.expert_counts:
+            self._values["num_experts"] = next(iter(self.expert_counts.values()))
 
     def __call__(self, key: str) -> Any:
         return self._values.get(key)
 
 
 def _unsupported_options(get: _Settings) -> Iterator[str]:
-    sizes = {key: get(key) for key in (*_REQUIRED, "max_position_embeddings")}
+    of_mlp = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
+    sizes = {key: get(key) for key in (*_REQUIRED, *of_mlp, "max_position_embeddings")}
     sizes |= {key: get(key) for key in ("num_key_value_heads", "head_dim") if get(key) is not None}
     if bad := [key for key, value in sizes.items() if type(value) is not int or value < 1]:
         yield "; ".join(f"config.json has no {key!r} that is a positive number" for key in bad)
@@ -277,6 +298,8 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     for key in get.family.refused:
         if get(key):
             yield f"{key} is not supported"
+    if get.family.has_experts:
+        yield from _unsupported_experts(get)
     if get("quantization_config"):
         yield "config.json sets quantization_config: dequantise the checkpoint first"
     if _has_sliding_window(get):
@@ -292,6 +315,25 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
                 yield f"rope scaling {rope['rope_type']!r} needs the number {key!r}"
     if (rope.get("partial_rotary_factor") or get("partial_rotary_factor") or 1.0) != 1.0:
         yield "partial_rotary_factor other than 1 is not supported"
+
+
+def _unsupported_experts(get: _Settings) -> Iterator[str]:
+    count, chosen = get("num_experts"), get("num_experts_per_tok")
+    if any(other != count for other in get.expert_counts.values()):
+        yield " and ".join(f"{key}={n}" for key, n in get.expert_counts.items()) + " contradict each other: remove one"
+    elif chosen > count:
+        yield f"num_experts_per_tok={chosen} is more than num_experts={count}"
+    needed = "every layer needs experts, as with"
+    if dense := get("mlp_only_layers"):
+        yield f"mlp_only_layers={dense} makes these layers dense, which is not supported: {needed} mlp_only_layers=[]"
+    if (step := get("decoder_sparse_step") or 1) != 1:
+        yield (
+            f"decoder_sparse_step={step} gives only one in {step} layers experts, which is not supported: {needed} "
+            "decoder_sparse_step=1"
+        )
+    for key in _SHARED_EXPERTS:
+        if get(key):
+            yield f"{key}={get(key)}: shared experts are not supported, only models without them, as with {key}=0"
 
 
 def _has_sliding_window(get: _Settings) -> bool:
@@ -317,13 +359,23 @@ def entries(shape: ModelShape) -> Iterator[Entry]:
     yield from _entries(shape, [FINAL_NORM, OUTPUT, VALUE_HEAD])
 
 
-def layer_entries(shape: ModelShape, layer: LayerShape, number: int = 0) -> Iterator[Entry]:
-    """Iterate over the parameters of one layer; the experts' parameters come expert by expert."""
-    return _entries(shape, layer.parameters, layer.mlp, number)
+def layer_entries(
+    shape: ModelShape, layer: LayerShape, number: int = 0, experts: Iterable[int] | None = None
+) -> Iterator[Entry]:
+    """Iterate over the parameters of one layer; consecutive parameters of experts come expert by expert.
+
+    Args:
+        experts: the numbers of the experts to include; None means all.
+    """
+    return _entries(shape, layer.parameters, layer.mlp, number, experts)
 
 
 def _entries(
-    shape: ModelShape, parameters: Sequence[Parameter], mlp: Dense | Experts | None = None, layer: int | None = None
+    shape: ModelShape,
+    parameters: Sequence[Parameter],
+    mlp: Dense | Experts | None = None,
+    layer: int | None = None,
+    experts: Iterable[int] | None = None,
 ) -> Iterator[Entry]:
     sizes = {
         "V": shape.vocab_size,
@@ -340,11 +392,12 @@ def _entries(
         case Experts():
             sizes |= {"X": mlp.num_experts, "M": mlp.ffn_size, "S": mlp.shared_ffn_size}
     ours, theirs = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-    for parameter in parameters:
-        if parameter.only_if is not None and not getattr(shape, parameter.only_if):
-            continue
-        experts: Iterable[int | None] = range(sizes["X"]) if isinstance(parameter.split, EachExpert) else [None]
-        for expert in experts:
+    present = [p for p in parameters if p.only_if is None or getattr(shape, p.only_if)]
+    for of_experts, group in groupby(present, key=lambda p: isinstance(p.split, EachExpert)):
+        numbers: Iterable[int | None] = [None]
+        if of_experts:
+            numbers = range(sizes["X"]) if experts is None else experts
+        for expert, parameter in product(numbers, list(group)):
             yield Entry(
                 ours + parameter.name.format(expert),
                 layer,
@@ -383,49 +436,3 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
         rope_parameters=dict(shape.rope),
     )
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-
-
-def validate_layout(
-    hf_config: dict[str, Any], tensor: int, pipeline: int, virtual_pipeline: int = 1, *, own: Family | None = None
-) -> list[str]:
-    """Return why this model cannot be split this way, each reason with its numbers and an alternative that works.
-
-    Args:
-        hf_config: a config.json, see `load_hf_config`.
-        tensor: tensor-parallel size (parallel.tensor).
-        pipeline: pipeline-parallel size (parallel.pipeline).
-        virtual_pipeline: chunks per stage (parallel.virtual_pipeline).
-        own: see `model_shape`.
-    """
-    if problems := unsupported(hf_config, own):
-        return problems
-    found = layout_problems(model_shape(hf_config, own=own), tensor, pipeline, virtual_pipeline)
-    return [f"{problem}; {remedy}" for problem, remedy in found.values()]
-
-
-def layout_problems(shape: ModelShape, tensor: int, pipeline: int, virtual_pipeline: int) -> dict[str, tuple[str, str]]:
-    """Return problems and remedies, keyed by the setting of [parallel] that does not fit the model."""
-    problems = {}
-    split = [("attention head", shape.num_heads), ("key-value head", shape.num_kv_heads)]
-    split += [("feed-forward row", size) for size in shape.ffn_sizes]
-    heads, layers, stage = shape.num_heads, shape.num_layers, shape.num_layers // pipeline
-    if bad := [plural(count, what) for what, count in split if count % tensor]:
-        works = _choices(n for n in range(1, heads + 1) if all(count % n == 0 for _, count in split))
-        problem = f"parallel.tensor={tensor} does not divide {', '.join(bad)}"
-        problems["tensor"] = (problem, f"parallel.tensor can be {works}")
-    if layers % pipeline:
-        works = _choices(n for n in range(1, layers + 1) if layers % n == 0)
-        problem = f"parallel.pipeline={pipeline} does not divide {plural(layers, 'layer')}"
-        problems["pipeline"] = (problem, f"parallel.pipeline can be {works}")
-    elif stage % virtual_pipeline:
-        works = _choices(n for n in range(1, stage + 1) if stage % n == 0)
-        problem = (
-            f"parallel.virtual_pipeline={virtual_pipeline} does not divide the {plural(stage, 'layer')} of a stage"
-        )
-        problems["virtual_pipeline"] = (problem, f"it can be {works}")
-    return problems
-
-
-def _choices(numbers: Iterable[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last

@@ -8,7 +8,7 @@ tensor_parallel/layers.py (0.16.1).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, Protocol
 
@@ -52,6 +52,14 @@ class Entry:
     def axis(self) -> Axis:
         """The ranks that split it."""
         return "dense" if self.expert is None else "expert"
+
+    def without_experts(self) -> Entry:
+        """Return the same parameter in a layout that does not spread experts over ranks: tensor ranks split each."""
+        return replace(self, expert=None, split=self.split.inner) if isinstance(self.split, EachExpert) else self
+
+    def holder(self, size: int) -> int | None:
+        """Return the only one of the `size` ranks of its axis that holds the parameter; None if all hold a part."""
+        return None if self.expert is None else self.expert // _divided(self.sizes["X"], size)
 
     def shard(self, rank: int, size: int) -> Shard:
         """Describe the part that rank `rank` of the `size` ranks of its axis holds."""
@@ -135,8 +143,7 @@ class EachExpert:
     inner: Split
 
     def shard(self, entry: Entry, rank: int, size: int) -> Shard:
-        assert entry.expert is not None
-        if entry.expert // _divided(entry.sizes["X"], size) != rank:
+        if entry.holder(size) != rank:
             return Shard((0,), ())
         return self.inner.shard(entry, 0, 1)
 

@@ -26,7 +26,8 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape, validate_layout
+from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
+from bapo_megatron.learner.fit import check_split
 from bapo_megatron.learner.gradient_guard import SkipLimit
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.policy import PolicyModel
@@ -88,11 +89,10 @@ class Critic(TrainedModel):
     """
 
     def __init__(self, config: Config, hf_path: Path, local_time: LocalTime) -> None:
-        hf_config, p = load_hf_config(hf_path), config.parallel
-        own = own_family(config.model.family)
-        if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline, own=own):
+        hf_config = load_hf_config(hf_path)
+        if problems := [v.message for v in check_split(config, hf_config, "critic.path")]:
             raise ConfigError(f"critic.path={str(hf_path)!r} does not fit the layout: {'; '.join(problems)}")
-        language_model = model_shape(hf_config, own=own)
+        language_model = model_shape(hf_config, own=own_family(config.model.family))
         shape = language_model.with_value_head()
         with HFReader(hf_path) as read:
             stored = shape if "score.weight" in read else language_model

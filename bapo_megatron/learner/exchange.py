@@ -14,16 +14,14 @@ from bapo_megatron.hf.families import EMBEDDING, OUTPUT, VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.hf.splits import Entry
-from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
+from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device, raising_together
 from bapo_megatron.learner.slicing import Slicer, canonical, from_shards, place_shard, to_shard
 from bapo_megatron.runtime.ranks import failing_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
-    """Return this rank's parameters by the names of `hf.shape.entries`, which number layers within the whole model.
-
-    The names are the same for Transformer Engine's layers.
-    """
+    """Return this rank's parameters by the names of `hf.shape.entries`, which number layers and experts within the
+    whole model. The names are the same for Transformer Engine's layers."""
     named = {}
     for chunk in chunks:
         layers = chunk.decoder.layers  # type: ignore[union-attr]
@@ -31,9 +29,17 @@ def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
         for name, parameter in chunk.named_parameters():
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
-                name = f"decoder.layers.{int(local) + first}.{canonical(rest)}"
+                experts = getattr(getattr(layers[int(local)], "mlp", None), "local_expert_indices", None)  # type: ignore[index]
+                name = f"decoder.layers.{int(local) + first}.{canonical(rest, experts)}"
             named[name] = parameter
     return named
+
+
+def placed_entries(shape: ModelShape, layout: ParallelLayout) -> Iterator[tuple[Entry, AxisRanks]]:
+    """Iterate over the entries of a model, each with the ranks that hold it."""
+    for entry in entries(shape):
+        placed = entry if entry.axis in layout.axes else entry.without_experts()
+        yield placed, layout.axes[placed.axis]
 
 
 @torch.no_grad()
@@ -70,12 +76,11 @@ def fill_parameters(
 ) -> None:
     """Call `fill` with each of this rank's parameters and its shard, read slice by slice. Not collective."""
     parameters = parameters_by_global_name(model)
-    for entry in entries(shape):
+    for entry, axis in placed_entries(shape, layout):
         targets = [parameters.pop(entry.megatron_name, None)]
         if entry.megatron_name == EMBEDDING.name and shape.tied_embeddings:
             targets.append(parameters.pop(OUTPUT.name, None))  # the last stage's copy of tied embeddings
         if present := [target for target in targets if target is not None]:
-            axis = layout.axes[entry.axis]
             shard = to_shard(entry, read, axis.rank, axis.size)
             for target in present:
                 assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
@@ -93,9 +98,10 @@ def gather_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors by Hugging Face name, one by one, on global rank 0; an empty tensor on every other rank.
 
-    For each parameter, the first set of ranks that split it on its pipeline stage gather the shards, and the first of
-    them sends the whole to rank 0. Collective: every rank must exhaust the iterator. Tied embeddings come once, as
-    model.embed_tokens.weight. A tensor may alias the live weight: use it before the next update, or copy it.
+    For each parameter, the first set of ranks that split it on its pipeline stage gather the shards (the only holder
+    of an expert sends it to the first of them), and the first of them sends the whole to rank 0. Collective: every rank
+    must exhaust the iterator. Tied embeddings come once, as model.embed_tokens.weight. A tensor may alias the live
+    weight: use it before the next update, or copy it.
 
     Args:
         model: this rank's chunks of the model.
@@ -108,17 +114,13 @@ def gather_weights(
     parameters = parameters_by_global_name(model)
     read = _SharedReader(tensor_of)
     read.dtype = read(next(model.parameters())).dtype
-    for entry in entries(shape):
-        stage, axis = _stage(entry, shape, layout), layout.axes[entry.axis]
-        shard = read(parameters[entry.megatron_name]) if layout.pipeline_rank == stage else None
+    for entry, axis in placed_entries(shape, layout):
+        stage, holder = _stage(entry, shape, layout), entry.holder(axis.size)
+        is_mine = layout.pipeline_rank == stage and holder in (None, axis.rank)
+        shard = read(parameters[entry.megatron_name]) if is_mine else None
         tensors: list[Tensor] = []
-        if shard is not None and axis.is_first_copy:
-            shards = [shard]
-            if axis.size > 1:
-                shard = shard.contiguous()
-                shards = [torch.empty_like(shard) for _ in range(axis.size)]
-                dist.all_gather(shards, shard, group=axis.group)
-            tensors = from_shards(entry, shards)
+        if layout.pipeline_rank == stage and axis.is_first_copy:
+            tensors = _joined(entry, axis, shard, read.dtype)
         if stage > 0 and axis.is_first_copy and axis.rank == 0:
             if layout.pipeline_rank == stage:
                 for tensor in tensors:
@@ -130,6 +132,30 @@ def gather_weights(
         for i, name in enumerate(entry.hf_names):
             yield name, tensors[i] if layout.rank == 0 else torch.empty(0)
     read.end()
+
+
+def _joined(entry: Entry, axis: AxisRanks, shard: Tensor | None, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return the whole tensors of a parameter on the first rank of its axis; on others, perhaps none.
+
+    Args:
+        shard: this rank's; None if another rank is the only one with this expert.
+    """
+    holder = entry.holder(axis.size)
+    if holder is None:
+        assert shard is not None
+        shards = [shard]
+        if axis.size > 1:
+            shard = shard.contiguous()
+            shards = [torch.empty_like(shard) for _ in range(axis.size)]
+            dist.all_gather(shards, shard, group=axis.group)
+        return from_shards(entry, shards)
+    if shard is not None and holder > 0:
+        dist.send(shard.contiguous(), dst=dist.get_global_rank(axis.group, 0), group=axis.group)
+        return []
+    if axis.rank == 0 and holder > 0:
+        shard = torch.empty(entry.shard(holder, axis.size).shape, dtype=dtype, device=device())
+        dist.recv(shard, src=dist.get_global_rank(axis.group, holder), group=axis.group)
+    return [] if shard is None else from_shards(entry.without_experts(), [shard])
 
 
 @torch.no_grad()
@@ -149,9 +175,9 @@ def own_pieces(
     """
     parameters = parameters_by_global_name(model)
     read = _SharedReader(tensor_of)
-    for number, entry in enumerate(entries(shape)):
+    for number, (entry, axis) in enumerate(placed_entries(shape, layout)):
         if (parameter := parameters.get(entry.megatron_name)) is not None:
-            axis, shard = layout.axes[entry.axis], read(parameter)
+            shard = read(parameter)
             if number % axis.copies.size() == axis.copies.rank():
                 yield from place_shard(entry, WEIGHT, shard, axis.rank, axis.size)
     read.end()

@@ -1,13 +1,16 @@
 """Checks that models fit the layout, and that a reference policy fits the policy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.families import own_family
-from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import layout_problems, model_shape, unsupported
+from bapo_megatron.config.schema import Config, ParallelConfig
+from bapo_megatron.errors import plural
+from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
+
+Problem = tuple[str, str, str]  # settings of [parallel], the one to change first; the problem; the remedy
 
 
 def check_reference(config: Config, reference: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
@@ -30,10 +33,116 @@ def check_reference(config: Config, reference: dict[str, Any], policy: dict[str,
 
 def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterator[Violation]:
     """Check that the model named by the setting `model` is supported, and can be split over the ranks."""
-    p, own = config.parallel, own_family(config.model.family)
+    own = own_family(config.model.family)
     if problems := unsupported(hf_config, own):
         yield from (Violation((model,), problem) for problem in problems)
         return
-    shape = model_shape(hf_config, own=own)
-    for setting, (problem, remedy) in layout_problems(shape, p.tensor, p.pipeline, p.virtual_pipeline).items():
-        yield Violation((f"parallel.{setting}", model), problem, remedy)
+    shape, p = model_shape(hf_config, own=own), config.parallel
+    for names, problem, remedy in (*_of_tensor(shape, p), *_of_pipeline(shape.num_layers, p), *_of_expert(shape, p)):
+        yield Violation((*(f"parallel.{name}" for name in names.split()), model), problem, remedy)
+    if shape.experts is not None:
+        yield from _beside_experts(config, model)
+
+
+def _of_tensor(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:
+    split = [("attention head", shape.num_heads), ("key-value head", shape.num_kv_heads)]
+    split += [("feed-forward row", size) for size in shape.ffn_sizes]
+    heads, of_experts = all(count % p.tensor == 0 for _, count in split), ""
+    if shape.experts is not None and p.expert == 1:
+        split.append(("feed-forward row", shape.experts.ffn_size))
+        of_experts = ", or set parallel.expert" if heads else ""
+    if bad := [plural(count, what) for what, count in split if count % p.tensor]:
+        works = _choices(n for n in range(1, shape.num_heads + 1) if all(count % n == 0 for _, count in split))
+        problem = f"parallel.tensor={p.tensor} does not divide {', '.join(bad)}"
+        yield "tensor expert" if of_experts else "tensor", problem, f"parallel.tensor can be {works}{of_experts}"
+
+
+def _of_pipeline(layers: int, p: ParallelConfig) -> Iterator[Problem]:
+    last = p.last_stage_layers
+    if last is not None and p.pipeline == 1:
+        yield (
+            "last_stage_layers pipeline",
+            f"parallel.last_stage_layers={last} needs parallel.pipeline above 1",
+            "leave it out",
+        )
+        return
+    if last is None and layers % p.pipeline:
+        works = _choices(n for n in range(1, layers + 1) if layers % n == 0)
+        more = f", or set parallel.last_stage_layers={uneven}" if (uneven := _last_stage(layers, p)) else ""
+        problem = f"parallel.pipeline={p.pipeline} does not divide {plural(layers, 'layer')}"
+        yield "pipeline", problem, f"parallel.pipeline can be {works}{more}"
+        return
+    if last is not None and (layers <= last or (layers - last) % (p.pipeline - 1)):
+        yield (
+            "last_stage_layers pipeline",
+            f"parallel.last_stage_layers={last} leaves {plural(max(layers - last, 0), 'layer')} of {layers} for the "
+            f"other {plural(p.pipeline - 1, 'stage')} of parallel.pipeline={p.pipeline}, which cannot share them "
+            "evenly",
+            f"set it to {uneven}" if (uneven := _last_stage(layers, p)) else "set a smaller parallel.pipeline",
+        )
+        return
+    for size in dict.fromkeys(p.stage_sizes(layers)):
+        if size % p.virtual_pipeline:
+            works = _choices(n for n in range(1, size + 1) if all(s % n == 0 for s in p.stage_sizes(layers)))
+            problem = f"parallel.virtual_pipeline={p.virtual_pipeline} does not divide the {plural(size, 'layer')}"
+            yield "virtual_pipeline", f"{problem} of a stage", f"it can be {works}"
+            return
+
+
+def _last_stage(layers: int, p: ParallelConfig) -> int | None:
+    """Return the number of layers of the last stage that differs least from the others'; None if there is none."""
+    found = [last for last in range(1, layers) if (layers - last) % (p.pipeline - 1) == 0 and layers - last]
+    return min(found, key=lambda last: abs(last - (layers - last) // (p.pipeline - 1)), default=None)
+
+
+def _of_expert(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:
+    if shape.experts is None:
+        if p.expert > 1:
+            problem = f"parallel.expert={p.expert} shares out experts, and the model has none"
+            yield "expert", problem, "set parallel.expert=1"
+        return
+    ranks, count = p.tensor * p.context * p.data, shape.experts.num_experts
+    works = f"it can be {_choices(n for n in range(1, count + 1) if not count % n and not ranks % n)}"
+    if count % p.expert:
+        yield "expert", f"parallel.expert={p.expert} does not divide {plural(count, 'expert')}", works
+    elif ranks % p.expert:
+        product = f"{p.tensor} x {p.context} x {p.data} = {ranks}"
+        problem = f"parallel.expert={p.expert} does not divide parallel.tensor x context x data = {product}"
+        yield "expert tensor context data", problem, works
+    if p.tensor > 1 and not p.sequence:
+        yield (
+            "sequence tensor",
+            f"experts with parallel.tensor={p.tensor} need parallel.sequence=true",
+            "set that, or parallel.tensor=1",
+        )
+
+
+def _beside_experts(config: Config, model: str) -> Iterator[Violation]:
+    """Refuse what is not built for mixtures of experts, or would be wrong without an error."""
+    if not config.advantage.compares_responses:
+        yield Violation(
+            ("advantage.kind", model),
+            f'advantage.kind="{config.advantage.kind}": a critic is not supported with experts',
+            'set advantage.kind="grpo"',
+        )
+    if config.precision.uses_fp8:
+        yield Violation(
+            ("precision.fp8", model),
+            f'precision.fp8="{config.precision.fp8}" is not supported with experts',
+            'set precision.fp8="off"',
+        )
+    for name, size in (("model", config.parallel.expert), ("tensor", config.parallel.expert_tensor)):
+        field = f"expert_{name}_parallel_size"
+        if config.megatron.extra.get(field, size) != size:
+            yield Violation(
+                ("megatron.extra", "parallel.expert", "parallel.tensor", model),
+                f"[megatron.extra] {field}={config.megatron.extra[field]}, but parallel.expert="
+                f"{config.parallel.expert} with parallel.tensor={config.parallel.tensor} needs {size}: otherwise "
+                "gradients of experts would be wrong without an error",
+                "leave it out, and set parallel.expert",
+            )
+
+
+def _choices(numbers: Iterable[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

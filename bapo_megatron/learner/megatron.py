@@ -26,9 +26,10 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.shape import load_hf_config, model_shape, validate_layout
+from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
+from bapo_megatron.learner.fit import check_split
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.parallel import start_processes
 from bapo_megatron.learner.policy import PolicyModel
@@ -51,20 +52,19 @@ class MegatronLearner(TrainedModel):
         hf_path: folder of the Hugging Face checkpoint to start from.
 
     Raises:
-        ConfigError: the layout does not fit the model or the number of processes; see `validate_layout`.
+        ConfigError: the layout does not fit the model or the number of processes; see `check_split`.
         CheckpointError: the checkpoint cannot be read, or its architecture is not supported.
     """
 
     def __init__(self, config: Config, hf_path: str | Path) -> None:
-        hf_config, p = load_hf_config(hf_path), config.parallel
-        own = own_family(config.model.family)
-        if problems := validate_layout(hf_config, p.tensor, p.pipeline, p.virtual_pipeline, own=own):
+        hf_config = load_hf_config(hf_path)
+        if problems := [v.message for v in check_split(config, hf_config, "model.path")]:
             raise ConfigError("; ".join(problems))
-        shape = model_shape(hf_config, own=own)
+        shape = model_shape(hf_config, own=own_family(config.model.family))
         check_machine(config, shape, this_machine())
         apply_cpu_compat()
         apply_engine_compat()
-        start_processes(p)
+        start_processes(config.parallel)
         model_parallel_cuda_manual_seed(config.run.seed)
         self.local_time = LocalTime()
         fp8 = config.precision.fp8_params

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -71,6 +73,8 @@ def start_processes(config: ParallelConfig) -> None:
         pipeline_model_parallel_size=config.pipeline,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=config.expert_tensor,
         distributed_timeout_minutes=math.ceil(config.timeout_s / 60),
         create_gloo_process_groups=cuda,
     )
@@ -139,11 +143,25 @@ class ParallelLayout:
     data_size: int
     data_context_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup  # all tensor and pipeline ranks of this data and context rank
-    axes: Mapping[Axis, AxisRanks]  # the ranks that hold a parameter, by its `hf.splits.Entry.axis`
+    axes: Mapping[Axis, AxisRanks]  # the ranks that hold a parameter; "expert" only if ranks share out experts
+    config: ParallelConfig
 
     @classmethod
-    def current(cls) -> ParallelLayout:
-        """Read the layout from Megatron, after `start_processes`."""
+    def current(cls, config: ParallelConfig) -> ParallelLayout:
+        """Read the layout from Megatron, after `start_processes` with the same settings."""
+        axes: dict[Axis, AxisRanks] = {
+            "dense": AxisRanks(
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_tensor_model_parallel_group(),
+                parallel_state.get_data_parallel_group(with_context_parallel=True),
+            )
+        }
+        if config.expert > 1:
+            axes["expert"] = AxisRanks(
+                parallel_state.get_expert_model_parallel_rank(),
+                parallel_state.get_expert_model_parallel_group(),
+                parallel_state.get_expert_data_parallel_group(),
+            )
         return cls(
             rank=dist.get_rank(),
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -160,18 +178,8 @@ class ParallelLayout:
             data_size=parallel_state.get_data_parallel_world_size(),
             data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             replica_group=parallel_state.get_model_parallel_group(),
-            axes={
-                "dense": AxisRanks(
-                    parallel_state.get_tensor_model_parallel_rank(),
-                    parallel_state.get_tensor_model_parallel_group(),
-                    parallel_state.get_data_parallel_group(with_context_parallel=True),
-                ),
-                "expert": AxisRanks(
-                    parallel_state.get_expert_tensor_and_model_parallel_rank(),
-                    parallel_state.get_expert_tensor_and_model_parallel_group(),
-                    parallel_state.get_expert_data_parallel_group(),
-                ),
-            },
+            axes=axes,
+            config=config,
         )
 
     @property
@@ -189,8 +197,8 @@ class ParallelLayout:
 
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
         """Return the pipeline rank that holds a layer; chunks are dealt to the stages in turn."""
-        layers_per_chunk = num_layers // (self.pipeline_size * self.num_chunks)
-        return layer // layers_per_chunk % self.pipeline_size
+        chunk_sizes = [size // self.num_chunks for size in self.config.stage_sizes(num_layers)] * self.num_chunks
+        return bisect_right(list(accumulate(chunk_sizes)), layer) % self.pipeline_size
 
     def layers_of_stage(self, stage: int, num_layers: int) -> list[int]:
         """Return the layers that a pipeline stage holds, ascending."""

@@ -38,7 +38,7 @@ from torch import Tensor
 from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
+from bapo_megatron.hf.shape import Experts, ModelShape, rotary_frequencies
 from bapo_megatron.learner.attention import PackedAttention, PackedSequences, TransformerEngineAttention
 from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, rotation_of
 from bapo_megatron.learner.embedding import embed
@@ -63,13 +63,13 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         ConfigError: a name in `[megatron.extra]` is not a field of TransformerConfig, or its value does not work here.
     """
     dtype = TRAINED_DTYPES[config.model.dtype]
-    (ffn_size,) = shape.ffn_sizes  # the learner builds equal layers
+    (mlp,) = {layer.mlp for layer in shape.layers}  # the learner builds equal layers
     virtual = config.parallel.virtual_pipeline if config.parallel.virtual_pipeline > 1 else None
     fields: dict[str, Any] = {
         "transformer_impl": "transformer_engine" if uses_transformer_engine(config, this_machine()) else "local",
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": ffn_size,
+        "ffn_hidden_size": mlp.ffn_size,
         "num_attention_heads": shape.num_heads,
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,
@@ -88,6 +88,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "tensor_model_parallel_size": config.parallel.tensor,
         "pipeline_model_parallel_size": config.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_in_last_pipeline_stage": config.parallel.last_stage_layers,
         # over gloo, chunks mix up batched messages, and train on the wrong ones without an error
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
@@ -104,6 +105,8 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "persist_layer_norm": False,
     }
     fields |= fusion_fields(config, shape, this_machine()) | fp8_fields(config, fp8_params) | _recompute_fields(config)
+    if isinstance(mlp, Experts):
+        fields |= _expert_fields(mlp, config)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     if unknown := sorted(set(config.megatron.extra) - known):
         raise ConfigError(f"[megatron.extra] {', '.join(unknown)}: not a field of megatron-core's TransformerConfig")
@@ -118,6 +121,28 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         # Megatron then accepts any module, here GatedActivation; set late, past its check for Transformer Engine's own
         settings.use_te_activation_func = True
     return settings
+
+
+def _expert_fields(mlp: Experts, config: Config) -> dict[str, Any]:
+    """Return the fields for a mixture of experts whose router alone decides: no auxiliary loss, no capacity."""
+    fields: dict[str, Any] = {
+        "num_moe_experts": mlp.num_experts,
+        "moe_ffn_hidden_size": mlp.ffn_size,
+        "moe_router_topk": mlp.num_chosen,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+        # softmax over the chosen experts equals softmax over all, scaled to a sum of 1
+        "moe_router_pre_softmax": not mlp.normalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",  # the only one that takes packs of different lengths over gloo
+        "moe_grouped_gemm": uses_transformer_engine(config, this_machine()),
+        "expert_model_parallel_size": config.parallel.expert,
+        "expert_tensor_parallel_size": config.parallel.expert_tensor,
+    }
+    if modules := config.train.recompute_modules:
+        fields["recompute_modules"] = ["moe" if name == "mlp" else name for name in modules]
+    return fields
 
 
 def _recompute_fields(config: Config) -> dict[str, Any]:
@@ -156,16 +181,20 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None)
 
 
 def _parts_of_mlp(mlp: Any) -> Any:
-    """Return an MLP's modules: a spec's attribute in megatron-core 0.16.1, a partial's argument in 0.19.2."""
+    """Return the modules of an MLP, or of experts: a spec's attribute in megatron-core 0.16.1, a partial's argument in
+    0.19.2."""
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     """Return a layer built from Megatron's parallel linears, which also train without a GPU, and the final norm."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    _parts_of_mlp(parts.mlp).activation_func = GatedActivation
+    mlp = _parts_of_mlp(parts.mlp)
+    (mlp if config.num_moe_experts is None else _parts_of_mlp(mlp.experts)).activation_func = GatedActivation
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
@@ -175,7 +204,9 @@ def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
 
 def _transformer_engine(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     """Return a layer built from Transformer Engine's attention and linears (norms inside), and the final norm."""
-    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+    )
     layer.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
     return layer, TENorm
 
@@ -193,7 +224,9 @@ def _mark_split_parameters(model: torch.nn.Module) -> None:
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and not hasattr(parameter, "tensor_model_parallel"):  # in Transformer Engine's linears
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 

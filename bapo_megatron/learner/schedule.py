@@ -13,7 +13,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -29,7 +29,19 @@ from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
 
-Scores = tuple[Tensor, Tensor]  # log_probs_R, entropy_R
+
+class Scores(NamedTuple):
+    """What the end of a policy returns, float32."""
+
+    log_probs_R: Tensor
+    entropy_R: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """The device, which Megatron's schedules ask the output for if the model has experts."""
+        return self.log_probs_R.device
+
+
 _Outcome = TypeVar("_Outcome")
 # maps a micro-batch, then its scores (or a critic's values), to the loss, number of tokens, and an outcome to keep
 LossOf = Callable[[MicroBatch], Callable[[Any], tuple[Tensor, Tensor, _Outcome]]]
@@ -128,7 +140,7 @@ class Schedule:
                     with_entropy=with_entropy,
                     backend=logprob_backend(self._config),
                 )
-            return output, then(batch)
+            return Scores(*output) if isinstance(output, tuple) else output, then(batch)
 
         return self._run(forward_step, self._on_device(minibatch), minibatch, forward_only=forward_only)
 

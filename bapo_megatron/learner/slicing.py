@@ -1,5 +1,6 @@
 """Splitting Hugging Face tensors over ranks, and joining the parts again, along the boxes of `hf.splits`."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -21,8 +22,21 @@ class Slicer(Protocol):
     def __call__(self, name: str, index: tuple[slice, ...]) -> Tensor: ...
 
 
-def canonical(name_in_layer: str) -> str:
-    """Return the name that a parameter of Megatron's or Transformer Engine's layer has in Megatron's layer."""
+# Grouped linears hold one weight for each expert, Megatron's own layers one linear: both count this rank's experts.
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<own>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<grouped>\d*)"
+)
+
+
+def canonical(name_in_layer: str, experts: Sequence[int] | None = None) -> str:
+    """Return the name that a parameter of Megatron's or Transformer Engine's layer has in `hf.shape.entries`.
+
+    Args:
+        experts: the numbers of this rank's experts, if the layer has any.
+    """
+    if experts is not None and (match := _EXPERT.fullmatch(name_in_layer)):
+        number = experts[int(match["own"] or match["grouped"])]
+        return f"mlp.experts.local_experts.{number}.{match['linear']}.weight"
     return _NORMS_IN_LINEARS.get(name_in_layer, name_in_layer)
 
 

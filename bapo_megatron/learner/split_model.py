@@ -21,13 +21,14 @@ from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import OUTPUT
-from bapo_megatron.hf.shape import ModelShape, entries
+from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.learner.adam import ChainedAdam
 from bapo_megatron.learner.exchange import (
     fill_parameters,
     gather_weights,
     load_weights,
     parameters_by_global_name,
+    placed_entries,
 )
 from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
@@ -54,7 +55,7 @@ class SplitModel:
     ) -> None:
         self.config = config
         self.shape = shape
-        self.layout = ParallelLayout.current()
+        self.layout = ParallelLayout.current(config.parallel)
         self.settings = transformer_config(shape, config, fp8_params=fp8_params)
         self.share = self.layout.share(
             sequence_parallel=self.settings.sequence_parallel,
@@ -192,14 +193,15 @@ class TrainedModel(SplitModel):
     @torch.no_grad()
     def _pieces(self) -> Iterator[Piece]:
         parameters = parameters_by_global_name(self.model)
-        present = [entry for entry in entries(self.shape) if entry.megatron_name in parameters]
-        mine = [(entry, parameters.pop(entry.megatron_name)) for entry in present]
+        present = [
+            placed for placed in placed_entries(self.shape, self.layout) if placed[0].megatron_name in parameters
+        ]
+        mine = [(entry, axis, parameters.pop(entry.megatron_name)) for entry, axis in present]
         if self.shape.tied_embeddings:
             parameters.pop(OUTPUT.name, None)  # the last stage's copy of what the first stage has
         assert not parameters, f"the name map does not know {sorted(parameters)}"
-        writers = self.adam.writers([parameter for _, parameter in mine])
-        for (entry, parameter), (is_writer, is_cut) in zip(mine, writers, strict=True):
-            axis = self.layout.axes[entry.axis]
+        writers = self.adam.writers([parameter for *_, parameter in mine])
+        for (entry, axis, parameter), (is_writer, is_cut) in zip(mine, writers, strict=True):
             for part in PARTS:
                 whole = self.adam.gather(parameter, part).cpu() if is_cut else None
                 if is_writer and entry.owned(axis.rank, axis.size):

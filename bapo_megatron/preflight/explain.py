@@ -13,7 +13,7 @@ from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB, planned_config
-from bapo_megatron.preflight.memory import TrainerMemory, fullest_rank, max_microbatches
+from bapo_megatron.preflight.memory import UNEVEN_LOAD, TrainerMemory, fullest_rank, max_microbatches
 from bapo_megatron.preflight.plan import (
     COMPUTE_SHARE,
     FULL,
@@ -48,7 +48,7 @@ def outline(config: Config) -> str:
             f"run        {config.run.name}: {plural(t.num_steps, 'step')}, "
             f"{plural(t.num_steps * num_updates, 'optimizer update')}",
             f"trainer    {plural(config.parallel.size, 'rank')} = tensor {p.tensor} x pipeline {p.pipeline} x context "
-            f"{p.context} x data {p.data}",
+            f"{p.context} x data {p.data}{f', experts shared out over {p.expert}' if p.expert > 1 else ''}",
             f"step       {plural(r.prompts_per_step, 'prompt')} x {plural(r.samples_per_prompt, 'sample')} = "
             f"{plural(num_sequences, 'sequence')}, at most "
             f"{plural(num_sequences * r.max_response_tokens, 'response token', ',')}",
@@ -245,6 +245,10 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
         f", {on_servers} for servers, {c.nodes * c.gpus_per_node - ranks - on_servers} idle"
     )
     yield from _memory(plan.trainer, "trainer GPU", f"of {plan.gpu_memory_gib:.1f}")
+    if plan.num_active < plan.num_parameters:
+        yield f"experts    a token uses {plan.num_active:,} of the model's {plan.num_parameters:,} parameters"
+    if held := plan.trainer.held.expert:
+        yield f"           a rank holds {held:,} in experts; memory for {UNEVEN_LOAD:.0%} more rows than an even load"
     if s := plan.server:
         yield (
             f"server     {s.weights / GIB:.1f} GiB weights and {max(0, s.kv_cache) / GIB:.1f} GiB KV cache on a GPU: "
@@ -269,9 +273,7 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
 
 
 def _memory(memory: TrainerMemory, where: str, limit: str = "") -> Iterator[str]:
-    yield (
-        f"memory     GiB on the fullest {where}: pipeline stage {memory.stage}, {memory.num_parameters:,} parameters"
-    )
+    yield (f"memory     GiB on the fullest {where}: pipeline stage {memory.stage}, {memory.held.total:,} parameters")
     for name, value, note in memory_parts(memory):
         yield f"           {name:<12}{value / GIB:8.2f}  {note}".rstrip()
     yield f"           {'peak':<12}{memory.total / GIB:8.2f}  {limit}".rstrip()

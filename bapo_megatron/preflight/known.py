@@ -87,6 +87,8 @@ _SOURCES = {
     "Qwen2.5-Math-7B": "Qwen/Qwen2.5-Math-7B",
     "OctoThinker-3B-Long-Zero": "OctoThinker/OctoThinker-3B-Long-Zero",
     "Qwen3-32B": "Qwen/Qwen3-32B",
+    "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
+    "Qwen3-235B-A22B": "Qwen/Qwen3-235B-A22B",
     "Llama-3.3-70B-Instruct": "meta-llama/Llama-3.3-70B-Instruct",
 }
 

@@ -10,12 +10,13 @@ Shape legend: T packed tokens of this rank, U in the whole pack (T x context), H
 import bisect
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.engines import engine_kind
-from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, hf_tensors, layer_entries, runs
+from bapo_megatron.config.schema import Config, ParallelConfig
+from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, layer_entries, runs
 from bapo_megatron.hf.splits import Entry
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
 from bapo_megatron.preflight.known import GIB
@@ -24,13 +25,53 @@ from bapo_megatron.preflight.placement import place
 _CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
 
 
-def layer_parameters(shape: ModelShape, layer: LayerShape, tensor: int) -> int:
-    """Count the parameters of one layer on one of `tensor` ranks; every rank has copies and experts in full."""
-    return sum(_of_rank(entry, tensor) for entry in layer_entries(shape, layer))
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Parameters that one rank holds. Example: Held(dense=395, expert=3624).total == 4019."""
+
+    dense: int  # copied by data and context ranks
+    expert: int = 0  # of experts that ranks share out: tensor, context and data ranks copy them, / parallel.expert
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+    def owned(self, config: Config) -> int:
+        """Count the parameters whose optimizer state this rank holds."""
+        if not config.optimizer.distributed:
+            return self.total
+        return -(-self.dense // num_copies(config.parallel)) + -(-self.expert // num_expert_copies(config.parallel))
 
 
-def _of_rank(entry: Entry, tensor: int) -> int:
-    return entry.num_values(tensor if entry.axis == "dense" else 1)
+def num_copies(p: ParallelConfig) -> int:
+    """Count the ranks that hold the same part of a parameter, which sum its gradient."""
+    return p.data * p.context
+
+
+def num_expert_copies(p: ParallelConfig) -> int:
+    """Count the ranks that hold the same expert, if ranks share out experts."""
+    return p.tensor * p.context * p.data // p.expert
+
+
+def _in_layers(shape: ModelShape, layers: Sequence[LayerShape], p: ParallelConfig) -> Held:
+    """Count the parameters of some layers on one rank."""
+    dense = expert = 0
+    for layer, number in runs(layers):
+        for entry, each, times in _counted(shape, layer, p):
+            if entry.axis == "dense":
+                dense += number * each * times
+            else:
+                expert += number * each * times
+    return Held(dense, expert)
+
+
+def _counted(shape: ModelShape, layer: LayerShape, p: ParallelConfig) -> Iterator[tuple[Entry, int, int]]:
+    """Yield the parameters of a layer, of experts only the first one's; how many values of it the first rank holds, and
+    how many such parameters."""
+    for entry in layer_entries(shape, layer, experts=[0]):
+        placed = entry if p.expert > 1 else entry.without_experts()
+        each = placed.num_values(p.tensor if placed.axis == "dense" else p.expert)
+        yield placed, each, 1 if entry.expert is None else entry.sizes["X"] // p.expert
 
 
 def embedding_parameters(shape: ModelShape, tensor: int) -> int:
@@ -38,47 +79,47 @@ def embedding_parameters(shape: ModelShape, tensor: int) -> int:
     return shape.padded_vocab_size(tensor) // tensor * shape.hidden_size
 
 
-def rank_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int) -> int:
+def rank_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> Held:
     """Count the parameters of one rank on `stage`, the same for all tensor, context and data ranks.
 
     Tied embeddings exist twice if the first and the last stage are different ranks.
     """
-    each = shape.num_layers // pipeline
-    own = shape.layers[stage * each : (stage + 1) * each]
-    count = sum(number * layer_parameters(shape, layer, tensor) for layer, number in runs(own))
-    first, last = stage == 0, stage == pipeline - 1
+    sizes = p.stage_sizes(shape.num_layers)
+    before = sum(sizes[:stage])
+    held = _in_layers(shape, shape.layers[before : before + sizes[stage]], p)
+    outside, first, last = 0, stage == 0, stage == p.pipeline - 1
     if first:
-        count += embedding_parameters(shape, tensor)
+        outside += embedding_parameters(shape, p.tensor)
     if last:
-        count += shape.hidden_size  # the final norm
+        outside += shape.hidden_size  # the final norm
         if not (first and shape.tied_embeddings):
-            count += embedding_parameters(shape, tensor)
-    return count
+            outside += embedding_parameters(shape, p.tensor)
+    return dataclasses.replace(held, dense=held.dense + outside)
 
 
-def critic_parameters(shape: ModelShape, *, tensor: int, pipeline: int, stage: int) -> int:
+def critic_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> int:
     """Count one rank's parameters of a critic, whose output layer is a single row of weights."""
-    count = rank_parameters(shape, tensor=tensor, pipeline=pipeline, stage=stage)
-    if stage < pipeline - 1:
+    count = rank_parameters(shape, p, stage).total
+    if stage < p.pipeline - 1:
         return count
     shares_embedding = stage == 0 and shape.tied_embeddings
-    return count + shape.hidden_size - (0 if shares_embedding else embedding_parameters(shape, tensor))
+    return count + shape.hidden_size - (0 if shares_embedding else embedding_parameters(shape, p.tensor))
 
 
-def largest_in_layer(shape: ModelShape, tensor: int) -> int:
+def largest_in_layer(shape: ModelShape, p: ParallelConfig) -> int:
     """Count the values in the largest parameter of a rank's layers."""
-    return max(_of_rank(entry, tensor) for layer, _ in runs(shape.layers) for entry in layer_entries(shape, layer))
+    return max(each for layer, _ in runs(shape.layers) for _, each, _ in _counted(shape, layer, p))
 
 
-def largest_parameter(shape: ModelShape, tensor: int) -> int:
+def largest_parameter(shape: ModelShape, p: ParallelConfig) -> int:
     """Count the values in a rank's largest parameter."""
-    return max(embedding_parameters(shape, tensor), largest_in_layer(shape, tensor))
+    return max(embedding_parameters(shape, p.tensor), largest_in_layer(shape, p))
 
 
 def model_parameters(shape: ModelShape) -> int:
     """Count the parameters in the model's checkpoint, which a weight sync sends."""
-    in_layers = sum(count * layer_parameters(shape, layer, 1) for layer, count in runs(shape.layers))
-    return in_layers + sum(_of_rank(entry, 1) for entry in entries(dataclasses.replace(shape, layers=())))
+    outside = entries(dataclasses.replace(shape, layers=()))
+    return _in_layers(shape, shape.layers, ParallelConfig()).total + sum(entry.num_values(1) for entry in outside)
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
@@ -99,15 +140,18 @@ def active_parameters(shape: ModelShape) -> int:
     idle = 0
     for layer, count in runs(shape.layers):
         if isinstance(mlp := layer.mlp, Experts):
-            of_experts = sum(_of_rank(entry, 1) for entry in layer_entries(shape, layer) if entry.axis == "expert")
-            idle += count * of_experts // mlp.num_experts * (mlp.num_experts - mlp.num_chosen)
+            of_experts = sum(
+                entry.num_values(1) for entry in layer_entries(shape, layer, experts=[0]) if entry.expert == 0
+            )
+            idle += count * of_experts * (mlp.num_experts - mlp.num_chosen)
     return model_parameters(shape) - idle
 
 
 def largest_tensor(shape: ModelShape) -> int:
     """Count the values in the largest tensor of the checkpoint."""
-    different = tuple(layer for layer, _ in runs(shape.layers))
-    return max(math.prod(size) for size in hf_tensors(dataclasses.replace(shape, layers=different)).values())
+    outside = entries(dataclasses.replace(shape, layers=()))
+    inside = (entry for layer, _ in runs(shape.layers) for entry in layer_entries(shape, layer, experts=[0]))
+    return max(math.prod(size) for entry in (*outside, *inside) for size in entry.hf_shapes)
 
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -117,15 +161,18 @@ BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs
 # Assumed, not measured: CUDA context with cuBLAS workspaces, and NCCL's buffers for the groups of one rank.
 CONTEXT_BYTES = int(1.0 * GIB)
 NCCL_BYTES = int(1.0 * GIB)
+UNEVEN_LOAD = 0.25  # assumed: rows that a rank's experts get beyond an even share; routers decide, so it has no bound
+ROUTER_BYTES = 6  # per token and expert: float32 probabilities, and masks of the choice
+CHOICE_BYTES = 32  # per token and chosen expert: its number and its place, twice
 FP8_BYTES = 2  # per weight: Transformer Engine keeps its FP8 value and, on Hopper, a transposed copy
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Bytes on one rank. Example: TrainerMemory(stage=0, weights=2_000, gradients=4_000, ...).total."""
+    """Bytes on one rank. Example: TrainerMemory(stage=0, held=Held(1_000), weights=2_000, gradients=4_000, ...)."""
 
     stage: int
-    num_parameters: int
+    held: Held
     # permanent
     weights: int
     gradients: int
@@ -159,23 +206,22 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
     """
     on_gpu = gpu_bytes is not None
     p, item = config.parallel, ITEM_BYTES[config.model.dtype]
-    count = rank_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
-    num_shards = p.data * p.context if config.optimizer.distributed else 1
-    owned = -(-count // num_shards)
+    held = rank_parameters(shape, p, stage)
+    count, owned = held.total, held.owned(config)
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
     critic = 0
     if not config.advantage.compares_responses:
-        values = critic_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage)
-        critic = values * (item + MASTER_BYTES) + -(-values // num_shards) * state
+        values = critic_parameters(shape, p, stage)
+        critic = values * (item + MASTER_BYTES) + Held(values).owned(config) * state
     layers = _Activations(config, shape, gpu_bytes)
     # a parameter's gradient briefly exists outside the gradient buffer; without overlap, the vocabulary's does not
     largest = largest_parameter if p.overlap_communication else largest_in_layer
-    working, logits = layers.backward() + largest(shape, p.tensor) * item, 0
+    working, logits = layers.backward() + largest(shape, p) * item, 0
     if stage == p.pipeline - 1 and layers.rows() + layers.logits() > working:
         working, logits = layers.rows(), layers.logits()
     return TrainerMemory(
         stage=stage,
-        num_parameters=count,
+        held=held,
         weights=count * item,
         gradients=count * MASTER_BYTES,
         optimizer=owned * state,
@@ -187,7 +233,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
         activations=layers.kept(stage),
         working=working,
         logits=logits,
-        update=owned * MASTER_BYTES if on_gpu else 2 * largest_parameter(shape, p.tensor) * MASTER_BYTES,
+        update=owned * MASTER_BYTES if on_gpu else 2 * largest_parameter(shape, p) * MASTER_BYTES,
         sync=_sync(config, shape) if stage == 0 else 0,
     )
 
@@ -236,12 +282,17 @@ def max_microbatches(config: Config) -> int:
     return -(-per_rank // per_microbatch)
 
 
+def layers_per_chunk(config: Config, shape: ModelShape) -> int:
+    """Count the layers of the largest chunk."""
+    return max(1, max(config.parallel.stage_sizes(shape.num_layers)) // config.parallel.virtual_pipeline)
+
+
 def recomputed_layers(config: Config, shape: ModelShape) -> int:
     """Count the layers of one chunk that are recomputed as a whole."""
-    t, p = config.train, config.parallel
+    t = config.train
     if not t.recompute or t.recompute_modules:
         return 0
-    layers = shape.num_layers // (p.pipeline * p.virtual_pipeline)
+    layers = layers_per_chunk(config, shape)
     return layers if t.recompute_layers is None else min(t.recompute_layers, layers)
 
 
@@ -273,7 +324,8 @@ def _sync(config: Config, shape: ModelShape) -> int:
     """Estimate rank 0's weight sync: two buckets, and a tensor gathered from its shards."""
     largest = largest_tensor(shape) * ITEM_BYTES[config.model.dtype]
     bucket = max(int(config.sync.bucket_mib * 2**20), largest)
-    gathered = 0 if config.parallel.tensor * config.parallel.pipeline == 1 else 2 * largest
+    p = config.parallel
+    gathered = 0 if p.tensor * p.pipeline * p.expert == 1 else 2 * largest
     if not engine_kind(config.rollout.engine).samples:
         return 0
     return 2 * bucket + gathered
@@ -293,7 +345,7 @@ class _Activations:
         self._Q = shape.num_heads * shape.head_dim // p.tensor
         self._K = shape.num_kv_heads * shape.head_dim // p.tensor
         self._V = shape.padded_vocab_size(p.tensor) // p.tensor
-        each = max(1, shape.num_layers // (p.pipeline * p.virtual_pipeline))
+        each = layers_per_chunk(config, shape)
         chunks = (shape.layers[first : first + each] for first in range(0, shape.num_layers, each))
         self._chunk = max(chunks, key=lambda chunk: sum(layer.mlp.active_rows for layer in chunk))
 
@@ -351,8 +403,25 @@ class _Activations:
 
     def _mlp(self, layer: LayerShape) -> int:
         """Count the bytes of the gated MLP: fc1's output (2), the product; unfused also the active gate, up + 0."""
+        if isinstance(layer.mlp, Experts):
+            return self._experts(layer.mlp)
         is_fused = not self._on_gpu or self._shape.activation in FUSED_ACTIVATIONS
         return (3 if is_fused else 5) * self._F(layer) * self._T * self._item
+
+    def _experts(self, mlp: Experts) -> int:
+        """Count the bytes of a mixture: for each row of an expert its input, fc1's output (2), the product, and that
+        times the router's weight; for each token, the router's probabilities and choices."""
+        of_rows = self._expert_rows(mlp) * self._item * (self._H + 4 * self._expert_size(mlp))
+        return of_rows + self._rows * (ROUTER_BYTES * mlp.num_experts + CHOICE_BYTES * mlp.num_chosen)
+
+    def _expert_rows(self, mlp: Experts) -> int:
+        """Count the rows that a rank's experts compute: with uneven load, more than their share."""
+        p = self._config.parallel
+        rows = self._rows * mlp.num_chosen
+        return int(rows * (1 + UNEVEN_LOAD)) if p.expert > 1 else rows * p.expert_tensor
+
+    def _expert_size(self, mlp: Experts) -> int:
+        return mlp.ffn_size // self._config.parallel.expert_tensor
 
     def _F(self, layer: LayerShape) -> int:
         return layer.mlp.active_rows // self._config.parallel.tensor
@@ -383,7 +452,11 @@ class _Activations:
     def backward(self) -> int:
         """Count the extra bytes of differentiating a layer: MLP gradients and, if recomputed, its activations."""
         widest = max(self._chunk, key=self._F)
-        gradients = self._T * self._item * 2 * self._F(widest) + 2 * self._rows * self._H * self._item
+        gradients = 2 * self._rows * self._H * self._item
+        if isinstance(mlp := widest.mlp, Experts):
+            gradients += self._expert_rows(mlp) * self._item * (2 * self._H + 2 * self._expert_size(mlp))
+        else:
+            gradients += self._T * self._item * 2 * self._F(widest)
         if self._config.parallel.sequence:
             gradients += 2 * self._T * self._H * self._item  # gathered input of a linear, and its gradient
         if recomputed_layers(self._config, self._shape) == len(self._chunk):

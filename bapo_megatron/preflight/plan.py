@@ -20,10 +20,14 @@ from bapo_megatron.preflight import work
 from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.known import GIB, GPU, GPUS, planned_config
 from bapo_megatron.preflight.memory import (
+    Held,
     TrainerMemory,
+    active_parameters,
     fullest_rank,
     host_bytes,
+    layers_per_chunk,
     max_microbatches,
+    model_parameters,
     plans_forwards_first,
     recomputed_layers,
     searches_exactly,
@@ -51,6 +55,8 @@ CHOSEN = (
 LAYOUT = (
     *RANKS,
     "parallel.virtual_pipeline",
+    "parallel.last_stage_layers",
+    "parallel.expert",
     "parallel.sequence",
     "train.minibatches_per_step",
     "model.path",
@@ -67,6 +73,8 @@ MEMORY = (
     "precision.fp8",
     "precision.fp8_params",
     "parallel.virtual_pipeline",
+    "parallel.last_stage_layers",
+    "parallel.expert",
     "parallel.sequence",
     "parallel.overlap_communication",
     "cluster",
@@ -127,6 +135,8 @@ class RunPlan:
 
     gpu: GPU
     gpu_memory_gib: float
+    num_parameters: int  # the model's
+    num_active: int  # parameters that one token uses
     trainer: TrainerMemory  # the fullest rank's
     server: ServerMemory | None  # None without SGLang servers
     tokens: work.StepTokens
@@ -188,18 +198,20 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
         least = decode_seconds(config, shape, gpu, server, tokens)
         messages = work.decode_messages_seconds(config, shape, server, tokens)
         rollout = Seconds(least, least / LINK_SHARE + messages)
-    train = _train_seconds(config, shape, gpu, tokens, trainer.num_parameters, passes, flops)
+    train = _train_seconds(config, shape, gpu, tokens, trainer.held, passes, flops)
     peak_flops = config.parallel.size * gpu.flops(config.model.dtype)
     return RunPlan(
         gpu=gpu,
         gpu_memory_gib=memory_gib,
+        num_parameters=model_parameters(shape),
+        num_active=active_parameters(shape),
         trainer=trainer,
         server=server,
         tokens=tokens,
         flops=flops,
         recompute=_recomputed(config, shape),
         mfu=work.model_flops(config, shape, tokens) / (train.expected * peak_flops),
-        unused=tuple(_unused(given, scores=passes > 0)),
+        unused=tuple(_unused(given, shape, scores=passes > 0)),
         host_bytes=host_bytes(config, shape),
         train=train,
         rollout=rollout,
@@ -228,7 +240,7 @@ def with_recompute(config: Config, shape: ModelShape) -> Config:
     if t.recompute is not None or t.recompute_layers is not None or t.recompute_modules or c.gpu is None:
         return config
     gpu_bytes = int((c.gpu_memory_gib or GPUS[c.gpu].memory_gib) * GIB)
-    num_layers = max(1, shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline))
+    num_layers = layers_per_chunk(config, shape)
 
     def recomputing(count: int) -> Config:
         layers = count if 0 < count < num_layers else None
@@ -244,25 +256,25 @@ def with_recompute(config: Config, shape: ModelShape) -> Config:
 def _recomputed(config: Config, shape: ModelShape) -> str:
     if modules := config.train.recompute_modules if config.train.recompute else ():
         return f"{' and '.join(modules)} of every layer"
-    layers = shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline)
-    return f"{recomputed_layers(config, shape)} of {plural(layers, 'layer')} on a rank"
+    return f"{recomputed_layers(config, shape)} of {plural(layers_per_chunk(config, shape), 'layer')} on a rank"
 
 
-def _unused(config: Config, *, scores: bool) -> Iterator[str]:
+def _unused(config: Config, shape: ModelShape, *, scores: bool) -> Iterator[str]:
     """Yield the settings that would make training faster and are not used (docs/performance.md).
 
     Args:
         scores: whether updates have scoring passes.
     """
     p, r = config.parallel, config.rollout
-    has_fp8 = config.cluster.gpu != "a100"
+    is_new = config.cluster.gpu != "a100"
+    has_fp8 = is_new and shape.experts is None
     levers = {
         "train.recompute=false": config.train.recompute,
         'bapo.scope="lagged"': scores and searches_exactly(config),
         'precision.fp8="hybrid"': has_fp8 and not config.precision.uses_fp8,
         "parallel.overlap_communication=true": p.data * p.context > 1 and not p.overlap_communication,
         "parallel.virtual_pipeline=2": p.pipeline > 1 and p.virtual_pipeline == 1,
-        "sglang.extra.enable_nccl_nvls=true": has_fp8
+        "sglang.extra.enable_nccl_nvls=true": is_new
         and engine_kind(r.engine).section == "sglang"
         and p.tensor * p.data > 1
         and not config.sglang.extra.get("enable_nccl_nvls"),
@@ -355,7 +367,7 @@ def memory_problems(config: Config, plan: RunPlan) -> list[Violation]:
 
 
 def _train_seconds(
-    config: Config, shape: ModelShape, gpu: GPU, tokens: work.StepTokens, parameters: int, passes: int, flops: float
+    config: Config, shape: ModelShape, gpu: GPU, tokens: work.StepTokens, held: Held, passes: int, flops: float
 ) -> Seconds:
     """Estimate one step's updates and scoring passes."""
     p, t = config.parallel, config.train
@@ -365,8 +377,9 @@ def _train_seconds(
     sharing, stage = p.tensor * p.context, p.tensor * p.context * p.data  # consecutive ranks
     sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.nvlink_bytes_per_s
     sending += work.context_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, sharing)
+    sending += work.expert_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, max(p.expert, p.tensor))
     sending += work.pipeline_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, config.parallel.size)
-    sending += updates * work.gradient_bytes(config, parameters) / _link(config, gpu, stage)
+    sending += updates * work.gradient_bytes(config, held) / _link(config, gpu, stage)
     return Seconds(computing + sending, computing / COMPUTE_SHARE + sending / LINK_SHARE)
 
 

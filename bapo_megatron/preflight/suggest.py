@@ -5,6 +5,7 @@ Times within a tenth of the fastest count as equal, since the assumed rates are 
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -229,11 +230,22 @@ def _layouts(config: Config, shape: ModelShape, ranks: int) -> Iterator[Change]:
         layout = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data, "sequence": tensor > 1}
         if config.parallel.virtual_pipeline > 1 and pipeline != config.parallel.pipeline:
             layout["virtual_pipeline"] = 1
-        yield {
-            "parallel": layout,
-            "train": {"recompute": recompute},
-            "optimizer": {"distributed": data * context > 1},
-        }
+        if config.parallel.last_stage_layers is not None:
+            layout["last_stage_layers"] = None
+        for expert in _expert_sizes(shape, tensor * context * data, c.gpus_per_node):
+            yield {
+                "parallel": layout | expert,
+                "train": {"recompute": recompute},
+                "optimizer": {"distributed": data * context > 1},
+            }
+
+
+def _expert_sizes(shape: ModelShape, ranks: int, gpus_per_node: int) -> list[dict[str, int]]:
+    """Return values of `parallel.expert`: the largest, and the largest within a machine; none for a dense model."""
+    if shape.experts is None:
+        return [{}]
+    largest = math.gcd(shape.experts.num_experts, ranks)
+    return [{"expert": size} for size in dict.fromkeys((math.gcd(largest, gpus_per_node), largest))]
 
 
 def _with(config: Config, change: Change) -> Config:
@@ -291,6 +303,8 @@ def _changes(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Iterat
         yield {"train": {"schedule": "interleaved"}}
     if p.data * p.context > 1:
         yield {"optimizer": {"distributed": True}}
+    if shape.experts is not None:
+        yield {"parallel": {"expert": 2 * p.expert}}
     if p.data % 2 == 0:
         if config.cluster.gpus_per_node % (2 * p.tensor) == 0:
             yield {"parallel": {"tensor": 2 * p.tensor, "sequence": True, "data": p.data // 2}}

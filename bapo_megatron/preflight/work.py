@@ -15,8 +15,12 @@ from bapo_megatron.preflight.known import GIB, GPU
 from bapo_megatron.preflight.memory import (
     ITEM_BYTES,
     MASTER_BYTES,
+    Held,
     active_parameters,
+    layers_per_chunk,
     model_parameters,
+    num_copies,
+    num_expert_copies,
     recomputed_layers,
     searches_exactly,
 )
@@ -73,8 +77,7 @@ def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_pa
 
 def recomputed_share(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
     """Return the share of the layers' forward FLOPs that the backward pass repeats."""
-    layers_per_chunk = shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline)
-    whole = recomputed_layers(config, shape) / layers_per_chunk
+    whole = recomputed_layers(config, shape) / layers_per_chunk(config, shape)
     attention = shape.num_layers * 2 * shape.num_heads * shape.head_dim * tokens.per_sequence
     mlp = sum(2 * layer.mlp.weights_of_token(shape.hidden_size) for layer in shape.layers)
     of_layers = {"core_attn": attention, "mlp": mlp}
@@ -100,13 +103,27 @@ def bubble(config: Config, num_microbatches: int) -> float:
 
 
 def tensor_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
-    """Count the bytes one rank sends per step: two all-reduces of hidden states per layer and pass."""
+    """Count the bytes one rank sends per step: two all-reduces of hidden states per layer and pass; with experts one,
+    for attention."""
     p = config.parallel
     if p.tensor == 1:
         return 0.0
     reducing = 2 * (p.tensor - 1) / p.tensor * _hidden_bytes(config, shape, tokens)
-    recomputed = 0.5 * ("mlp" in _recomputed_modules(config))
-    return reducing * shape.num_layers / p.pipeline * 2 * _passes(config, shape, scoring_passes, recomputed)
+    of_mlp = shape.experts is None
+    recomputed = 0.5 * (of_mlp and "mlp" in _recomputed_modules(config))
+    return reducing * shape.num_layers / p.pipeline * (1 + of_mlp) * _passes(config, shape, scoring_passes, recomputed)
+
+
+def expert_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
+    """Count the bytes one rank sends per step: each token's hidden state goes to the ranks of its experts, and back, in
+    every layer and pass. Loads are assumed to be even."""
+    p = config.parallel
+    if shape.experts is None:
+        return 0.0
+    share = (p.expert - 1) / p.expert if p.expert > 1 else p.tensor - 1  # without sharing out, all-gathers of rows
+    each = _hidden_bytes(config, shape, tokens) / p.tensor * shape.experts.num_chosen * share
+    recomputed = float("mlp" in _recomputed_modules(config))
+    return 2 * each * shape.num_layers / p.pipeline * _passes(config, shape, scoring_passes, recomputed)
 
 
 def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
@@ -141,15 +158,14 @@ def _passes(config: Config, shape: ModelShape, scoring_passes: int, recomputed: 
     Args:
         recomputed: share of a layer's messages that its recomputed modules send again.
     """
-    layers_per_chunk = shape.num_layers // (config.parallel.pipeline * config.parallel.virtual_pipeline)
-    again = recomputed + recomputed_layers(config, shape) / layers_per_chunk
+    again = recomputed + recomputed_layers(config, shape) / layers_per_chunk(config, shape)
     return config.train.epochs_per_step * (2 + again) + scoring_passes
 
 
-def gradient_bytes(config: Config, num_parameters: int) -> float:
-    """Count the bytes one rank sends per update: gradients are summed over data and context ranks in float32."""
-    shards = config.parallel.data * config.parallel.context
-    return 2 * (shards - 1) / shards * num_parameters * MASTER_BYTES
+def gradient_bytes(config: Config, held: Held) -> float:
+    """Count the bytes one rank sends per update: gradients are summed over the ranks with copies in float32."""
+    summed = ((held.dense, num_copies(config.parallel)), (held.expert, num_expert_copies(config.parallel)))
+    return sum(2 * (copies - 1) / copies * count * MASTER_BYTES for count, copies in summed if count)
 
 
 def sync_bytes(config: Config, shape: ModelShape) -> int:

@@ -11,7 +11,10 @@ tensors on the CPU. The torch module itself is unchanged, so other libraries are
 `LanguageModule.setup_embeddings_and_output_layer` (language_module.py) calls `Tensor.cuda()`, which is an identity
 only during that call. `DistributedOptimizer._build_model_and_main_param_groups` (distrib_optimizer.py) and
 `Float16OptimizerWithFloat16Params.__init__` (optimizer.py) recognise types by names such as "torch.cuda.FloatTensor",
-which `Tensor.type()` returns only during these calls.
+which `Tensor.type()` returns only during these calls. The dispatcher of tokens to experts gets the sizes for
+all-to-all as arrays (token_dispatcher.py): Megatron makes arrays only of tensors that were on a GPU, and torch takes no
+tensors there. `te_general_gemm` (moe_utils.py) is None, as without Transformer Engine in 0.19.2; 0.16.1 leaves the name
+unbound and asks for it.
 
 When it can go: when megatron-core takes the device from the process group or the parameters.
 
@@ -43,6 +46,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "optimizer.optimizer": ("tensor", "cuda"),
     "optimizer.distrib_optimizer": ("cuda",),
     "optimizer.clip_grads": ("tensor", "zeros"),
+    "transformer.moe.router": ("cuda",),
+    "transformer.moe.token_dispatcher": ("cuda",),
 }
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
@@ -68,6 +73,9 @@ class _NoStream:
     def wait_event(self, *_: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
 
+    def record_event(self, *_: Any) -> "_NoStream":
+        return self
+
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
@@ -78,6 +86,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return create
+
+
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Stand in for `maybe_move_tensor_to_cpu`, for tensors that are there already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -218,3 +231,9 @@ def apply() -> None:
             construct(*args, **kwargs)
 
     mixed.__init__ = construct_on_cpu
+
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _to_cpu
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

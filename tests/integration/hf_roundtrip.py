@@ -158,7 +158,7 @@ def check_models(root: Path, names: list[str], layout: dict[str, Any], tolerance
     Args:
         tolerance: the largest absolute difference of logits and log-probs.
     """
-    num_processes = layout.get("tensor", 1) * layout.get("pipeline", 1)
+    num_processes = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("data", 1)
     run_distributed(check_models_of_rank, num_processes, root, names, layout, tolerance)
     for name in names:
         check_saved(root / name)

@@ -1,10 +1,13 @@
-"""Every layout against one process, measured. scripts/layouts_page.py shows the figures of layouts.json.
+"""Every layout against one process, and with experts against transformers, measured.
+
+scripts/layouts_page.py shows the figures of layouts.json.
 
 python -m tests.integration.layouts        measures, and writes layouts.json
 """
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,12 +22,18 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.types import Batch, ClipBounds
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import (
     ADAM_EPS,
+    MIXTURE,
     SEARCH,
     TEMPERATURE,
+    literal_bounds,
+    literal_loss,
+    load_float64,
     random_batch,
+    reference_update,
     save_random_model,
 )
 
@@ -47,6 +56,7 @@ class Layout:
     distributed: bool = False
     recompute: bool = False
     max_tokens: int = 40
+    schedule: str = "auto"
 
     @property
     def num_processes(self) -> int:
@@ -66,6 +76,7 @@ class Layout:
                     "logprob_chunk_tokens": 13,
                     "recompute": self.recompute,
                     "max_tokens_per_microbatch": self.max_tokens,
+                    "schedule": self.schedule,
                 },
             }
         )
@@ -103,14 +114,40 @@ LAYOUTS = (
 )
 
 
+EP, EP4 = {"expert": 2}, {"expert": 4}
+EXPERT_LAYOUTS = (
+    Layout("one process"),
+    Layout("recompute, interleaved", recompute=True, schedule="interleaved"),
+    Layout("DP2, distributed optimizer", DP, distributed=True),
+    Layout("EP2", DP | EP, schedule="interleaved"),
+    Layout("EP2, forwards first", DP | EP, schedule="forwards_first"),
+    Layout("EP2, distributed optimizer, overlapped", DP | EP | {"overlap_communication": True}, distributed=True),
+    Layout("EP2, distributed optimizer, recompute", DP | EP, distributed=True, recompute=True),
+    Layout("TP2 + SP, experts split by TP", SP),
+    Layout("TP2 + SP x EP2", SP | EP),
+    Layout("CP2 x EP2", CP | EP),
+    Layout("PP2, 3 + 1 layers", PP | {"last_stage_layers": 1}),
+    Layout("EP4", {"data": 4} | EP4),
+    Layout("DP2 x EP2, distributed optimizer", {"data": 4} | EP, distributed=True),
+    Layout("TP4 + SP x EP2", {"tensor": 4, "sequence": True} | EP),
+    Layout("TP2 + SP x DP2 x EP4, distributed optimizer", SP | DP | EP4, distributed=True),
+    Layout("CP2 x DP2 x EP4, recompute", CP | DP | EP4, recompute=True),
+    Layout("PP2 x EP2", PP | DP | EP),
+    Layout("PP2 x VPP2 x EP2, distributed optimizer", VPP | DP | EP, distributed=True),
+    Layout("TP2 + SP x PP2 x EP2, recompute", SP | PP | EP, recompute=True),
+)
+EXPERT_RHO0 = 0.25
+
+
 def measure(rank: int, world_size: int, root: Path) -> None:
     """Save what NUM_UPDATES updates of every layout with `world_size` processes give, one file per model."""
-    for number, layout in enumerate(LAYOUTS):
-        if layout.num_processes == world_size:
-            for family, rho0 in FAMILIES.items():
-                result = _updates(layout.config(rho0), root / family)
-                if rank == 0:
-                    torch.save(result, root / f"{family}-{number}.pt")
+    for layouts, families in ((LAYOUTS, FAMILIES), (EXPERT_LAYOUTS, {MIXTURE: EXPERT_RHO0})):
+        for number, layout in enumerate(layouts):
+            if layout.num_processes == world_size:
+                for family, rho0 in families.items():
+                    result = _updates(layout.config(rho0), root / family)
+                    if rank == 0:
+                        torch.save(result, root / f"{family}-{number}.pt")
 
 
 def _updates(config: Config, model: Path) -> dict[str, list[Any]]:
@@ -132,9 +169,33 @@ def _updates(config: Config, model: Path) -> dict[str, list[Any]]:
     return result
 
 
+def _transformers_updates(folder: Path) -> dict[str, list[Any]]:
+    """Return the same updates of the mixture as transformers makes them, in float64, with literal formulas."""
+    model, search = load_float64(folder), SEARCH.model_copy(update={"rho0": EXPERT_RHO0})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0)
+    result: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "bounds": []}
+
+    def loss_of(log_probs_T: Tensor, batch: Batch) -> Tensor:
+        low, high, share = literal_bounds(log_probs_T.detach(), batch, search)
+        num_moves = search.low.points.index(low) + search.high.points.index(high)
+        result["bounds"].append([(low, high, num_moves)])
+        return literal_loss(log_probs_T, batch, ClipBounds(low, high, share, saturated=False, num_moves=num_moves))
+
+    for _ in range(NUM_UPDATES):
+        update = reference_update(model, random_batch(), loss_of=loss_of)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
+        optimizer.step()
+        scale = min(1.0, CLIP_GRAD / (update.grad_norm + 1e-6))
+        result["losses"].append(update.loss)
+        result["norms"].append(update.grad_norm)
+        result["gradients"].append({name: (g * scale).float() for name, g in update.gradients.items()})
+    return result
+
+
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between one layout and the single process over all updates, for one model."""
+    """The largest difference between one layout and the single process, or transformers, over all updates, for one
+    model."""
 
     loss: float  # relative
     gradient: float  # |g - g1| / |g1| of a parameter, clipped gradients; the largest over parameters
@@ -159,9 +220,13 @@ def compare(got: dict[str, list[Any]], single: dict[str, list[Any]]) -> Differen
     )
 
 
-def measure_all(root: Path) -> dict[str, dict[str, Difference]]:
-    """Return {title: {model: Difference}} of all layouts except the first (one process); runs up to 8 processes."""
-    for family in FAMILIES:
+Differences = dict[str, dict[str, Difference]]  # by title and model
+
+
+def measure_all(root: Path) -> tuple[Differences, Differences]:
+    """Return the differences of all dense layouts but the first (one process) from that one, and of all layouts with
+    experts from transformers; runs up to 8 processes."""
+    for family in (*FAMILIES, MIXTURE):
         save_random_model(family, root / family)
     for world_size in sorted({layout.num_processes for layout in LAYOUTS}):
         run_distributed(measure, world_size, root)
@@ -170,21 +235,30 @@ def measure_all(root: Path) -> dict[str, dict[str, Difference]]:
         return torch.load(root / f"{family}-{number}.pt", weights_only=True)
 
     singles = {family: load(family, 0) for family in FAMILIES}
-    for single in singles.values():
+    mixture = _transformers_updates(root / MIXTURE)
+    for single in (*singles.values(), mixture):
         assert min(single["norms"]) > 2 * CLIP_GRAD, f"clipping would not act on gradients of norm {single['norms']}"
         assert len({bounds for (bounds,) in single["bounds"]}) == NUM_UPDATES, "the bounds should move between updates"
-    return {
+    dense = {
         layout.title: {family: compare(load(family, number), singles[family]) for family in FAMILIES}
         for number, layout in enumerate(LAYOUTS)
         if number > 0
     }
+    with_experts = {
+        layout.title: {MIXTURE: compare(load(MIXTURE, number), mixture)} for number, layout in enumerate(EXPERT_LAYOUTS)
+    }
+    return dense, with_experts
 
 
-def rows(differences: dict[str, dict[str, Difference]]) -> list[dict[str, Any]]:
-    """Return the rows of layouts.json."""
-    processes = {layout.title: layout.num_processes for layout in LAYOUTS}
+def rows(differences: Differences, layouts: Sequence[Layout]) -> list[dict[str, Any]]:
+    """Return rows of layouts.json, with two digits: more are noise."""
+
+    def rounded(one: Difference) -> dict[str, Any]:
+        return {name: value if name == "same_bounds" else float(f"{value:.1e}") for name, value in asdict(one).items()}
+
+    processes = {layout.title: layout.num_processes for layout in layouts}
     return [
-        {"layout": title, "processes": processes[title], "models": {f: asdict(d) for f, d in by_family.items()}}
+        {"layout": title, "processes": processes[title], "models": {f: rounded(d) for f, d in by_family.items()}}
         for title, by_family in differences.items()
     ]
 
@@ -192,7 +266,9 @@ def rows(differences: dict[str, dict[str, Difference]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, and write the figures."""
     with tempfile.TemporaryDirectory() as folder:
-        result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "rows": rows(measure_all(Path(folder)))}
+        dense, with_experts = measure_all(Path(folder))
+    tables = {"rows": rows(dense, LAYOUTS), "rows_with_experts": rows(with_experts, EXPERT_LAYOUTS)}
+    result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", **tables}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

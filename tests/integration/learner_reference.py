@@ -49,12 +49,19 @@ FAMILIES = {
     ),
     "gemma": lambda: transformers.GemmaConfig(**_SIZES, head_dim=16),
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MIXTURE = "qwen3_moe"
+
+
+def make_mixture() -> transformers.Qwen3MoeConfig:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    return transformers.Qwen3MoeConfig(**_SIZES | heads | _EXPERTS, norm_topk_prob=True)
 
 
 def save_random_model(family: str, folder: Path) -> None:
     """Save a tiny checkpoint with no weight value that a mistake in the name map could hit by chance."""
     torch.manual_seed(5)
-    config = FAMILIES[family]()
+    config = make_mixture() if family == MIXTURE else FAMILIES[family]()
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -65,9 +72,12 @@ def save_random_model(family: str, folder: Path) -> None:
 
 
 def load_float64(folder: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="sdpa", local_files_only=True
     )
+    if model.config.model_type == MIXTURE:
+        model.set_experts_implementation("eager")  # the other one has no float64
+    return model
 
 
 def random_batch(num_sequences: int = 9) -> Batch:
@@ -140,13 +150,27 @@ def reference_update(
         reference_T, estimator, weight = kl
         total = total + weight * literal_kl(log_probs_T, reference_T, estimator, batch)
     total.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    gradients = _as_saved({name: p.grad.clone() for name, p in model.named_parameters()})
     grad_norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
     if optimizer is not None:
         optimizer.step()
     metrics = literal_metrics(log_probs_T.detach(), entropy_T.detach(), batch, version)
     bounds = literal_bounds(log_probs_T.detach(), batch)
     return Reference(log_probs_T.detach(), entropy_T.detach(), loss.item(), gradients, grad_norm, metrics, bounds)
+
+
+def _as_saved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take experts apart that transformers fuses in memory, but not in checkpoints."""
+    found = {}
+    for name, tensor in tensors.items():
+        layer, _, fused = name.partition(".experts.")
+        for number, one in enumerate(tensor if fused else ()):
+            parts = one.chunk(2) if fused == "gate_up_proj" else [one]
+            for part, values in zip(("gate", "up") if len(parts) > 1 else ("down",), parts, strict=True):
+                found[f"{layer}.experts.{number}.{part}_proj.weight"] = values
+        if not fused:
+            found[name] = tensor
+    return found
 
 
 def literal_loss(log_probs_T: Tensor, batch: Batch, bounds: ClipBounds = BOUNDS) -> Tensor:

@@ -104,8 +104,13 @@ class SendingGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, *_: Any) -> dist.Work:
-        return self._exchange(input.chunk(self.size()), output.chunk(self.size()))
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], _: Any
+    ) -> dist.Work:
+        """Exchange rows: even shares if there are no numbers of rows."""
+        outgoing = input.split(list(sent)) if len(sent) else input.chunk(self.size())
+        incoming = output.split(list(received)) if len(received) else output.chunk(self.size())
+        return self._exchange(outgoing, incoming)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _: Any) -> dist.Work:
         return self._exchange(inputs * self.size(), outputs[0])

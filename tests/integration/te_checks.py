@@ -29,7 +29,14 @@ from bapo_megatron.learner import attention, megatron, policy, split_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import Machine
 from bapo_megatron.types import ClipBounds, MiniBatch
-from tests.integration.learner_reference import Reference, literal_loss, load_float64, random_batch, reference_update
+from tests.integration.learner_reference import (
+    MIXTURE,
+    Reference,
+    literal_loss,
+    load_float64,
+    random_batch,
+    reference_update,
+)
 from tests.integration.learner_updates import make_config, pack
 from tests.integration.te_stand_ins import CALLS, HOPPER
 from tests.integration.test_no_waiting import Reads, watching
@@ -185,6 +192,16 @@ def check_families(root: Path) -> None:
         check_near(f"{family}, one to the other", engine, local)
 
 
+def check_mixture(root: Path, **sections: Any) -> None:
+    """Compare an update of experts in grouped linears with transformers, and let the weights leave as they came."""
+    with engine_learner(root / MIXTURE, **sections) as learner:
+        kinds = {type(module).__name__ for module in learner.model.modules()}
+        assert {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"} <= kinds
+        check_weights(learner, root / MIXTURE)
+        exact = expected(learner)
+        check_near("experts in grouped linears", update(learner), exact)
+
+
 def check_schedules(root: Path) -> None:
     """Check that updates are the same in each order of passes, whatever is overwritten or computed again."""
     cases: list[tuple[dict[str, Any], bool, bool]] = [  # [train], a scoring pass comes first, the first pass overwrites
@@ -229,6 +246,7 @@ def check_fp8(root: Path) -> None:
 
 def check_one_process(rank: int, world_size: int, root: Path) -> None:
     check_families(root)
+    check_mixture(root)
     check_schedules(root)
     check_waits(root)
     for distributed in (False, True):
@@ -239,6 +257,8 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
 def check_two_processes(rank: int, world_size: int, root: Path) -> None:
     """Compare layouts with transformers, and with and without a scoring pass; resume."""
     split_model.DistributedDataParallelConfig = SmallBuckets  # type: ignore[misc]
+    check_mixture(root, parallel={"data": 2, "expert": 2}, distributed=True)
+    check_mixture(root, parallel={"tensor": 2, "sequence": True})
     cases: list[tuple[str, dict[str, Any]]] = [
         ("qwen3", {"tensor": 2, "sequence": True}),
         ("llama_biases", {"tensor": 2, "sequence": True}),

@@ -149,6 +149,7 @@ def _compiled() -> ModuleType:
     own = (FP8FwdTensors, FP8BwdTensors, generic_gemm, rmsnorm_fwd, rmsnorm_bwd, fused_rope_forward)
     own += (fused_rope_backward, get_fused_attn_backend, fused_attn_fwd, fused_attn_bwd, multi_tensor_adam)
     own += (multi_tensor_l2norm, multi_tensor_scale, get_cudnn_version, get_cublasLt_version)
+    own += (te_general_grouped_gemm, get_num_cublas_streams)
     module.__dict__.update({one.__name__: one for one in own})
     return module
 
@@ -159,6 +160,10 @@ def get_cudnn_version() -> int:
 
 def get_cublasLt_version() -> int:
     return 130100
+
+
+def get_num_cublas_streams() -> int:
+    return 4
 
 
 def generic_gemm(
@@ -190,7 +195,7 @@ def generic_gemm(
     A linear's output is ("TN", its weight, its input), its input's gradient ("NN", weight, output's gradient), its
     weight's gradient ("NT", input, output's gradient).
     """
-    assert A.dtype == B.dtype == torch.bfloat16
+    assert A.dtype == B.dtype
     assert quantizer is comm_overlap is comm_type is extra_output is None
     assert gelu is bulk_overlap is False
     assert (alpha, beta) == (1, int(accumulate))
@@ -211,6 +216,38 @@ def generic_gemm(
         result = out.to(_DTYPES[output_dtype or "kBFloat16"])
         result = result if transb else result.view(*B.shape[:-1], -1)
     return result, bias_grad, None, None
+
+
+def te_general_grouped_gemm(
+    A: list[Tensor],
+    transa: bool,
+    B: list[Tensor],
+    transb: bool,
+    D: list[Tensor],
+    D_type: _Name,
+    m_splits: list[int],
+    bias: list[Tensor],
+    bias_type: _Name,
+    single_output: bool,
+    pre_gelu_out: list[Tensor],
+    grad: bool,
+    workspace: list[Tensor],
+    workspaceSize: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> list[Tensor]:
+    """Write or add each expert's product to its tensor of D, or to its rows of the only one; see `generic_gemm`."""
+    targets = D[0].split(m_splits) if single_output else D
+    for a, b, target in zip(A, B, targets, strict=True):
+        assert a.dtype == b.dtype == torch.bfloat16
+        out = (b.float().T if transb else b.float()) @ (a.float().T if transa else a.float())
+        if accumulate:
+            target.add_(out)
+        else:
+            target.copy_(out)  # without rows, a weight's gradient is zero
+    _note("grouped_gemm", layout="NT"[transa] + "NT"[transb], into=D[0].dtype, accumulate=accumulate)
+    return bias
 
 
 def rmsnorm_fwd(

@@ -14,15 +14,14 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.learner import megatron
 from bapo_megatron.learner.megatron import MegatronLearner
 from tests.distributed import run_distributed
-from tests.integration.learner_reference import BOUNDS, random_batch, save_random_model
+from tests.integration.learner_reference import BOUNDS, MIXTURE, random_batch, save_random_model
 from tests.integration.learner_updates import TOKENS, make_config
 
 ROUNDING = 0.1  # mean difference of log-probs around -4, in nats: bfloat16 has 8 bits
 LR = 1e-3
 
 
-def make_learner(folder: Path, dtype: str, *, distributed: bool) -> MegatronLearner:
-    parallel = {"data": 2} if distributed else {"tensor": 2}
+def make_learner(folder: Path, dtype: str, *, parallel: dict[str, int], distributed: bool) -> MegatronLearner:
     config = make_config(
         distributed=distributed,
         model={"dtype": dtype},
@@ -32,12 +31,12 @@ def make_learner(folder: Path, dtype: str, *, distributed: bool) -> MegatronLear
     return MegatronLearner(config, folder)
 
 
-def check_updates(rank: int, world_size: int, root: Path, distributed: bool) -> None:
+def check_updates(rank: int, world_size: int, root: Path, parallel: dict[str, int], distributed: bool) -> None:
     """Compare two updates with float32's, and two resumed ones with the uninterrupted ones."""
     megatron.check_machine = lambda *_: None  # type: ignore[assignment]
     found: dict[str, list[Any]] = {}
     for dtype in ("float32", "bfloat16"):
-        learner = make_learner(root / "model", dtype, distributed=distributed)
+        learner = make_learner(root / "model", dtype, parallel=parallel, distributed=distributed)
         minibatch = one_minibatch(random_batch(), max_tokens=TOKENS, share=learner.share)
         store = CheckpointStore(root / f"run-{dtype}", CheckpointConfig())
         start = {name: weight.clone() for name, weight in learner.weights().whole()}
@@ -51,7 +50,7 @@ def check_updates(rank: int, world_size: int, root: Path, distributed: bool) -> 
             assert all(bool((end[name] != start[name]).any()) for name in end), "an update changed nothing"
         parallel_state.destroy_model_parallel()
 
-        resumed = make_learner(root / "model", dtype, distributed=distributed)
+        resumed = make_learner(root / "model", dtype, parallel=parallel, distributed=distributed)
         assert store.resume({"learner": resumed}) is not None
         again = resumed.step(minibatch, BOUNDS)
         assert again.metrics == second.metrics
@@ -65,10 +64,19 @@ def check_updates(rank: int, world_size: int, root: Path, distributed: bool) -> 
         assert mine.metrics["optimizer/grad_norm"] == pytest.approx(other.metrics["optimizer/grad_norm"], rel=0.05)
 
 
-@pytest.mark.parametrize("distributed", [False, True])
-def test_updates_equal_float32s_up_to_rounding_and_resume_bit_for_bit(tmp_path: Path, distributed: bool) -> None:
-    save_random_model("qwen3", tmp_path / "model")
-    run_distributed(check_updates, 2, tmp_path, distributed)
+@pytest.mark.parametrize(
+    ("family", "parallel", "distributed"),
+    [
+        ("qwen3", {"tensor": 2}, False),
+        ("qwen3", {"data": 2}, True),
+        pytest.param(MIXTURE, {"data": 2, "expert": 2}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_updates_equal_float32s_up_to_rounding_and_resume_bit_for_bit(
+    tmp_path: Path, family: str, parallel: dict[str, int], distributed: bool
+) -> None:
+    save_random_model(family, tmp_path / "model")
+    run_distributed(check_updates, 2, tmp_path, parallel, distributed)
 
 
 def test_a_run_on_a_cpu_is_refused(tmp_path: Path) -> None:

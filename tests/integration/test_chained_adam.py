@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import Module, Parameter
 
 from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT
+from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.learner.adam import ChainedAdam
 from bapo_megatron.learner.parallel import ParallelLayout
 from bapo_megatron.learner.split_model import TrainedModel
@@ -55,7 +56,7 @@ def check_chain(rank: int, world_size: int, distributed: bool) -> None:
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=world_size, expert_tensor_parallel_size=1, create_gloo_process_groups=False
     )
-    layout = ParallelLayout.current()
+    layout = ParallelLayout.current(ParallelConfig(data=world_size, expert=world_size))
     assert [layout.axes["dense"].size, layout.axes["dense"].copies.size()] == [1, 2]
     assert [layout.axes["expert"].size, layout.axes["expert"].copies.size()] == [2, 1]
     assert layout.axes["expert"].rank == rank

@@ -11,6 +11,7 @@ import transformers
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
+from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.convert import convert
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.errors import CheckpointError
@@ -20,7 +21,7 @@ from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.preflight.memory import model_parameters, rank_parameters
 from bapo_megatron.types import ClipBounds
 from tests.distributed import run_distributed
-from tests.hf_models import MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised
+from tests.hf_models import MIXTURES, MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised
 from tests.integration.hf_roundtrip import (
     TOLERANCE,
     check_exported,
@@ -44,11 +45,18 @@ def check_layout(root: Path, names: list[str], layout: dict[str, Any], **change:
 
 def test_one_process(tmp_path: Path) -> None:
     check_layout(tmp_path, list(MODELS), {}, num_hidden_layers=3)
+    check_layout(tmp_path, ["qwen3-moe-6-experts"], {}, num_hidden_layers=1)
 
 
 @pytest.mark.slow
 def test_two_tensor_ranks_by_two_stages(tmp_path: Path) -> None:
     check_layout(tmp_path, list(MODELS), {"tensor": 2, "pipeline": 2})
+
+
+@pytest.mark.slow
+def test_experts_over_two_ranks_by_two_stages(tmp_path: Path) -> None:
+    """6 experts of which a token uses 1, whose weight is its probability; 128 of which it uses 8, scaled to 1."""
+    check_layout(tmp_path, list(MIXTURES), {"expert": 2, "data": 2, "pipeline": 2}, num_hidden_layers=2)
 
 
 def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
@@ -118,7 +126,7 @@ def check_made_up(rank: int, world_size: int, root: Path) -> None:
         for name, (family, _) in MADE_UP.items():
             check_embedded(root / name, family)
             shape = model_shape(load_hf_config(root / name), own=family)
-            assert rank_parameters(shape, tensor=1, pipeline=1, stage=0) == model_parameters(shape)
+            assert rank_parameters(shape, ParallelConfig(), 0).total == model_parameters(shape)
         with pytest.raises(CheckpointError, match="use_alibi is not supported"):
             model_shape(load_hf_config(root / "plain") | {"use_alibi": True}, own=PLAIN)
 

@@ -15,6 +15,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.learner.megatron import MegatronLearner
 from tests.distributed import run_distributed
 from tests.integration.layouts import (
+    EXPERT_LAYOUTS,
     GRADIENT_LIMIT,
     LAYOUTS,
     LOSS_LIMIT,
@@ -24,7 +25,7 @@ from tests.integration.layouts import (
     measure_all,
     rows,
 )
-from tests.integration.learner_reference import BOUNDS, random_batch, save_random_model
+from tests.integration.learner_reference import BOUNDS, MIXTURE, random_batch, save_random_model
 
 
 def is_within_limits(d: Difference) -> bool:
@@ -33,26 +34,33 @@ def is_within_limits(d: Difference) -> bool:
 
 @pytest.mark.slow
 def test_every_layout_equals_one_process(tmp_path: Path) -> None:
-    differences = measure_all(tmp_path)
-    print(table(rows(differences)))
-    assert not {title: d for title, d in differences.items() if not all(map(is_within_limits, d.values()))}
+    dense, with_experts = measure_all(tmp_path)
+    print(table(rows(dense, LAYOUTS)), table(rows(with_experts, EXPERT_LAYOUTS)), sep="\n")
+    far = [
+        (title, d) for title, d in (*dense.items(), *with_experts.items()) if not all(map(is_within_limits, d.values()))
+    ]
+    assert not far
 
 
 def test_the_result_file_has_these_layouts_within_their_limits() -> None:
     """Its figures are rounding errors of one machine; the rows, and that errors are small, hold everywhere."""
-    shown = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    assert [(row["layout"], row["processes"]) for row in shown] == [(x.title, x.num_processes) for x in LAYOUTS[1:]]
-    assert all(is_within_limits(Difference(**d)) for row in shown for d in row["models"].values())
+    result = json.loads(RESULTS.read_text(encoding="utf-8"))
+    for name, layouts in (("rows", LAYOUTS[1:]), ("rows_with_experts", EXPERT_LAYOUTS)):
+        shown = result[name]
+        assert [(row["layout"], row["processes"]) for row in shown] == [(x.title, x.num_processes) for x in layouts]
+        assert all(is_within_limits(Difference(**d)) for row in shown for d in row["models"].values())
 
 
 def test_the_page_has_a_row_for_every_layout() -> None:
     text = layouts_page()
     assert [
-        layout.title for layout in LAYOUTS[1:] if f"\n| {layout.title} | {layout.num_processes} | " not in text
+        layout.title
+        for layout in (*LAYOUTS[1:], *EXPERT_LAYOUTS)
+        if f"\n| {layout.title} | {layout.num_processes} | " not in text
     ] == []
     assert "<!--" not in text, "a mark that was not filled"
     different = Difference(loss=0.25, gradient=1e-6, norm=0.0, same_bounds=False)
-    *_, row = table(rows({"TP2": {"qwen3": different}})).splitlines()
+    *_, row = table(rows({"TP2": {"qwen3": different}}, LAYOUTS)).splitlines()
     assert row == "| TP2 | 2 | 2.5e-01 | 1.0e-06 | 0.0e+00 | DIFFERENT |"
 
 
@@ -100,3 +108,16 @@ def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
         assert after[version] == pytest.approx(before[version], rel=LOSS_LIMIT), f"the update at version {version}"
     values = [loss for step in seen for loss in step.values()]
     assert len({round(value, 5) for value in values}) == len(chain), "each update should change the loss"
+
+
+@pytest.mark.slow
+def test_checkpoints_with_experts_move_between_layouts(tmp_path: Path) -> None:
+    """DP4 x EP4 with a distributed optimizer -> TP2 x EP2: the move does not change the next loss."""
+    save_random_model(MIXTURE, tmp_path / "model")
+    before = Layout("", {"data": 4, "expert": 4}, distributed=True)
+    after = Layout("", {"tensor": 2, "sequence": True, "expert": 2})
+    run_distributed(check_resumed, 4, tmp_path, before, None, 2)
+    run_distributed(check_resumed, 2, tmp_path, after, 2, 3)
+    first, second = (json.loads((tmp_path / f"losses-{step}.json").read_text()) for step in (2, 3))
+    assert second["2"] == pytest.approx(first["2"], rel=LOSS_LIMIT)
+    assert abs(second["3"] - second["2"]) > 1e-4, "an update should change the loss"

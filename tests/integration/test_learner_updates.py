@@ -26,6 +26,7 @@ from tests.integration.learner_reference import (
     ADAM_EPS,
     BOUNDS,
     LR,
+    MIXTURE,
     literal_kl,
     load_float64,
     random_batch,
@@ -50,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a policy, a reference with the same vocabulary, and the float64 updates for each estimator."""
     root = tmp_path_factory.mktemp("updates")
     save_random_model(FAMILY, root / "policy")
+    save_random_model(MIXTURE, root / "mixture")
     other = load_float64(root / "policy")
     torch.manual_seed(3)
     with torch.no_grad():
@@ -126,12 +128,12 @@ def check_teacher(root: Path, layout: dict[str, Any]) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def check_policy_as_reference(root: Path) -> None:
+def check_policy_as_reference(policy: Path, layout: dict[str, Any]) -> None:
     """If the policy is its own reference, KL and its gradient are exactly 0, so the update is the plain one."""
     gradients = []
     for loss in ({}, {"kl_coef": 100.0, "kl_estimator": "k2"}, {"kl_coef": 100.0}):
-        config = kl_config({}, **loss)
-        learner = MegatronLearner(config, root / "policy")
+        config = kl_config(layout, **loss)
+        learner = MegatronLearner(config, policy)
         batch = with_scores(random_batch(), scorers_of(config, learner, learner.reference), learner, config)
         metrics = learner.step(make_minibatch(learner, 60, batch), BOUNDS).metrics
         assert metrics.get("loss/kl_reference") == (0.0 if loss else None)
@@ -157,7 +159,7 @@ def check_refusals(root: Path) -> None:
 def check_one_process(rank: int, world_size: int, root: Path) -> None:
     for estimator in ("k1", "k3"):
         check_kl(root, {}, estimator)
-    check_policy_as_reference(root)
+    check_policy_as_reference(root / "policy", {})
     check_refusals(root)
     check_teacher(root, {})
 
@@ -220,6 +222,7 @@ def check_weight_decay(root: Path, layout: dict[str, Any]) -> None:
 
 
 def check_two_processes(rank: int, world_size: int, root: Path) -> None:
+    check_policy_as_reference(root / "mixture", {"data": 2, "expert": 2, "distributed": True})
     check_kl(root, {"tensor": 2, "sequence": True}, "k3")
     check_kl(root, {"pipeline": 2}, "k2")
     check_kl(root, {"context": 2}, "k3")

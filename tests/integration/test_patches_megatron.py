@@ -50,6 +50,11 @@ def test_functions_that_are_replaced_exist() -> None:
     assert "'torch.cuda.FloatTensor'" in inspect.getsource(
         inspect.unwrap(distributed._build_model_and_main_param_groups)
     )
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    assert "maybe_move_tensor_to_cpu(" in inspect.getsource(dispatcher)
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    assert "is_cuda" in inspect.getsource(moe_utils.maybe_move_tensor_to_cpu)
+    assert "te_general_gemm is not None" in inspect.getsource(moe_utils)
 
 
 def test_torch_itself_stays_as_it_is() -> None:

@@ -59,6 +59,16 @@ def test_layout_is_the_bytes_one_after_the_other() -> None:
     assert bytes(filled(named, bucket).tolist()) == first.numpy().tobytes() + b"\x40\x40"
 
 
+def test_the_tensors_of_an_expert_stay_together() -> None:
+    expert = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+    names = [expert.format(layer, n, p) for layer in range(2) for n in range(12) for p in ("gate", "up", "down")]
+    manifest = [TensorSpec(name, "float32", (1,)) for name in ("model.norm.weight", *names)]
+    buckets = plan_buckets(manifest, 44)
+    assert [spec for bucket in buckets for spec in bucket.specs] == manifest
+    assert [len(bucket.specs) for bucket in buckets] == [10, 9, 9, 9, 9, 9, 9, 9]
+    assert [len(bucket.specs) for bucket in plan_buckets(manifest, 4)] == [1, *[3] * 24], "even if too large"
+
+
 def test_views_and_strides_are_flattened_in_row_major_order() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
     (bucket,) = plan_buckets(manifest_of({"t": tensor}), 1024)

@@ -1,6 +1,7 @@
 """Checks across sections: each names the numbers and something that works."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,8 +10,9 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.explain import outline
+from bapo_megatron.preflight.known import KNOWN_MODELS
 
-HF_CONFIG = {
+HF_CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 30,
     "hidden_size": 576,
@@ -22,8 +24,8 @@ HF_CONFIG = {
 }
 
 
-def messages(*overrides: str) -> list[str]:
-    return [v.message for v in check_settings(load_config([], overrides), hf_config=HF_CONFIG)]
+def messages(*overrides: str, hf_config: dict[str, Any] = HF_CONFIG) -> list[str]:
+    return [v.message for v in check_settings(load_config([], overrides), hf_config=hf_config)]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,74 @@ def test_one_violation(overrides: str, parts: list[str]) -> None:
     (found,) = messages(*overrides.split())
     for part in parts:
         assert part in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("parallel.expert=3 parallel.data=6", "parallel.expert=3 does not divide 128 experts; it can be 1 or 2"),
+        (
+            "parallel.expert=8 parallel.data=2 parallel.context=2",
+            "parallel.expert=8 does not divide parallel.tensor x context x data = 1 x 2 x 2 = 4; it can be 1, 2 or 4",
+        ),
+        (
+            "parallel.tensor=2",
+            "experts with parallel.tensor=2 need parallel.sequence=true; set that, or parallel.tensor=1",
+        ),
+        (
+            "parallel.pipeline=4",
+            "parallel.pipeline=4 does not divide 94 layers; parallel.pipeline can be 1, 2, 47 or 94, or set "
+            "parallel.last_stage_layers=22",
+        ),
+        (
+            "parallel.pipeline=4 parallel.last_stage_layers=20",
+            "parallel.last_stage_layers=20 leaves 74 layers of 94 for the other 3 stages of parallel.pipeline=4, which "
+            "cannot share them evenly; set it to 22",
+        ),
+        (
+            "parallel.last_stage_layers=20",
+            "parallel.last_stage_layers=20 needs parallel.pipeline above 1; leave it out",
+        ),
+        (
+            "parallel.pipeline=4 parallel.last_stage_layers=22 parallel.virtual_pipeline=4",
+            "parallel.virtual_pipeline=4 does not divide the 22 layers of a stage; it can be 1 or 2",
+        ),
+        (
+            "parallel.data=2 parallel.expert=2 megatron.extra.expert_tensor_parallel_size=2",
+            "[megatron.extra] expert_tensor_parallel_size=2, but parallel.expert=2 with parallel.tensor=1 needs 1: "
+            "otherwise gradients of experts would be wrong without an error; leave it out, and set parallel.expert",
+        ),
+        (
+            "advantage.kind=gae",
+            'advantage.kind="gae": a critic is not supported with experts; set advantage.kind="grpo"',
+        ),
+    ],
+)
+def test_one_violation_of_a_mixture(overrides: str, message: str) -> None:
+    assert messages(*overrides.split(), hf_config=KNOWN_MODELS["Qwen3-235B-A22B"]) == [message]
+
+
+def test_layouts_of_mixtures_that_fit() -> None:
+    for layout in (
+        "parallel.tensor=4 parallel.sequence=true parallel.expert=32 parallel.data=8 parallel.pipeline=2",
+        "parallel.pipeline=4 parallel.last_stage_layers=22 parallel.virtual_pipeline=2",
+        "parallel.tensor=4 parallel.sequence=true",
+    ):
+        assert messages(*layout.split(), hf_config=KNOWN_MODELS["Qwen3-235B-A22B"]) == []
+
+
+def test_what_experts_need_or_forbid_beside_the_layout() -> None:
+    assert messages("parallel.expert=2", "parallel.data=2") == [
+        "parallel.expert=2 shares out experts, and the model has none; set parallel.expert=1"
+    ]
+    eight_bit = messages("precision.fp8=hybrid", "model.dtype=bfloat16", hf_config=KNOWN_MODELS["Qwen3-30B-A3B"])
+    assert 'precision.fp8="hybrid" is not supported with experts; set precision.fp8="off"' in eight_bit
+    odd = KNOWN_MODELS["Qwen3-30B-A3B"] | {"moe_intermediate_size": 770}
+    split = ("parallel.tensor=4", "parallel.sequence=true")
+    assert messages(*split, hf_config=odd) == [
+        "parallel.tensor=4 does not divide 770 feed-forward rows; parallel.tensor can be 1 or 2, or set parallel.expert"
+    ]
+    assert messages(*split, "parallel.expert=4", hf_config=odd) == []
 
 
 def test_defaults_are_fine_and_violations_add_up() -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers
 
+from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import FAMILIES
-from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape, rotary_frequencies, validate_layout
+from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape, rotary_frequencies
+from bapo_megatron.learner.fit import check_split
 from tests.distributed import HANG_S
 from tests.hf_models import MODELS, make_model_config
 
@@ -30,23 +32,29 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def problems(hf_config: dict[str, Any], **parallel: Any) -> list[str]:
+    return [v.message for v in check_split(Config.model_validate({"parallel": parallel}), hf_config, "model.path")]
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (3, 1), (1, 2), (3, 5)])
 def test_layouts_that_fit(tensor: int, pipeline: int) -> None:
-    assert validate_layout(CONFIG, tensor, pipeline) == []
+    assert problems(CONFIG, tensor=tensor, pipeline=pipeline) == []
 
 
 def test_heads_that_do_not_divide_are_named_with_an_alternative() -> None:
-    (problem,) = validate_layout(CONFIG, 2, 1)
+    (problem,) = problems(CONFIG, tensor=2)
     assert problem == (
         "parallel.tensor=2 does not divide 9 attention heads, 3 key-value heads; parallel.tensor can be 1 or 3"
     )
 
 
 def test_all_problems_come_at_once() -> None:
-    problems = validate_layout(CONFIG, 2, 4)
-    assert len(problems) == 2
-    assert "parallel.pipeline=4 does not divide 30 layers" in problems[1]
-    assert "1, 2, 3, 5, 6, 10, 15 or 30" in problems[1]
+    found = problems(CONFIG, tensor=2, pipeline=4)
+    assert len(found) == 2
+    assert found[1] == (
+        "parallel.pipeline=4 does not divide 30 layers; parallel.pipeline can be 1, 2, 3, 5, 6, 10, 15 or 30, or set "
+        "parallel.last_stage_layers=6"
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +62,7 @@ def test_all_problems_come_at_once() -> None:
     [
         (
             {"model_type": "mixtral"},
-            "'mixtral' is not supported; the families are gemma, llama, mistral, qwen2, qwen3 (dense); docs",
+            "'mixtral' is not supported; the families are gemma, llama, mistral, qwen2, qwen3, qwen3_moe; docs",
         ),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"model_type": None}, "None is not supported"),
@@ -76,7 +84,7 @@ def test_all_problems_come_at_once() -> None:
     ],
 )
 def test_unsupported_models_are_refused(change: dict[str, Any], message: str) -> None:
-    assert message in validate_layout(CONFIG | change, 1, 1)[0]
+    assert message in problems(CONFIG | change)[0]
     with pytest.raises(CheckpointError, match=re.escape(message)):
         model_shape(CONFIG | change)
 
@@ -87,13 +95,13 @@ def test_the_error_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_window_that_no_layer_uses_is_accepted() -> None:
-    assert validate_layout(CONFIG | {"use_sliding_window": True}, 1, 1) == []  # Llama has no such option
+    assert problems(CONFIG | {"use_sliding_window": True}) == []  # Llama has no such option
     qwen = CONFIG | {"model_type": "qwen2", "use_sliding_window": True}
-    assert validate_layout(qwen | {"max_window_layers": 30}, 1, 1) == []
-    assert validate_layout(qwen | {"max_window_layers": 29}, 1, 1) != []
+    assert problems(qwen | {"max_window_layers": 30}) == []
+    assert problems(qwen | {"max_window_layers": 29}) != []
     mistral = CONFIG | {"model_type": "mistral"}
-    assert validate_layout(mistral | {"sliding_window": None}, 1, 1) == []
-    assert validate_layout(mistral, 1, 1) != []  # 4096 in transformers, if config.json leaves it out
+    assert problems(mistral | {"sliding_window": None}) == []
+    assert problems(mistral) != []  # 4096 in transformers, if config.json leaves it out
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,7 @@
 """Exact parameter counts: against Megatron's own model on the meta device, and against the tensors of checkpoints."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -11,15 +11,15 @@ from bapo_megatron_patches.megatron_core import apply_cpu_compat
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner import policy
 from bapo_megatron.learner.critic import CriticModel
 from bapo_megatron.learner.parallel import ParallelLayout, start_processes
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.preflight.known import KNOWN_MODELS
-from bapo_megatron.preflight.memory import critic_parameters, model_parameters, rank_parameters
-from tests.hf_models import MODELS, make_model_config
+from bapo_megatron.preflight.memory import Held, critic_parameters, model_parameters, rank_parameters
+from tests.hf_models import MIXTURES, MODELS, make_model_config
 
 SLOW = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def fake_rank(config: Config, rank: int, world_size: int) -> Iterator[ParallelLa
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         start_processes(config.parallel)
-        yield ParallelLayout.current()
+        yield ParallelLayout.current(config.parallel)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -38,12 +38,14 @@ def fake_rank(config: Config, rank: int, world_size: int) -> Iterator[ParallelLa
 
 def megatron_count(
     shape: ModelShape, config: Config, rank: int, world_size: int, kind: type[PolicyModel] = PolicyModel
-) -> tuple[int, int]:
+) -> tuple[int, Held]:
     """Return (pipeline stage, parameters) of one rank, as Megatron builds it, without taking memory."""
     with fake_rank(config, rank, world_size) as layout, torch.device("meta"):
         settings = transformer_config(shape, config)
         chunks = [kind(settings, shape, layout, chunk) for chunk in range(layout.num_chunks)]
-        return layout.pipeline_rank, sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        every = [p for chunk in chunks for p in chunk.parameters()]
+        expert = sum(p.numel() for p in every if not getattr(p, "allreduce", True))
+        return layout.pipeline_rank, Held(sum(p.numel() for p in every) - expert, expert)
 
 
 def make_config(**parallel: object) -> Config:
@@ -64,11 +66,10 @@ def _meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "rotary_frequencies", lambda shape: (torch.empty(shape.head_dim // 2), 1.0))
 
 
-def check_ranks(shape: ModelShape, config: Config, world_size: int, ranks: range) -> None:
-    p = config.parallel
+def check_ranks(shape: ModelShape, config: Config, world_size: int, ranks: Iterable[int]) -> None:
     for rank in ranks:
         stage, count = megatron_count(shape, config, rank, world_size)
-        assert count == rank_parameters(shape, tensor=p.tensor, pipeline=p.pipeline, stage=stage), f"rank {rank}"
+        assert count == rank_parameters(shape, config.parallel, stage), f"rank {rank}"
 
 
 R1_32B, QWEN3_32B = "DeepSeek-R1-Distill-Qwen-32B", "Qwen3-32B"
@@ -101,6 +102,43 @@ def test_every_family_and_option(name: str) -> None:
         check_ranks(shape, config, tensor * pipeline, range(0, tensor * pipeline, tensor))
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures(name: str) -> None:
+    """Experts on every rank, split over tensor ranks, or shared out; and a last stage of another depth."""
+    shape = model_shape(make_model_config(name).to_dict())
+    for world_size, layout in (
+        (1, {}),
+        (2, {"tensor": 2}),
+        (4, {"tensor": 2, "data": 2, "expert": 2}),
+        (4, {"pipeline": 2, "data": 2, "expert": 2, "last_stage_layers": 2, "virtual_pipeline": 2}),
+    ):
+        config = make_config(**layout, sequence="tensor" in layout)
+        check_ranks(shape, config, world_size, range(0, world_size, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "layout", "dense", "expert"),
+    [
+        ("Qwen3-30B-A3B", 8, {"data": 8, "expert": 8}, 1541, 3624),
+        ("Qwen3-30B-A3B", 32, {"tensor": 4, "pipeline": 2, "data": 4, "expert": 8}, 197, 1812),
+        ("Qwen3-235B-A22B", 128, {"tensor": 4, "pipeline": 2, "data": 16, "expert": 32}, 1018, 3548),
+        (
+            "Qwen3-235B-A22B",
+            128,
+            {"tensor": 4, "pipeline": 4, "data": 8, "expert": 32, "last_stage_layers": 22},
+            596,
+            1812,
+        ),
+    ],
+)
+def test_published_mixtures(model: str, world_size: int, layout: dict[str, int], dense: int, expert: int) -> None:
+    """Millions of parameters on the first rank; and a rank of each stage as the plan says."""
+    shape, config = model_shape(KNOWN_MODELS[model]), make_config(**layout, sequence="tensor" in layout)
+    first = rank_parameters(shape, config.parallel, 0)
+    assert (round(first.dense / 1e6), round(first.expert / 1e6)) == (dense, expert)
+    check_ranks(shape, config, world_size, range(0, world_size, world_size // config.parallel.pipeline))
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama3-tied"])
 def test_a_critic(name: str) -> None:
     shape = model_shape(make_model_config(name).to_dict())
@@ -108,13 +146,13 @@ def test_a_critic(name: str) -> None:
         config = make_config(tensor=tensor, pipeline=pipeline)
         for rank in range(0, tensor * pipeline, tensor):
             stage, count = megatron_count(shape, config, rank, tensor * pipeline, CriticModel)
-            assert count == critic_parameters(shape, tensor=tensor, pipeline=pipeline, stage=stage)
+            assert count.total == critic_parameters(shape, config.parallel, stage)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *MIXTURES])
 def test_the_ranks_of_a_replica_hold_the_model(name: str) -> None:
     shape = model_shape(make_model_config(name).to_dict())
-    assert rank_parameters(shape, tensor=1, pipeline=1, stage=0) == model_parameters(shape)
+    assert rank_parameters(shape, ParallelConfig(), 0).total == model_parameters(shape)
 
 
 def test_published_sizes() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bapo_megatron.cli import main
 from bapo_megatron.config.engines import num_server_gpus
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
@@ -18,7 +19,13 @@ from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.slurm import check_placement
 from bapo_megatron.preflight.explain import outline
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
-from bapo_megatron.preflight.memory import forwards_under_way, microbatch_tokens, model_parameters, trainer_memory
+from bapo_megatron.preflight.memory import (
+    Held,
+    forwards_under_way,
+    microbatch_tokens,
+    model_parameters,
+    trainer_memory,
+)
 from bapo_megatron.preflight.placement import place
 from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused, make_plan, step_balance
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
@@ -131,7 +138,7 @@ def test_scoring_passes(overrides: str, passes: int) -> None:
 def test_what_the_distributed_optimizer_saves() -> None:
     whole = trainer_memory(recipe("optimizer.distributed=false"), SHAPE, gpu_bytes=GPU_BYTES)
     split = trainer_memory(recipe(), SHAPE, gpu_bytes=GPU_BYTES)
-    assert whole.optimizer == 12 * whole.num_parameters
+    assert whole.optimizer == 12 * whole.held.total
     assert math.isclose(split.optimizer, whole.optimizer / 4, rel_tol=1e-6)
     assert (split.weights, split.gradients) == (whole.weights, whole.gradients)
 
@@ -326,7 +333,7 @@ def test_what_goes_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = 2 + work.num_scoring_passes(config, forwards_first=False)
     hidden = tokens / 8 * 3584 * 2 / 2 * passes  # bfloat16; one of two stages sends in each direction
     assert math.isclose(sent[0] * 2e9, hidden, rel_tol=1e-6)
-    gradients = 2 * 2 * 7 / 8 * 4 * make_plan(config, SHAPE).trainer.num_parameters  # two updates, float32
+    gradients = 2 * 2 * 7 / 8 * 4 * make_plan(config, SHAPE).trainer.held.total  # two updates, float32
     assert math.isclose(sent[1] * 2e9, hidden + gradients, rel_tol=1e-6)
 
 
@@ -341,6 +348,52 @@ def test_tensor_ranks_send_their_share_to_the_next_stage_with_sequence_paralleli
     chunks = recipe(*both, "parallel.sequence=false", "parallel.virtual_pipeline=7")
     assert work.pipeline_parallel_bytes(chunks, SHAPE, tokens, 1) == whole * (4 * 7 - 1) / 3
     assert work.pipeline_parallel_bytes(recipe(), SHAPE, tokens, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "parts"),
+    [  # GiB of weights in bfloat16, gradients in float32 and Adam's state
+        ("Qwen3-30B-A3B", "tensor=1 data=8 expert=8", (9.6, 19.2, 42.7)),
+        ("Qwen3-30B-A3B", "tensor=4 data=4 expert=8", (7.5, 15.0, 21.4)),
+        ("Qwen3-235B-A22B", "tensor=4 pipeline=2 data=16 expert=32", (8.5, 17.0, 20.5)),
+    ],
+)
+def test_memory_of_a_mixture_is_split_over_two_kinds_of_copies(
+    model: str, layout: str, parts: tuple[float, ...]
+) -> None:
+    given = [f"parallel.{one}" for one in layout.split()]
+    given += ["parallel.num_ranks=none", f"parallel.sequence={'false' if 'tensor=1' in layout else 'true'}"]
+    memory = trainer_memory(recipe(*given, "optimizer.distributed=true"), model_shape(KNOWN_MODELS[model]))
+    assert tuple(round(part / GIB, 1) for part in (memory.weights, memory.gradients, memory.optimizer)) == parts
+
+
+def test_tokens_travel_to_their_experts_and_back() -> None:
+    """Over 8 ranks with tensor=2: each of a rank's rows goes to 8 experts, 7 of 8 of them on other ranks."""
+    shape = model_shape(KNOWN_MODELS["Qwen3-30B-A3B"])
+    config = recipe("parallel.tensor=2", "parallel.sequence=true", "parallel.expert=8", "train.recompute=false")
+    tokens = work.StepTokens.of(config)
+    p = config.parallel
+    rows = tokens.total / (p.tensor * p.context * p.data)
+    crossings = 48 * (2 * config.train.epochs_per_step + 1)  # layers, in each pass
+    assert work.expert_parallel_bytes(config, shape, tokens, 1) == 2 * rows * 8 * 7 / 8 * 2048 * 2 * crossings
+    assert work.expert_parallel_bytes(config, SHAPE, tokens, 1) == 0
+    held = Held(dense=1000, expert=100)
+    copies, of_experts = p.data * p.context, p.tensor * p.context * p.data / 8
+    summed = 2 * 4 * (1000 * (copies - 1) / copies + 100 * (of_experts - 1) / of_experts)
+    assert work.gradient_bytes(config, held) == pytest.approx(summed)
+
+
+def test_the_plan_of_a_mixture_says_what_a_token_uses_and_what_is_assumed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["model.path=models/Qwen3-30B-A3B", "parallel.tensor=4", "parallel.expert=8", "parallel.sequence=true"]
+    files = ["recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100"]
+    assert main(["plan", *files, *given]) == 0
+    told = capsys.readouterr().out
+    assert "experts shared out over 8" in told
+    assert "a token uses 3,353,032,704 of the model's 30,532,122,624 parameters" in told
+    assert "a rank holds 3,623,878,656 in experts; memory for 25% more rows than an even load" in told
+    assert "precision.fp8" not in told, "it is refused with experts"
 
 
 BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h100"]

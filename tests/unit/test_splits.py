@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bapo_megatron.hf.families import COLUMNS, COPY, QKV, ROWS, VOCAB, Parameter
+from bapo_megatron.hf.families import ATTENTION, COLUMNS, COPY, MIXTURE_LAYER, QKV, ROWS, VOCAB, Parameter
 from bapo_megatron.hf.shape import Dense, Experts, LayerShape, layer_entries
 from bapo_megatron.hf.splits import Box, Copy, EachExpert, Entry, EvenRows, Shard, Split
 from bapo_megatron.learner.slicing import from_shards, place_shard, to_shard
@@ -137,18 +137,7 @@ def test_gates_stand_behind_the_queries_of_their_group() -> None:
 
 
 EXPERTS = (
-    Parameter("pre_mlp_layernorm.weight", COPY, {"post_attention_layernorm.weight": "E"}),
-    Parameter("mlp.router.weight", COPY, {"mlp.gate.weight": "XE"}),
-    Parameter(
-        "mlp.experts.local_experts.{}.linear_fc1.weight",
-        EachExpert(ROWS),
-        {"mlp.experts.{}.gate_proj.weight": "ME", "mlp.experts.{}.up_proj.weight": "ME"},
-    ),
-    Parameter(
-        "mlp.experts.local_experts.{}.linear_fc2.weight",
-        EachExpert(COLUMNS),
-        {"mlp.experts.{}.down_proj.weight": "EM"},
-    ),
+    *MIXTURE_LAYER[len(ATTENTION) - 1 :],
     Parameter(
         "mlp.shared_experts.linear_fc1.weight",
         ROWS,
@@ -162,10 +151,11 @@ def owners(entries: Sequence[Entry], ranks: int) -> dict[str, list[int]]:
 
 
 def test_experts_have_names_numbers_and_owners_of_their_own() -> None:
-    layer = LayerShape(Experts(num_experts=4, num_chosen=2, ffn_size=10, shared_ffn_size=6), EXPERTS)
+    layer = LayerShape(Experts(num_experts=4, num_chosen=2, ffn_size=10, normalised=True, shared_ffn_size=6), EXPERTS)
     found = list(layer_entries(make_shape("llama"), layer, 1))
     assert [entry.axis for entry in found] == ["dense"] * 2 + ["expert"] * 8 + ["dense"]
-    third = found[4]
+    third = found[6]
+    assert found[7].megatron_name == "decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight", "one by one"
     assert third.megatron_name == "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
     assert third.hf_names[1] == "model.layers.1.mlp.experts.2.up_proj.weight"
     assert (third.expert, third.hf_shapes) == (2, ((10, 16), (10, 16)))

@@ -1,0 +1,153 @@
+"""Mixtures of experts on paper: config.json, tensor names, conversion; and shared experts, which are refused."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from bapo_megatron.convert import convert
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.reader import SINGLE, HFReader
+from bapo_megatron.hf.shape import Experts, LayerShape, hf_tensors, layer_entries, load_hf_config, model_shape
+from bapo_megatron.learner.slicing import canonical
+from bapo_megatron.preflight.known import KNOWN_MODELS
+from tests.hf_models import MIXTURES, make_model_config, save_model
+from tests.unit.test_splits import EXPERTS
+
+QWEN = KNOWN_MODELS["Qwen3-30B-A3B"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_names_are_those_of_saved_models_and_conversion_keeps_every_bit(name: str, tmp_path: Path) -> None:
+    save_model(name, tmp_path / "source", num_hidden_layers=2)
+    hf_config = load_hf_config(tmp_path / "source")
+    shape = model_shape(hf_config)
+    with HFReader(tmp_path / "source") as read:
+        read.check(shape)
+    convert(tmp_path / "source", tmp_path / "training", to="training")
+    convert(tmp_path / "training", tmp_path / "back")
+    before, after = load_file(tmp_path / "source" / SINGLE), load_file(tmp_path / "back" / SINGLE)
+    assert before.keys() == after.keys() == hf_tensors(shape).keys()
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+    assert load_hf_config(tmp_path / "back") == hf_config
+
+
+def test_fused_experts_are_refused_by_name(tmp_path: Path) -> None:
+    """transformers fuses experts in memory; a checkpoint holds them one by one."""
+    model = save_model("qwen3-moe-6-experts", tmp_path, num_hidden_layers=1)
+    save_file(dict(model.state_dict()), tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=r"18 missing: .*experts\.0\.gate_proj.* 2 unexpected: .*gate_up_proj"):
+        convert(tmp_path)
+
+
+def test_both_spellings_of_the_number_of_experts_are_read() -> None:
+    other = {key: value for key, value in QWEN.items() if key != "num_experts"} | {"num_local_experts": 128}
+    shape = model_shape(QWEN)
+    assert model_shape(other) == model_shape(other | {"num_experts": 128}) == shape
+    assert shape.layers[0].mlp == Experts(128, 8, 768, normalised=True)
+    assert shape.ffn_sizes == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_local_experts": 64}, "num_experts=128 and num_local_experts=64 contradict each other: remove one"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 is more than num_experts=128"),
+        ({"num_experts": 0}, "no 'num_experts' that is a positive number"),
+        ({"moe_intermediate_size": None}, "no 'moe_intermediate_size' that is a positive number"),
+        (
+            {"mlp_only_layers": [0, 47]},
+            "mlp_only_layers=[0, 47] makes these layers dense, which is not supported: every layer needs experts, as "
+            "with mlp_only_layers=[]",
+        ),
+        (
+            {"decoder_sparse_step": 2},
+            "decoder_sparse_step=2 gives only one in 2 layers experts, which is not supported: every layer needs "
+            "experts, as with decoder_sparse_step=1",
+        ),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size=512: shared experts are not supp"),
+        ({"n_shared_experts": 1}, "n_shared_experts=1: shared experts are not supported, only models without them"),
+        ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+    ],
+)
+def test_what_is_not_built_is_refused_with_its_numbers(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        model_shape(QWEN | change)
+
+
+def test_where_a_config_is_silent_transformers_is_believed(tmp_path: Path) -> None:
+    silent = {key: QWEN[key] for key in ("model_type", "vocab_size", "hidden_size", "num_attention_heads")}
+    (tmp_path / "config.json").write_text(json.dumps(silent | {"num_hidden_layers": 1}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    (layer,) = model_shape(load_hf_config(tmp_path)).layers
+    assert layer.mlp == Experts(
+        theirs.num_local_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size, theirs.norm_topk_prob
+    )
+
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+    "vocab_size": 11,
+}
+_ROUTED: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 10}
+# model_type -> its configuration, the sizes of its experts, and the weights of its MLP that Qwen3-MoE's table lacks
+SHARING: dict[str, tuple[dict[str, Any], Experts, int]] = {
+    "qwen3_5_moe_text": (
+        {**_SIZES, **_ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 6},
+        Experts(4, 2, 10, normalised=True, shared_ffn_size=6),
+        64,  # the gate of the shared expert
+    ),
+    "glm4_moe": (
+        {**_SIZES, **_ROUTED, "n_routed_experts": 4, "n_shared_experts": 3, "first_k_dense_replace": 1},
+        Experts(4, 2, 10, normalised=True, shared_ffn_size=30),
+        0,  # the correction of the router's choice is a buffer
+    ),
+    "deepseek_v3": (
+        {**_SIZES, **_ROUTED, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2},
+        Experts(8, 2, 10, normalised=True, shared_ffn_size=10),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", SHARING)
+def test_a_shape_can_say_shared_experts_and_no_model_may_have_them(model_type: str) -> None:
+    """The weights of a layer's MLP are counted as transformers builds it, from the same config.json."""
+    options, experts, besides = SHARING[model_type]
+    config = transformers.AutoConfig.for_model(model_type, **options)
+    with torch.device("meta"):
+        theirs = transformers.AutoModel.from_config(config).layers[-1].mlp
+    down = replace(EXPERTS[-1], name="mlp.shared_experts.linear_fc2.weight", tensors={"shared.down_proj.weight": "ES"})
+    layer = LayerShape(experts, (*EXPERTS[1:], down))
+    ours = sum(entry.num_values(1) for entry in layer_entries(model_shape(QWEN | {"hidden_size": 64}), layer))
+    assert ours + besides == sum(weight.numel() for weight in theirs.parameters())
+    with pytest.raises(CheckpointError, match=f"model_type '{model_type}' is not supported"):
+        model_shape(config.to_dict())
+
+
+def test_grouped_linears_and_local_experts_have_the_same_names() -> None:
+    """A rank with experts 4 to 7 of Transformer Engine's grouped linears, or of Megatron's own modules."""
+    name = "mlp.experts.local_experts.7.linear_fc1.weight"
+    assert canonical("mlp.experts.linear_fc1.weight3", range(4, 8)) == name
+    assert canonical("mlp.experts.local_experts.3.linear_fc1.weight", range(4, 8)) == name
+    assert canonical("mlp.router.weight", range(4, 8)) == "mlp.router.weight"
+
+
+def test_the_parameters_of_experts_come_expert_by_expert() -> None:
+    """An engine that makes one tensor of an expert's three gets them in a row."""
+    shape = model_shape(make_model_config("qwen3-moe-6-experts").to_dict())
+    names = [name for name in hf_tensors(shape) if ".layers.1.mlp.experts." in name]
+    assert names == [
+        f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"
+        for expert in range(6)
+        for part in ("gate", "up", "down")
+    ]
