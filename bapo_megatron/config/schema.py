@@ -297,8 +297,8 @@ class EnvironmentConfig(Section):
     max_answer_tokens: Count = 256
     """A longer answer of the environment is cut. Memory is planned for max_turns - 1 such answers."""
     timeout_s: Positive = 30.0
-    """Deadline of one answer. A sample whose environment misses it, raises or dies fails: it gets no reward, and its
-    group is trained without it."""
+    """Deadline of one answer, from when a process begins with it. A sample whose environment misses it, raises or dies
+    fails: it gets no reward, and its group is trained without it."""
     concurrency: Count | None = None
     """As reward.concurrency: processes for a plain function, calls for an async one."""
 

@@ -152,6 +152,10 @@ class Asking:
         stream = PromptStream(config, self.tokenizer)
         self.prompts = stream.in_order(limit or (None if config.data.has_rows else config.eval.num_prompts))
         self.num_skipped = stream.num_skipped
+        self.extent = (
+            f"{plural(len(self.prompts), 'problem')} with {plural(config.eval.samples_per_prompt, 'response')} each"
+            f"{'' if limit else '; --limit takes the first problems only'}"
+        )
 
     def ask(self, urls: Sequence[str], key: str, responses: Path, tell: Callable[[str], None]) -> tuple[Problem, ...]:
         """Ask as many problems at a time as the engines sample concurrently; write each response once judged.
@@ -165,6 +169,7 @@ class Asking:
         one_set = config.unnamed_eval_set
         problems: list[Problem] = []
         writer = JsonlWriter(responses)
+        tell(self.extent)
         engines = ConnectedEngines.connect(config.rollout, urls, self._vocab_size, key)
         with contextlib.closing(writer), contextlib.closing(engines):
             for start in range(0, len(self.prompts), num_at_once):

@@ -367,7 +367,8 @@ class EnvironmentProcesses:
 
     def __init__(self, spec: EnvironmentSpec, concurrency: int | None = None) -> None:
         """Start a first process. Raises UserError, RuntimeError."""
-        self.deadline_s = 2 * (spec.timeout_s + GRACE_S)  # a lost process is asked again once
+        # From when a process takes the question, which may be asked twice. In any such time, some answer comes.
+        self.deadline_s = 2 * (spec.timeout_s + GRACE_S)
         self._pool = WorkerPool(spec, concurrency)
 
     async def step(self, turn: TurnJson, state: Any) -> StepAnswer:

@@ -171,11 +171,12 @@ class Scheduler:
 
     async def ask(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the driver's answers to samples of one group."""
-        return await advanced(self.driver, samples, self.config.max_response_tokens)
+        answers = await advanced(self.driver, samples, self.config.max_response_tokens)
+        self.num_answers += len(answers)  # progress, while others wait for a process
+        return answers
 
     def book_answers(self, samples: Sequence[Sample]) -> None:
         """Book a driver's answers to samples of one group, and settle the group if it is now complete."""
-        self.num_answers += len(samples)
         for sample in samples:
             self.book.answer(sample)
         if (group := self.book.group(samples[0].prompt.prompt_id)).is_complete:

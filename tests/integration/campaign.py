@@ -37,14 +37,12 @@ from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.prompts.stream import PromptStream
-from bapo_megatron.rewards import RewardScorer
-from bapo_megatron.rewards.worker_pool import Verdict
-from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.base import RankZeroChannel
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.types import Sample
+from bapo_megatron.types import Sample, Sampled
 from tests.distributed import HANG_S
+from tests.integration.campaign_answers import Judge, MakeAnswers
 from tests.integration.faulty_proxy import FAULTS, Answer, FaultyProxy
 from tests.integration.nursery import is_running, kill_session
 from tests.integration.vain import NEVER_S, Vain
@@ -58,7 +56,6 @@ TRAIN_S = 0.1  # lets sampling continue meanwhile; no assertion depends on how f
 VOCAB_SIZE = 16
 POLL_S = 0.01  # between two checks of a condition that is certain to come
 BUCKET = "/update_weights_from_distributed"
-BAD_RESPONSES = {"2.1": "hang", "5.0": "crash", "13.2": "hang", "14.3": "crash"}  # in each leg, by sample
 TOLERANCE = 1e-4
 ROLLOUT: dict[str, Any] = {
     "prompts_per_step": 3,
@@ -251,10 +248,13 @@ class Fault:
 class Campaign:
     """Engines under attack, over several legs with different settings. `hits` counts faults that really happened."""
 
-    def __init__(self, starter: Starter, num_sites: int, folder: Path, vain: Vain) -> None:
+    def __init__(
+        self, starter: Starter, num_sites: int, folder: Path, vain: Vain, make_answers: MakeAnswers = Judge
+    ) -> None:
         self.hits: Counter[tuple[str, str]] = Counter()  # by leg and kind
         self.policy = Policy(self._before_a_bucket)
         self.trained: list[Sample] = []
+        self.dropped: list[Sample] = []  # samples that were not trained, since an environment failed
         self.left: list[Sample] = []  # samples in the buffers at the end of each leg
         self.num_fenced = 0
         self.leg = ""
@@ -268,10 +268,8 @@ class Campaign:
         self._num_trained_in_leg = 0
         self._loop = LoopThread()
         self._tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
-        self.config = load_config(
-            ["demo"], ["reward.kind='tests.integration.campaign_judge:judge'", f"reward.timeout_s={HANG_S}"]
-        )
-        self._scorer = RewardScorer(self.config)
+        self.config = load_config(["demo"], [])
+        self._answers = make_answers(self.config, self._tokenizer)
         self._run(self._keep_timers())
         self.sites = [self._run(self._open_site(starter)) for _ in range(num_sites)]
 
@@ -280,7 +278,7 @@ class Campaign:
         self.leg = name
         began_s = time.monotonic()
         began_hits = sum((Counter(site.proxy.hits) for site in self.sites), Counter())
-        began_judge = Counter(hang=self._scorer.num_timeouts, crash=self._scorer.num_errors)
+        began_answers = self._answers.hits()
         self._run(self._heal())
         for site in self.sites:
             site.client = Client(site.proxy.url)
@@ -301,6 +299,7 @@ class Campaign:
         self._run(scheduler.close())
         self._audit([])
         self.left += scheduler.book.buffered()
+        self.dropped += self._dropped()
         self.num_fenced += pool.num_fenced
         self._channel.close()
         self.pool = None
@@ -308,8 +307,7 @@ class Campaign:
         for site in self.sites:
             self._run(site.client.close())
         hits = sum((Counter(site.proxy.hits) for site in self.sites), Counter()) - began_hits
-        judge = Counter(hang=self._scorer.num_timeouts, crash=self._scorer.num_errors) - began_judge
-        for kind, count in (hits + Counter({f"judge: {k}": n for k, n in judge.items()})).items():
+        for kind, count in (hits + (self._answers.hits() - began_answers)).items():
             self.hits[name, kind] += count
 
     @property
@@ -334,7 +332,7 @@ class Campaign:
         Returns: tokens compared, largest difference, and the share of segments that other weights would have betrayed.
         """
         model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
-        samples = [*self.trained, *self.left]
+        samples = [*self.trained, *self.dropped, *self.left]
         versions = sorted({v for t in samples for v in t.versions})
         num_tokens, worst, num_segments, num_betrayed = 0, 0.0, 0, 0
         for index, version in enumerate(versions):
@@ -354,7 +352,7 @@ class Campaign:
         return num_tokens, worst, num_betrayed / num_segments
 
     def close(self) -> None:
-        self._scorer.close()
+        self._answers.close()
         for site in self.sites:
             site.kill()
             self._run(site.proxy.__aexit__())
@@ -460,7 +458,7 @@ class Campaign:
             groups, _ = self._run(self._scheduler.take(self.num_steps, self.policy.version))
             if groups is None:
                 self._push()
-        self._audit([t for g in groups for t in g.samples])
+        self._audit([t for g in groups for t in g.valid])
         self.num_steps += 1
         time.sleep(TRAIN_S)
         self.policy.version += UPDATES_PER_STEP
@@ -503,29 +501,33 @@ class Campaign:
             assert all(0 <= last_update - v <= MAX_STALENESS for v in t.versions), f"{self.leg}: {t.sample_id} is stale"
 
         async def check_books() -> None:
-            buffered = list(scheduler.book.buffered())
-            scheduler.ledger.check(buffered)
-            num_tokens = sum(t.num_sampled_tokens for t in (*in_leg, *buffered))
-            assert scheduler.ledger.num_tokens["generated"] == num_tokens
-            assert not scheduler.ledger.dropped
+            buffered, dropped, ledger = list(scheduler.book.buffered()), self._dropped(), scheduler.ledger
+            ledger.check(buffered)
+            samples = [*in_leg, *dropped, *buffered]
+            assert ledger.num_samples["admitted"] == len(samples)
+            assert ledger.num_tokens["generated"] == sum(t.num_sampled_tokens for t in samples)
+            assert ledger.num_given["given"] == sum(t.num_given_tokens for t in samples)
+            assert ledger.dropped == Counter({"failed": len(dropped)} if dropped else {})
+            for sample in (*mine, *dropped, *buffered):
+                self._answers.check(sample)
 
         self._run(check_books())
 
+    def _dropped(self) -> list[Sample]:
+        """Return this leg's samples that an environment has ended and that are neither trained nor here."""
+        first = len(self.trained) - self._num_trained_in_leg
+        known = {t.sample_id for t in (*self.trained[first:], *self._scheduler.book.buffered())}
+        return [t for t in self._answers.ended.values() if t.sample_id not in known]
+
     def _new_scheduler(self, pool: EnginePool, settings: dict[str, Any]) -> Scheduler:
         self._num_trained_in_leg = 0
-
-        def judge(samples: Sequence[Sample]) -> list[Verdict]:
-            texts = self._tokenizer.batch_decode([s.sampled_ids.tolist() for s in samples], skip_special_tokens=True)
-            return self._scorer.verdicts(
-                [(s.prompt, BAD_RESPONSES.get(s.sample_id, text)) for s, text in zip(samples, texts, strict=True)]
-            )
-
         return Scheduler(
             self.config.rollout.model_copy(update=ROLLOUT | settings),
             pool=pool,
             prompts=PromptStream(self.config, self._tokenizer),
-            driver=JudgeOnce(judge),
-            stop_token_ids=(self._tokenizer.eos_token_id,),
+            driver=self._answers.driver(ROLLOUT["max_response_tokens"]),
+            stop_token_ids=self._answers.stop_token_ids,
+            max_turn_tokens=self._answers.max_turn_tokens,
             seed=self.num_steps,
             updates_per_step=UPDATES_PER_STEP,
         )
@@ -581,7 +583,7 @@ class Campaign:
 def response_logprobs(
     model: Any, weights: dict[str, Tensor], samples: Sequence[Sample], temperature: float
 ) -> list[Tensor]:
-    """Return log-probs, float32 [response tokens], of each sample under these weights."""
+    """Return log-probs, float32 [sampled tokens], of each sample (of one trajectory) under these weights."""
     model.load_state_dict(weights)
     results: list[Tensor] = []
     for begin in range(0, len(samples), 64):
@@ -592,6 +594,7 @@ def response_logprobs(
             logits_BTV = model(token_ids_BT).logits.float() / temperature
         logprobs_BT = logits_BTV.log_softmax(-1)[:, :-1].gather(2, token_ids_BT[:, 1:, None])[:, :, 0]
         for t, row in zip(some, logprobs_BT, strict=True):
-            first = len(t.prompt.token_ids) - 1
-            results.append(row[first : first + t.num_sampled_tokens])
+            segments = t.trajectories[0].segments
+            is_sampled = torch.cat([torch.full((s.num_tokens,), isinstance(s.origin, Sampled)) for s in segments])[1:]
+            results.append(row[: len(is_sampled)][is_sampled])
     return results

@@ -23,8 +23,8 @@ class Gates:
     """Gates before some steps, counted from 1 as on the screen, or at one of these moments.
 
     "import": before a rank imports torch; "end": after its last step; "save-7", "push-7": before a process's seventh
-    action to write checkpoints, or to push weights; "sample-7", "update-7": before its seventh request for samples, or
-    optimizer update.
+    action to write checkpoints, or to push weights; "sample-7", "answer-7", "update-7": before its seventh request for
+    samples, question to an environment, or optimizer update.
 
     The first rank that passes gate `hasty` waits at most one second in any later collective.
 
@@ -84,6 +84,8 @@ def build() -> None:
         _count_saving()
     if kinds & {"push", "sample"}:
         _count_calls()
+    if "answer" in kinds:
+        _count_answers()
     begin, starting, wait = Stopwatch.begin, runtime.starting, Orders.wait
 
     def begin_behind_gate(self: Stopwatch, step: int) -> None:
@@ -191,6 +193,19 @@ def _count_calls() -> None:
 
     HttpEngine.send_request = send_through_gate  # type: ignore[method-assign, assignment]
     UpdateGroup.broadcast = broadcast_through_gate  # type: ignore[method-assign]
+
+
+def _count_answers() -> None:
+    """Put a gate before every question to an environment in worker processes."""
+    from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
+
+    numbers, step = itertools.count(1), EnvironmentProcesses.step
+
+    async def step_behind_gate(environment: EnvironmentProcesses, *arguments: Any) -> Any:
+        _pass(f"answer-{next(numbers)}")
+        return await step(environment, *arguments)
+
+    EnvironmentProcesses.step = step_behind_gate  # type: ignore[method-assign]
 
 
 def _pass(place: int | str) -> None:

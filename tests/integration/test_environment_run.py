@@ -7,66 +7,39 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.assets import shipped_model_path
-from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.cli import main
-from bapo_megatron.config.load import load_config
-from bapo_megatron.config.schema import Config
-from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.runtime.files import read_jsonl
-from bapo_megatron.types import NeedsTokens, Sample
 from tests.hang import PATIENT
-from tests.integration.gates import Gates
-from tests.integration.killable import SMALL, Attempt, Engine
-from tests.integration.test_kill_resume import assert_same
-
-NUM_STEPS = 3
-TALK = (
-    "environment.kind=tests.unit.step_functions:talk",
-    'environment.stop_tokens=["0","1","2","3"]',
-    "advantage.kind=grpo_turns",
-    "advantage.gamma=0.9",
-    "rollout.tokens_per_round=1",
-    "rollout.groups_in_flight=9",
+from tests.integration.killable import Engine
+from tests.integration.turn_kills import (
+    NUM_STEPS,
+    TALK,
+    Case,
+    fight,
+    finished,
+    is_within_turn,
+    kept_in,
+    new_engine,
+    tool_run,
 )
-"""Three short turns with rewards in each sample, and one token a round, so that a step leaves samples anywhere."""
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return an engine with the tool demo's model."""
-    model = ("--model-path", str(shipped_model_path("tool")), "--max-context", "128")
-    engine = Engine(tmp_path_factory.mktemp("engine"), *model)
+    engine = new_engine(tmp_path_factory.mktemp("engine"))
     yield engine
     engine.kill()
 
 
-def tool_run(folder: Path, name: str, *settings: str) -> Config:
-    own = (f"run.dir={folder}", f"run.name={name}", f"train.num_steps={NUM_STEPS}")
-    return load_config(["tool_demo"], [*own, *SMALL, *settings])
-
-
-def finished(config: Config, engine: Engine) -> Path:
-    with Attempt(config, engine) as attempt:
-        attempt.finish()
-        return attempt.run_dir
-
-
-def kept_in(run: Path, step: int) -> list[Sample]:
-    state = CheckpointStore.load(run / "checkpoints" / f"step-{step:06d}", {})["rollout"]
-    return [s for groups in groups_of(state, ()) for g in groups for s in g.samples]
-
-
 @pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_turns_is_repeated_bit_for_bit(engine: Engine, tmp_path: Path) -> None:
+    """Two of the ten moments of turn_kills.py: before a request for tokens, and before a question."""
     reference = finished(tool_run(tmp_path, "alone", *TALK), engine)
-    within = [s for s in kept_in(reference, 1) if isinstance(s.need, NeedsTokens) and s.num_given_tokens]
-    assert any(s.turn.num_turn_tokens for s in within), "otherwise nothing is resumed within a later turn"
-    config, gates = tool_run(tmp_path, "killed", *TALK), Gates(tmp_path / "gates", "update-3")
-    with Attempt(config, engine, gates) as attempt:
-        assert attempt.kill_at_gate("update-3")
-        assert attempt.num_done() == 1, "step 2 is lost with its turns"
-    assert_same(finished(config, engine), reference, NUM_STEPS)
+    assert any(map(is_within_turn, kept_in(reference, 1))), "otherwise nothing is resumed within a later turn"
+    cases = [Case.draw(0), Case.draw(1)]
+    assert {case.place.partition("-")[0] for case in cases} == {"sample", "answer"}
+    rows = [fight(tmp_path, case, reference) for case in cases]
+    assert any(row["within_turns_in_checkpoint"] for row in rows)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Turns and branches: loss, bounds and gradient equal a float64 process that trains each sampled token once."""
+"""Turns and branches, packed with others: loss, bounds and gradient equal a float64 process that trains each sampled
+token once."""
 
 import asyncio
 import dataclasses
@@ -17,13 +18,13 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.rewards.environments import Continue, End, StepAnswer, TurnJson
-from bapo_megatron.rollout.drivers import StepDriver
-from bapo_megatron.types import Batch, ClipBounds, Ended, Group, NeedsTokens, Sample, Segment
+from bapo_megatron.rollout.drivers import JudgeOnce, StepDriver
+from bapo_megatron.types import Batch, ClipBounds, Ended, Group, MiniBatch, NeedsTokens, Sample, Segment
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import literal_bounds, literal_loss, load_float64, save_random_model
 from tests.integration.learner_reference import reference_update as reference
 from tests.integration.test_schedule import LARGE, SMALL, make_config
-from tests.unit.test_scheduler import STOP, ScriptedEngine, make
+from tests.unit.test_scheduler import STOP, ScriptedEngine, make, verdict
 
 TOLERANCE = 1e-5
 
@@ -87,6 +88,15 @@ def trained_once(groups: list[Group]) -> Tensor:
     return torch.tensor(mask)
 
 
+def packed_kinds(batch: Batch, minibatch: MiniBatch) -> list[set[int]]:
+    """Return the numbers of given tokens that a sequence of each pack has after its prompt of 3 tokens."""
+    sequence_T = torch.arange(batch.num_sequences).repeat_interleave(batch.seq_lens_S)
+    num_given_S = (
+        batch.seq_lens_S - 3 - torch.zeros_like(batch.seq_lens_S).index_add(0, sequence_T, batch.sampled_T.long())
+    )
+    return [set(num_given_S[sequence_T[one.batch_rows_R]].tolist()) for one in minibatch.micro_batches]
+
+
 def check_layout(root: Path, layout: dict[str, Any], max_tokens: int, groups: list[Group]) -> None:
     config = make_config(layout, max_tokens)
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad": 1e9})})
@@ -102,6 +112,7 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int, groups: li
 
     want = reference(load_float64(root), dataclasses.replace(batch, mask_T=mask_T), loss_of=loss_of)
     minibatch = one_minibatch(batch, max_tokens=max_tokens, share=learner.share)
+    assert any(len(kinds) > 1 for kinds in packed_kinds(batch, minibatch)), "a pack has turns, or a branch, with others"
     bounds = BoundsFinder(config, learner).find(minibatch)
     assert (bounds.low, bounds.high) == found[0][:2]
     assert bounds.positive_share == pytest.approx(found[0][2], abs=TOLERANCE)
@@ -116,19 +127,18 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int, groups: li
 
 def check(rank: int, world_size: int, root: Path, layouts: list[tuple[dict[str, Any], int]]) -> None:
     limits: dict[str, Any] = {"max_response_tokens": 16, "max_answer_tokens": 8, "max_turns": 8}
-    for driver in (
-        StepDriver(TwoTurns(), lambda answer, *_: (answer.token_ids or (), False), str, **limits),
-        Branches(),
-    ):
-        groups = sampled(driver)
+    turns = sampled(StepDriver(TwoTurns(), lambda answer, *_: (answer.token_ids or (), False), str, **limits))
+    branches = sampled(Branches())
+    plain = sampled(JudgeOnce(lambda samples: [verdict(s.num_sampled_tokens) for s in samples]))
+    for groups in (turns, branches, plain):
         samples = [s for g in groups for s in g.samples]
-        assert all(s.num_given_tokens >= 2 and s.reward is not None for s in samples)
+        assert all((s.num_given_tokens >= 2) == (groups is not plain) and s.reward is not None for s in samples)
         assert any(g.rewards.count(g.rewards[0]) < len(g.rewards) for g in groups), "otherwise nothing is learned"
-        for layout, max_tokens in layouts:
-            try:
-                check_layout(root, layout, max_tokens, groups)
-            except AssertionError as error:
-                raise AssertionError(f"{type(driver).__name__}, {layout}, {max_tokens} tokens") from error
+    for layout, max_tokens in layouts:
+        try:
+            check_layout(root, layout, max_tokens, [*turns, *branches, *plain])
+        except AssertionError as error:
+            raise AssertionError(f"{layout}, {max_tokens} tokens") from error
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.algorithms.advantages import ESTIMATORS
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
@@ -36,10 +37,11 @@ class Turns:
 
     deadline_s = 0.0
 
-    def __init__(self, answer_s: float = 0.0, failing: int | None = None) -> None:
+    def __init__(self, answer_s: float = 0.0, failing: int | None = None, which: int = 0) -> None:
         self.asked: list[str] = []
         self._answer_s = answer_s
-        self._failing = failing  # one in this many samples fails
+        self._failing = failing  # one in this many turns fails,
+        self._which = which  # one of these
 
     async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
         self.asked.append(json.dumps([turn, state]))
@@ -47,7 +49,7 @@ class Turns:
             await asyncio.sleep(self._answer_s * (1 + len(turn["token_ids"]) % 3))
         lengths = [*(state or []), len(turn["token_ids"])]
         assert turn["number"] == len(lengths)
-        if self._failing and sum(turn["token_ids"]) % self._failing == 0:
+        if self._failing and sum(turn["token_ids"]) % self._failing == self._which:
             return Failed("no browser")
         if len(lengths) == 3:
             return End({"short": -float(sum(lengths)), "turns": 3.0})
@@ -142,6 +144,30 @@ def test_a_slow_environment_is_no_broken_engine_and_holds_no_slot() -> None:
     groups, stats = run_on_clock(rounds.take(0, 0))
     assert groups is not None
     assert stats.num_rounds == 3
+
+
+def test_answers_are_progress_as_they_come_although_a_round_waits_for_all_of_them() -> None:
+    """Otherwise questions that wait for a process would look like a hang."""
+
+    class Queued(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            answer = await super().step(turn, state)
+            await asyncio.sleep(60.0 * len(self.asked))  # one process, which they take in turn
+            return answer
+
+    scheduler = make(Rounds(), driver=driver(Queued()), max_response_tokens=LIMIT)
+
+    async def run() -> list[int]:
+        taking = asyncio.create_task(scheduler.take(0, 0))
+        await asyncio.sleep(1.0)
+        found = []
+        for _ in range(6):
+            found.append(scheduler.num_answers)
+            await asyncio.sleep(60.0)
+        taking.cancel()
+        return found
+
+    assert run_on_clock(run()) == [0, 1, 2, 3, 4, 5]
 
 
 def test_overlap_hides_tools_of_half_a_second_and_rounds_wait_for_each_of_their_calls() -> None:
@@ -395,27 +421,42 @@ def test_an_answer_over_its_limit_is_cut_and_counted() -> None:
     assert one.metrics()["environment/cut_answers"] == 2 * len(samples)
 
 
-def test_samples_that_failed_have_no_reward_and_change_nothing_for_the_others() -> None:
-    def take(failing: int | None) -> tuple[Scheduler, list[Group]]:
-        scheduler = make(
-            Rounds(), driver=driver(Turns(failing=failing)), max_response_tokens=LIMIT, samples_per_prompt=12
-        )
-        groups, _ = run_on_clock(scheduler.take(0, 0))
-        assert groups is not None
-        check(scheduler, groups)
-        return scheduler, groups
-
-    scheduler, groups = take(failing=8)
+def test_samples_that_failed_have_no_reward() -> None:
+    one = driver(Turns(failing=8))
+    scheduler = make(Rounds(), driver=one, max_response_tokens=LIMIT, samples_per_prompt=12)
+    groups, _ = run_on_clock(scheduler.take(0, 0))
+    assert groups is not None
+    check(scheduler, groups)
     failed = [s for g in groups for s in g.samples if s.reward is None]
     assert 0 < len(failed) < 24, "otherwise nothing is tested"
     assert scheduler.ledger.dropped == {"failed": len(failed)}
     assert failed[0].need == Ended("failed", None, "error", "no browser")
-    batch = BatchBuilder(Config()).build(groups, {})
-    alone = BatchBuilder(Config()).build([replace(g, samples=tuple(g.valid)) for g in groups], {})
-    for name in ("advantages_T", "mask_T", "token_ids_T", "rewards_S", "seq_lens_S"):
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**31), which=st.integers(0, 29), whitens=st.booleans())
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_the_tenth_that_fails_changes_nothing_for_the_others(kind: str, seed: int, which: int, whitens: bool) -> None:
+    """The others have the advantages, bit for bit, of groups that never had the failed samples: 1 in 30 turns fails."""
+
+    def take(failing: int | None) -> list[Group]:
+        environment = Turns(failing=failing, which=which)
+        options: dict[str, Any] = {"max_response_tokens": LIMIT, "samples_per_prompt": 20}
+        groups, _ = run_on_clock(make(Rounds(), driver=driver(environment), seed=seed, **options).take(0, 0))
+        assert groups is not None
+        return sorted(groups, key=lambda group: group.prompt.prompt_id)
+
+    groups, whole = take(30), take(None)
+    failed = {s.sample_id for g in groups for s in g.samples if s.reward is None}
+    assume(failed)
+    others = [replace(g, samples=tuple(s for s in g.samples if s.sample_id not in failed)) for g in whole]
+    config = Config.model_validate({"advantage": {"kind": kind, "whiten_batch": whitens, "gamma": 0.9}})
+    batch, alone = (BatchBuilder(config).build(one, {}) for one in (groups, others))
+    for name in ("advantages_T", "mask_T", "token_ids_T", "rewards_S", "seq_lens_S", "behaviour_logprobs_T"):
         assert getattr(batch, name).equal(getattr(alone, name)), name
     assert batch.metrics == alone.metrics
-    assert batch.num_sequences == 24 - len(failed)
+    assert batch.num_sequences == 40 - len(failed)
+    assert len(batch.advantages_T.unique()) > 5, "otherwise nothing is compared"
 
 
 @pytest.mark.parametrize("num_left", [0, 1])

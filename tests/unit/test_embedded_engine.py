@@ -147,6 +147,64 @@ def test_a_request_that_continues_another_needs_no_prefill(model: Model, monkeyp
         stop(engine)
 
 
+def test_a_turn_after_an_answer_computes_only_what_is_new(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns end by a stop token or their limit; the next one follows none to six given tokens."""
+    computed: list[int] = []
+    for name in ("prefill", "append"):
+        original = getattr(model, name)
+        monkeypatch.setattr(
+            model, name, lambda ids, lengths, *a, f=original: computed.append(int(lengths.sum())) or f(ids, lengths, *a)
+        )
+    engine, rng = BatchingEngine(model, max_running=16, max_context=64), random.Random(2)
+    ids = [[rng.randrange(2, 16) for _ in range(rng.randrange(4, 12))] for _ in range(10)]
+    ids += [ids[0]] * 3  # greedy, so that they remain equal
+    lengths, ends = [0] * len(ids), set()
+    try:
+        for _ in range(3):
+            temperatures = [1.0] * 10 + [0.0] * 3
+            params = [
+                SamplingParams(max_new_tokens=7, sampling_seed=i, stop_token_ids=[3, 4, 5], temperature=t)
+                for i, t in enumerate(temperatures)
+            ]
+            computed.clear()
+            sampled = serve_engine(engine, list(zip(ids, params, strict=True)))
+            behind = {tuple(tokens): len(tokens) - length for tokens, length in zip(ids, lengths, strict=True)}
+            assert sum(computed) == sum(num for num in behind.values() if num > 1), "one token is decoded with others"
+            for i, (output_ids, logprobs) in enumerate(sampled):
+                whole = ids[i] + output_ids
+                scores, _, _ = model.score(torch.tensor(whole), len(ids[i]), 1)
+                assert logprobs == pytest.approx(scores.tolist(), abs=1e-5)
+                has_stopped = output_ids[-1] in (1, 3, 4, 5)
+                given = [rng.randrange(2, 16) for _ in range(rng.randrange(7) if has_stopped else 0)]
+                ends.add(has_stopped)
+                lengths[i], ids[i] = len(whole) - 1, whole + (given if i < 10 else [6, 7])
+            assert ids[10] == ids[11] == ids[12]
+        assert ends == {True, False}
+    finally:
+        stop(engine)
+
+
+def test_a_row_is_continued_by_its_own_seed_alone_and_stopped_ones_leave_first(model: Model) -> None:
+    engine = BatchingEngine(model, max_running=4, max_context=64)
+
+    def ended(ids: list[int], seed: int | None, **params: Any) -> Sequence:
+        params = {"max_new_tokens": 2, "sampling_seed": seed, "temperature": 0.0, **params}
+        sequence = engine.new_sequence("", ids, SamplingParams(**params))
+        engine.submit([sequence])
+        return sequence.done.result(HANG_S)
+
+    try:
+        cut = [ended([7 + i, 8, 9], seed, ignore_eos=True) for i, seed in enumerate((1, None))]
+        stops = [ended([i, 8, 9], i, stop_token_ids=[*range(16)]) for i in (12, 13)]
+        assert [s.finish_reason["type"] for s in (*cut, *stops)] == ["length"] * 2 + ["stop"] * 2  # type: ignore[index]
+        assert ended([*cut[0].token_ids, 4], seed=2).num_cached == 0, "another sample's"
+        assert ended([*stops[0].token_ids, 4], seed=12).num_cached == 0, "it has left for that request"
+        assert ended([*cut[1].token_ids, 4], seed=None).num_cached == 4
+        assert ended([*cut[0].token_ids, 4], seed=1).num_cached == 4
+    finally:
+        stop(engine)
+
+
 def test_what_outlives_its_weights_is_not_continued(model: Model) -> None:
     engine = BatchingEngine(model, max_running=2, max_context=64)
     params = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)

@@ -73,26 +73,51 @@ def save(config: Any, folder: Path, **options: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_prefill_and_decode_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_prefill_append_and_decode_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = save(CONFIGS[name], tmp_path)
     model = Model.from_pretrained(tmp_path, max_len=128)
     generator = torch.Generator().manual_seed(1)
     lengths = [7, 50, 1, 33]
-    sequences = [torch.randint(0, 61, (n + 5,), generator=generator) for n in lengths]
+    sequences = [torch.randint(0, 61, (n + 20,), generator=generator) for n in lengths]
     with torch.no_grad():
         expected = [torch.log_softmax(reference(s[None]).logits[0], -1) for s in sequences]
     cache = model.new_cache(num_rows=6, max_len=100)
     padded = torch.nn.utils.rnn.pad_sequence([s[:n] for s, n in zip(sequences, lengths, strict=True)], batch_first=True)
     logits = [model.prefill(padded[:2], torch.tensor(lengths[:2]), cache, 0)]
     logits.append(model.prefill(padded[2:], torch.tensor(lengths[2:]), cache, 2))
-    logits_BV = torch.cat(logits)
-    for step in range(5):
-        for row, n in enumerate(lengths):
+    logits_BV, lengths_B = torch.cat(logits), torch.tensor(lengths)
+
+    def check() -> None:
+        for row, n in enumerate(lengths_B.tolist()):
             actual = torch.log_softmax(logits_BV[row], -1)
-            torch.testing.assert_close(actual, expected[row][n - 1 + step], atol=2e-5, rtol=0)
-        positions = torch.tensor(lengths) + step
-        last = torch.stack([s[p] for s, p in zip(sequences, positions.tolist(), strict=True)])
-        logits_BV = model.decode(last, positions, cache)
+            torch.testing.assert_close(actual, expected[row][n - 1], atol=2e-5, rtol=0)
+
+    def decode(num_tokens: int) -> None:
+        nonlocal logits_BV, lengths_B
+        for _ in range(num_tokens):
+            check()
+            last = torch.stack([s[n] for s, n in zip(sequences, lengths_B.tolist(), strict=True)])
+            logits_BV, lengths_B = model.decode(last, lengths_B, cache), lengths_B + 1
+
+    decode(5)
+    more = torch.tensor([1, 12, 7])  # of rows 1 to 3
+    given = [s[n : n + num] for s, n, num in zip(sequences[1:], lengths_B[1:].tolist(), more.tolist(), strict=True)]
+    padded = torch.nn.utils.rnn.pad_sequence(given, batch_first=True, padding_value=3)
+    logits_BV = torch.cat([logits_BV[:1], model.append(padded, more, lengths_B[1:], cache, 1)])
+    lengths_B[1:] += more
+    decode(3)
+
+
+def test_padding_may_reach_beyond_the_cache(tmp_path: Path) -> None:
+    save(CONFIGS["qwen3"], tmp_path)
+    model = Model.from_pretrained(tmp_path, max_len=8)
+    ids_T = torch.arange(5, 12)
+    cache = model.new_cache(num_rows=2, max_len=8)
+    model.prefill(ids_T[None, :5].repeat(2, 1), torch.tensor([5, 1]), cache, 0)
+    tokens_BT = torch.stack([ids_T[[5, 6, 0, 0, 0, 0]], ids_T[1:]])
+    found_BV = model.append(tokens_BT, torch.tensor([2, 6]), torch.tensor([5, 1]), cache, 0)
+    expected_BV = model.prefill(ids_T[None], torch.tensor([7]), model.new_cache(num_rows=1, max_len=8), 0)
+    torch.testing.assert_close(found_BV, expected_BV.expand(2, -1), atol=2e-5, rtol=0)
 
 
 def test_a_moved_row_goes_on_as_before(tmp_path: Path) -> None:

@@ -119,7 +119,9 @@ def check(sequence: Sequence, num_fed: int) -> None:
     assert rows["surprises"].tolist() == pytest.approx(sequence.logprobs, abs=1e-6)
 
 
-def test_each_input_has_one_row_whatever_happens_to_its_request(engine: BatchingEngine) -> None:
+def test_each_input_has_one_row_whatever_happens_to_its_request(
+    engine: BatchingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests continue from what was kept; weights change in the middle, and the cache is dropped."""
     asked = [(ids, 0) for ids in prompts(9)]
     for num_tokens in (4, 7):
@@ -129,10 +131,17 @@ def test_each_input_has_one_row_whatever_happens_to_its_request(engine: Batching
         asked = [(s.token_ids, s.num_tokens - 1) for s in sequences]
     assert any(s.num_cached_tokens for s in sequences), "some were continued from the cache"
 
+    appended, append = [], engine.model.append
+    monkeypatch.setattr(engine.model, "append", lambda ids, *a: appended.append(len(ids)) or append(ids, *a))
     streams = tuple(engine.model.streams)
-    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     sequences = [
-        engine.new_sequence(str(i), [*ids, 3, 4], params, streams=streams, num_fed=num_fed)  # two given tokens
+        engine.new_sequence(
+            str(i),
+            [*ids, *[3, 4, 5][: 1 + i % 3]],  # given tokens
+            SamplingParams(max_new_tokens=9, sampling_seed=i, ignore_eos=True),
+            streams=streams,
+            num_fed=num_fed,
+        )
         for i, (ids, num_fed) in enumerate(asked[:4])
     ]
 
@@ -148,6 +157,7 @@ def test_each_input_has_one_row_whatever_happens_to_its_request(engine: Batching
         check(sequence.done.result(HANG_S), num_fed)
         assert [span["version"] for span in sequence.spans] == ["0", "1"]
         assert sequence.num_retractions == 1
+    assert appended, "some were continued from the cache, after given tokens"
 
 
 def test_rows_that_a_client_has_lost_are_computed_again(engine: BatchingEngine) -> None:

@@ -72,7 +72,9 @@ def test_a_training_checkpoint_on_a_file_equals_brute_force(tmp_path: Path, caps
         majority.append((chains[i].answer in best) / len(best) if best else 0.0)
     assert estimates["maj@4"] == pytest.approx(statistics.fmean(majority))
     assert estimates["response_tokens"] == pytest.approx(statistics.fmean(r["num_tokens"] for r in responses))
-    assert "avg@4" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "avg@4" in told.out
+    assert "7 problems with 4 responses each; --limit takes the first problems only" in told.err
 
     assert main([*command, "--output", str(out)]) == 2
     assert "is not empty: give another --output" in capsys.readouterr().err

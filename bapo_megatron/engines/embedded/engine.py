@@ -1,8 +1,8 @@
 """Continuous batching: one thread that admits, prefills, decodes and finishes requests, and runs commands in between.
 
 The sequences being decoded fill cache rows [0, n) without gaps, so every step works on plain views of the cache.
-The rows after them keep sequences that ended at their length or were aborted, until the row is needed or the weights
-change. A request that continues such a sequence resumes there without a prefill.
+The rows after them keep ended sequences, until a row is needed or the weights change. A request that continues one,
+perhaps after tokens of others, computes only what the row does not hold.
 All state belongs to the engine thread; other threads reach it through `call`, which runs a function between two steps.
 No token is ever sampled from weights that are only partly updated.
 """
@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,7 +77,7 @@ class Sequence:
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, and its first output token
     finish_reason: dict[str, Any] | None = None
     num_retractions: int = 0
-    num_cached_tokens: int = 0  # prompt tokens found in the cache
+    num_cached: int = 0  # leading tokens that its latest admission found in the cache
     outlived_weights: bool = False  # its cache row has entries of earlier weights
     on_token: Callable[[], None] | None = None  # called by the engine thread after each token
     streams: tuple[TokenStream, ...] = ()  # streams whose rows the client wants
@@ -104,9 +104,29 @@ class Sequence:
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(starts, ends, strict=True)]
 
     @property
-    def is_fed_but_last(self) -> bool:
-        """Whether rows of fed streams may be missing for the last token only."""
-        return self.num_fed >= self.num_tokens - 1 or not any(stream.on == "fed" for stream in self.streams)
+    def own_seed(self) -> int | None:
+        """The seed that the client chose, or None. A kept row is continued with the same one only, so that what other
+        samples have left changes no sample."""
+        return None if self.params.sampling_seed is None else self.seed
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of prompt tokens found in the cache."""
+        return min(self.num_cached, len(self.prompt_ids))
+
+    @property
+    def num_uncached(self) -> int:
+        return self.num_tokens - self.num_cached
+
+    @property
+    def uncached_ids(self) -> list[int]:
+        return self.token_ids[self.num_cached :]
+
+    def continues(self, token_ids: list[int]) -> bool:
+        """Whether it begins with these tokens and has more, and lacks no rows of fed streams for these."""
+        num, own = len(token_ids), self.token_ids
+        has_rows = self.num_fed >= num or not any(stream.on == "fed" for stream in self.streams)
+        return num < len(own) and has_rows and own[:num] == token_ids
 
     def take_rows(self, rows_T: Mapping[TokenStream, Tensor], first: int = 0) -> None:
         """Keep the rows that are wanted and not yet here.
@@ -137,6 +157,16 @@ class Sequence:
             self.finish_reason = {"type": "length", "length": self.params.max_new_tokens}
         if self.on_token is not None:
             self.on_token()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A cache row of an ended sequence."""
+
+    row: int
+    token_ids: list[int]  # in the row
+    seed: int | None  # as in `Sequence.own_seed`
+    has_stopped: bool  # perhaps nothing follows, so it leaves the cache before sequences that were cut
 
 
 class BatchingEngine:
@@ -172,7 +202,7 @@ class BatchingEngine:
         self._trace: tuple[Trace, Path] | None = None  # the trace in progress, and its file
         self.cache = model.new_cache(num_rows=max_running, max_len=max_context)
         self._rows: list[Sequence] = []  # being decoded; the index is the cache row
-        self._kept: dict[tuple[int, ...], int] = {}  # cached tokens that a request may continue, and their row
+        self._kept: list[_Kept] = []  # oldest first
         self._waiting: deque[Sequence] = deque()
         self._inbox: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
         self._deferred: deque[_Job[Any]] = deque()  # wait until nothing is being decoded
@@ -406,67 +436,90 @@ class BatchingEngine:
             self._extend(self._rows, logits_BV)
 
     def _admit(self) -> None:
-        """Give free rows to waiting sequences, first come, first served: prefill them, or continue kept rows."""
+        """Give free rows to waiting sequences, first come, first served: continue kept rows, or prefill."""
         num_admitted = min(self.max_running - len(self._rows), len(self._waiting))
-        new: list[Sequence] = []
-        continued: dict[int, Sequence] = {}  # key: the row that holds all but the last token
-        for sequence in [self._waiting.popleft() for _ in range(num_admitted)]:
-            row = self._kept.pop(tuple(sequence.token_ids[:-1]), None) if sequence.is_fed_but_last else None
-            if row is None:
-                new.append(sequence)
-            else:
-                continued[row] = sequence
-        if continued:
-            self._continue(continued)
-        if new:
-            first_row = len(self._rows)
-            new.sort(key=lambda s: (s.num_tokens, s.token_ids))
-            self._rows.extend(new)
-            self._kept = {ids: row for ids, row in self._kept.items() if row >= len(self._rows)}
-            logits = []
-            for group in _similar_lengths(new):
-                logits.append(self._prefill(group, first_row))
-                first_row += len(group)
-            self._extend(new, torch.cat(logits))
+        admitted = [self._waiting.popleft() for _ in range(num_admitted)]
+        sources = self._take_kept(admitted)
+        admitted.sort(key=lambda s: (s not in sources, s.num_uncached, s.token_ids))
+        self._make_room(admitted, sources)
+        first_row = len(self._rows)
+        self._rows.extend(admitted)
+        continued = [s for s in admitted if s in sources and s.num_uncached > 1]
+        new = [s for s in admitted if s not in sources]
+        first_row += len(admitted) - len(continued) - len(new)  # those that lack one token are decoded next
+        logits = []
+        for group in (*_similar_lengths(continued), *_similar_lengths(new)):
+            logits.append(self._compute(group, first_row))
+            first_row += len(group)
+        if logits:
+            self._extend([*continued, *new], torch.cat(logits))
 
-    def _continue(self, continued: dict[int, Sequence]) -> None:
-        """Move kept rows to the end of the decoded ones, swapping them with the rows there."""
-        sources = sorted(continued)
-        targets = range(len(self._rows), len(self._rows) + len(sources))
-        vacated, displaced = sorted(set(sources) - set(targets)), sorted(set(targets) - set(sources))
-        if vacated:
-            longest = max(map(len, self._kept), default=0)
-            longest = max(longest, *(s.num_tokens for s in continued.values()))
-            self.cache.arrange([*targets, *vacated], [*sources, *displaced], longest)
-            places = dict(zip(displaced, vacated, strict=True))
-            self._kept = {ids: places.get(row, row) for ids, row in self._kept.items()}
-        for source in sources:
-            sequence = continued[source]
-            sequence.num_cached_tokens = min(len(sequence.prompt_ids), sequence.num_tokens - 1)
-            self._rows.append(sequence)
+    def _take_kept(self, admitted: list[Sequence]) -> dict[Sequence, int]:
+        """Take the longest kept row that each sequence continues by at least one token; return the rows."""
+        by_seed: dict[int | None, list[_Kept]] = {}
+        for kept in self._kept:
+            by_seed.setdefault(kept.seed, []).append(kept)
+        sources: dict[Sequence, int] = {}
+        for sequence in admitted:
+            mine = by_seed.get(sequence.own_seed, [])
+            found = [kept for kept in mine if sequence.continues(kept.token_ids)]
+            longest = max(found, key=lambda kept: len(kept.token_ids), default=None)
+            sequence.num_cached = len(longest.token_ids) if longest else 0
+            if longest:
+                mine.remove(longest)
+                sources[sequence] = longest.row
+        taken = set(sources.values())
+        self._kept = [kept for kept in self._kept if kept.row not in taken]
+        return sources
 
-    def _prefill(self, group: list[Sequence], first_row: int) -> Tensor:
-        """Return the logits after each sequence, float32 [len(group), V]; their cache rows begin at `first_row`.
+    def _make_room(self, admitted: list[Sequence], sources: Mapping[Sequence, int]) -> None:
+        """Move sequences that continue kept rows behind the decoded ones, and kept rows out of their way.
+
+        If there are too many, those that have stopped leave first, and then the oldest.
+        """
+        targets = range(len(self._rows), len(self._rows) + len(admitted))
+        num_leaving = max(len(self._kept) - (self.max_running - targets.stop), 0)
+        leaving = {kept.row for kept in sorted(self._kept, key=lambda kept: not kept.has_stopped)[:num_leaving]}
+        staying = [kept for kept in self._kept if kept.row not in leaving]
+        free = iter(sorted(set(range(targets.stop, self.max_running)) - {kept.row for kept in staying}))
+        self._kept = [replace(kept, row=next(free)) if kept.row in targets else kept for kept in staying]
+        moved = {new.row: (old.row, len(old.token_ids)) for new, old in zip(self._kept, staying, strict=True)}
+        moved |= {row: (sources[s], s.num_cached) for row, s in zip(targets, admitted, strict=True) if s in sources}
+        moved = {target: source for target, source in moved.items() if target != source[0]}
+        if moved:
+            rows, lengths = zip(*moved.values(), strict=True)
+            self.cache.arrange([*moved], rows, max(lengths))
+
+    def _compute(self, group: list[Sequence], first_row: int) -> Tensor:
+        """Compute what the cache rows of these sequences, from `first_row` on, lack; all rows are empty or none is.
 
         Equal sequences (samples of one prompt) must be adjacent; they are computed once.
+
+        Returns: the logits after each sequence, float32 [len(group), V].
         """
-        index, different = [], [group[0]]
-        for sequence in group:
-            if sequence.token_ids != different[-1].token_ids:
+        index, different, rows = [], [group[0]], [first_row]
+        for row, sequence in enumerate(group, first_row):
+            if (sequence.num_cached, sequence.token_ids) != (different[-1].num_cached, different[-1].token_ids):
                 different.append(sequence)
+                rows.append(row)
             index.append(len(different) - 1)
-        lengths = [s.num_tokens for s in different]
-        token_ids_BT = torch.zeros(len(different), max(lengths), dtype=torch.int64)
-        for row, sequence in enumerate(different):
-            token_ids_BT[row, : lengths[row]] = torch.tensor(sequence.token_ids)
-        fed = self._fed_rows(group, token_ids_BT, torch.arange(max(lengths))[None])
-        logits_BV = self.model.prefill(token_ids_BT, torch.tensor(lengths), self.cache, first_row, fed)
+        starts, lengths = [s.num_cached for s in different], [s.num_uncached for s in different]
+        ids_BT = [torch.tensor(s.uncached_ids) for s in different]
+        token_ids_BT = torch.nn.utils.rnn.pad_sequence(ids_BT, batch_first=True)
+        starts_B, lengths_B = torch.tensor(starts), torch.tensor(lengths)
+        fed = self._fed_rows(group, token_ids_BT, starts_B[:, None] + torch.arange(max(lengths)))
+        if starts[0]:
+            if len(different) < len(group):
+                self.cache.arrange([first_row + i for i in range(len(rows))], rows, max(starts))
+            logits_BV = self.model.append(token_ids_BT, lengths_B, starts_B, self.cache, first_row, fed)
+        else:
+            logits_BV = self.model.prefill(token_ids_BT, lengths_B, self.cache, first_row, fed)
         if fed is not None:
-            self._take_fed(group, fed, index, [0] * len(group))
+            self._take_fed(group, fed, index, [s.num_cached for s in group])
         if len(different) == len(group):
             return logits_BV
-        rows = range(first_row, first_row + len(group))
-        self.cache.arrange(rows, [first_row + i for i in index], max(lengths))
+        targets = range(first_row, first_row + len(group))
+        self.cache.arrange(targets, [first_row + i for i in index], max(s.num_tokens for s in group))
         return logits_BV[index]
 
     def _fed_rows(self, sequences: list[Sequence], token_ids_BT: Tensor, positions_BT: Tensor) -> FedRows | None:
@@ -516,7 +569,7 @@ class BatchingEngine:
             self._finish_rows()
 
     def _finish_rows(self) -> None:
-        """Take finished sequences out of their rows; the last ones fill the gaps. Keep what may be continued."""
+        """Take finished sequences out of their rows; the last ones fill the gaps. Keep rows that may be continued."""
         finished = [row for row, sequence in enumerate(self._rows) if sequence.finish_reason is not None]
         num_left = len(self._rows) - len(finished)
         gaps = [row for row in finished if row < num_left]
@@ -529,9 +582,9 @@ class BatchingEngine:
         ended, self._rows = self._rows[num_left:], self._rows[:num_left]
         for row, sequence in enumerate(ended, num_left):
             assert sequence.finish_reason is not None
-            was_cut = sequence.finish_reason["type"] != "stop" and not sequence.done.done()
-            if was_cut and not sequence.outlived_weights:
-                self._kept[tuple(sequence.token_ids[:-1])] = row
+            if not (sequence.done.done() or sequence.outlived_weights):  # done: it has failed
+                has_stopped = sequence.finish_reason["type"] == "stop"
+                self._kept.append(_Kept(row, sequence.token_ids[:-1], sequence.own_seed, has_stopped))
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
@@ -547,9 +600,9 @@ def _similar_lengths(sequences: list[Sequence]) -> Iterator[list[Sequence]]:
     """Split a list sorted by length into groups that waste little padding and stay within the prefill budget."""
     group: list[Sequence] = []
     for sequence in sequences:
-        length = sequence.num_tokens
+        length = sequence.num_uncached
         too_many = length * (len(group) + 1) > _MAX_PREFILL_TOKENS
-        if group and (too_many or length > _MAX_PADDING * group[0].num_tokens):
+        if group and (too_many or length > _MAX_PADDING * group[0].num_uncached):
             yield group
             group = []
         group.append(sequence)

@@ -152,6 +152,48 @@ class Model:
         return self._logits(last_BE)
 
     @torch.inference_mode()
+    def append(
+        self,
+        token_ids_BT: Tensor,
+        lengths_B: Tensor,
+        starts_B: Tensor,
+        cache: KVCache,
+        first_row: int,
+        fed: FedRows | None = None,
+    ) -> Tensor:
+        """Run right-padded tokens behind what cache rows [first_row, first_row + B) hold.
+
+        Args:
+            token_ids_BT: int64; tokens beyond a row's length are ignored.
+            lengths_B: int64, each at least 1; a row and its length leave at least one place free.
+            starts_B: int64, the number of tokens that each row already holds.
+            fed: computes the streams' rows for these tokens.
+
+        Returns: logits float32 [B, V] for the token after each row.
+        """
+        num_rows, num_tokens = token_ids_BT.shape
+        rows_B1 = torch.arange(first_row, first_row + num_rows)[:, None]
+        # Padding may reach beyond the cache, but not the last place, which no token needs.
+        positions_BT = (starts_B[:, None] + torch.arange(num_tokens)).clamp(max=cache.max_len - 1)
+        length = int(positions_BT.max()) + 1
+        is_seen_B1TL = (torch.arange(length) <= positions_BT[..., None])[:, None]
+
+        def attend(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
+            keys, values = cache.data[layer, 0], cache.data[layer, 1]
+            keys[rows_B1, :, positions_BT] = k_BTKD
+            values[rows_B1, :, positions_BT] = v_BTKD
+            rows = slice(first_row, first_row + num_rows)
+            k_BKLD, v_BKLD = keys[rows, :, :length], values[rows, :, :length]
+            out_BHTD = F.scaled_dot_product_attention(
+                q_BTHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=is_seen_B1TL, enable_gqa=True
+            )
+            return out_BHTD.transpose(1, 2)
+
+        cos_BTD, sin_BTD = self._cos_LD[positions_BT], self._sin_LD[positions_BT]
+        hidden_BTE = self._blocks(token_ids_BT, cos_BTD[:, :, None], sin_BTD[:, :, None], attend, fed)
+        return self._logits(hidden_BTE[torch.arange(num_rows), lengths_B - 1])
+
+    @torch.inference_mode()
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, cache: KVCache, fed: FedRows | None = None) -> Tensor:
         """Append one token to each of the cache rows [0, B), at the given positions.
 
