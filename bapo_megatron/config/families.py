@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,14 +35,16 @@ def own_family(name: str) -> Family | None:
     return family
 
 
-def token_streams(name: str, folder: Path) -> tuple[TokenStream, ...]:
+def token_streams(name: str, folder: Path, requested: Collection[str] = ()) -> tuple[TokenStream, ...]:
     """Return the streams that engines return, and that samples, checkpoints and recordings hold.
 
     Args:
         name: `model.family`.
         folder: the model's checkpoint.
+        requested: names of the streams on request that the run learns with, such as "routes".
 
     Raises:
         UserError: see `own_family`; or the model is not supported.
     """
-    return tuple(model_streams(load_hf_config(folder), own_family(name)))
+    streams = model_streams(load_hf_config(folder), own_family(name))
+    return tuple(stream for stream in streams if not stream.on_request or stream.name in requested)
