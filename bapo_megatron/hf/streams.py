@@ -45,8 +45,7 @@ class ServedTokens:
 class ModelStream:
     """A stream of a family's models.
 
-    Example: ModelStream(routes_of, chosen_experts), where routes_of(shape) returns TokenStream("routes", "uint8",
-    (shape.num_layers, 8), on="fed", to="owner's stage")
+    Example: ModelStream(routes, chosen_experts), with the two functions below.
     """
 
     declare: Callable[[ModelShape], TokenStream]
