@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.families import token_streams
 from bapo_megatron.convert import convert
-from bapo_megatron.errors import CheckpointError, EngineError
+from bapo_megatron.errors import CheckpointError, EngineError, UserError
 from bapo_megatron.hf.reader import SINGLE, HFReader
 from bapo_megatron.hf.shape import Experts, LayerShape, hf_tensors, layer_entries, load_hf_config, model_shape
 from bapo_megatron.hf.streams import model_streams
@@ -158,6 +158,12 @@ def test_routes_are_declared_and_asked_for_on_request(
     assert (stream.dtype, stream.missing, stream.most, stream.shape) == (dtype, missing, num_experts - 1, (48, 8))
     assert token_streams("auto", tmp_path) == ()
     assert token_streams("auto", tmp_path, {"routes"}) == (stream,)
+
+
+def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen3-32B"]))
+    with pytest.raises(UserError, match="qwen3 models have no stream 'routes', which the run needs"):
+        token_streams("auto", tmp_path, {"routes"})
 
 
 def test_names_are_compared_although_sglang_stacks_experts() -> None:

@@ -341,15 +341,14 @@ def _mixed(
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Compute the sum of the chosen experts' outputs, in the order of the experts, as transformers does."""
-    x_NE, experts, num_chosen = x_BTE.flatten(0, 1), experts_BTC.flatten(), experts_BTC.shape[-1]
-    out_NE, shares = torch.zeros_like(x_NE), shares_BTC.to(x_BTE.dtype).flatten()
-    by_expert = experts.argsort(stable=True)
-    for expert, choices in enumerate(by_expert.split(experts.bincount().tolist())):
-        if len(choices):
-            tokens = choices // num_chosen
-            y = _gated(x_NE[tokens], layer, f"mlp.experts.local_experts.{expert}.", activation)
-            out_NE.index_add_(0, tokens, y * shares[choices, None])
-    return out_NE.view_as(x_BTE)
+    x_NE, experts = x_BTE.flatten(0, 1), experts_BTC.flatten()
+    choices = experts.argsort(stable=True)  # sorted by expert
+    tokens = choices // experts_BTC.shape[-1]
+    parts = x_NE[tokens].split(experts.bincount().tolist())
+    name = "mlp.experts.local_experts.{}."
+    outputs = [_gated(part, layer, name.format(i), activation) for i, part in enumerate(parts) if len(part)]
+    weighted = torch.cat(outputs) * shares_BTC.to(x_BTE.dtype).flatten()[choices, None]
+    return torch.zeros_like(x_NE).index_add_(0, tokens, weighted).view_as(x_BTE)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
