@@ -15,13 +15,15 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bapo_megatron.config.families import token_streams
-from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.config.schema import RolloutConfig, SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
+from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.sync import verify
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.tokens import TokenStream
+from bapo_megatron.types import NeedsEnvironment, Prompt, Sample, Sampled, Trajectory
 from tests.distributed import HANG_S
 
 PROMPTS = ([5, 9, 33, 70, 12, 8], [40, 3], [7, 22, 61, 18, 90, 44, 2, 31, 56])
@@ -115,29 +117,52 @@ def test_samples_have_transformers_logprobs_and_routes(servers: Servers, routes:
     assert_equal(servers, "a", alone, servers.loop.run(servers.engine.generate(alone)))
 
 
-def test_pieces_over_pushes_have_the_routes_of_their_time(servers: Servers, routes: TokenStream) -> None:
-    """Each piece follows the last one's tokens and some given ones, and brings only rows that are not here yet."""
-    run, engine = servers.loop.run, servers.engine
-    growing = [asked(f"grows-{i}", routes, prompt, n=9 + i, seed=i) for i, prompt in enumerate(PROMPTS)]
-    for number, model in enumerate("aba"):
-        if number:
-            servers.push(model)
-        results = run(engine.generate_many(growing))
-        for request, result in zip(growing, results, strict=True):
-            assert_equal(servers, model, request, result)
-            other = of_transformers(servers, "b" if model == "a" else "a", [*request.token_ids, *result.token_ids])[1]
-            (rows,) = result.rows.values()
-            differs = (torch.tensor(rows).long().sort(-1).values != other[request.num_fed - 1 : -1]).any(-1)
-            assert differs.float().mean() > 0.5, "the two models must differ for this to mean much"
-        growing = [
-            replace(
-                request,
-                rid=f"{request.rid}-{number}",
-                token_ids=(*request.token_ids, *result.token_ids, *[11, 47, 3][:i]),
-                num_fed=len(request.token_ids) + len(result.token_ids),
-            )
-            for i, (request, result) in enumerate(zip(growing, results, strict=True))
-        ]
+def test_two_turns_over_pushes_have_the_routes_of_their_time(servers: Servers, routes: TokenStream) -> None:
+    """Each piece has another weight version; between the turns, and at the end, tokens are given."""
+    config = RolloutConfig(prompts_per_step=3, max_response_tokens=12, tokens_per_round=4)
+    dispatcher = Dispatcher(
+        config,
+        servers.pool,
+        stop_token_ids=(),
+        run_seed=3,
+        streams=(routes,),
+        max_turn_tokens=config.max_response_tokens // 2,
+    )
+    prompts = [Prompt(i, tuple(ids), "", "", "test") for i, ids in enumerate(PROMPTS)]
+    samples = [Sample.of(f"{prompt.prompt_id}.{i}", prompt) for prompt in prompts for i in range(2)]
+    model_of: dict[int, str] = {}
+    for step, model in enumerate("abab"):
+        model_of[servers.push(model)] = model
+        dispatcher.version = servers.version
+        grown: list[Sample] = []
+        servers.loop.run(dispatcher.grow_together(samples, step, grown.append))
+        samples = [s.answered([11, 47, 3]) if isinstance(s.need, NeedsEnvironment) else s for s in grown]
+    assert len(samples) == 6
+    assert all({origin.version for origin, _ in sample.sampled_segments} == {*model_of} for sample in samples)
+    for (trajectory,) in (sample.trajectories for sample in samples):
+        compare(servers, trajectory, routes, model_of)
+
+
+def compare(servers: Servers, trajectory: Trajectory, routes: TokenStream, model_of: dict[int, str]) -> None:
+    """Compare each row with the choice of the weights that sampled the first token after it."""
+    ids = trajectory.token_ids.tolist()
+    chosen = {model: of_transformers(servers, model, ids)[1] for model in "ab"}
+    version, place = None, len(ids)
+    num_different = 0
+    for segment in reversed(trajectory.segments):
+        place -= segment.num_tokens
+        if isinstance(segment.origin, Sampled):
+            version = segment.origin.version
+        if version is None:
+            assert routes not in segment.rows, "no reply has followed the last given tokens"
+            continue
+        first = max(place, 1)  # no token precedes the first one
+        rows = torch.tensor(segment.rows[routes][first - place :]).long().sort(-1).values
+        model = model_of[version]
+        inputs = slice(first - 1, place + segment.num_tokens - 1)
+        assert torch.equal(rows, chosen[model][inputs])
+        num_different += int((rows != chosen["b" if model == "a" else "a"][inputs]).any(-1).sum())
+    assert num_different > len(ids), "the two models must differ for this to mean much"
 
 
 def test_an_aborted_response_has_its_routes_and_continues(servers: Servers, routes: TokenStream) -> None:
