@@ -10,7 +10,7 @@ model or a plugin are in `rows` and `extra`, with the stream as key.
 import base64
 import binascii
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +42,8 @@ class TokenStream:
     to: Literal["every rank", "owner", "owner's stage"] = "owner"  # who needs it: ranks that hold the sequence, mostly
     least: float | None = None  # the bounds of valid values
     most: float | None = None
+    distinct: bool = False  # the values along a row's last axis differ
+    on_request: bool = False  # only runs that learn with it ask engines for it, and these must return it
 
     def __post_init__(self) -> None:
         """Raise ValueError if the declaration contradicts itself."""
@@ -81,11 +83,17 @@ class TokenStream:
         if self.name in {*taken, *(stream.name for stream in CORE_STREAMS)}:
             raise ValueError(f"stream {self.name}: the name is taken")
 
-    def checked(self, values: Any, num_rows: int) -> Array:
+    @property
+    def is_needed(self) -> bool:
+        """Whether an engine that is asked for it must return it."""
+        return self.missing is None or self.on_request
+
+    def checked(self, values: Any, num_rows: int, *, filled: bool = False) -> Array:
         """Return the rows as a read-only array [num_rows, *shape].
 
         Args:
             values: an array of this type, or the result of `encoded_rows` read from JSON.
+            filled: rows that hold nothing but `missing` are valid.
 
         Raises:
             ValueError: names the stream and what is wrong.
@@ -95,11 +103,24 @@ class TokenStream:
             raise ValueError(f"stream {self.name}: rows are {rows.dtype}, not {self.dtype}")
         if rows.shape != (num_rows, *self.shape):
             raise ValueError(f"stream {self.name}: rows of shape {list(rows.shape)}, not {[num_rows, *self.shape]}")
-        if self.least is not None and not (rows >= self.least).all():
-            raise ValueError(f"stream {self.name}: row {_first(~(rows >= self.least))} is not >= {self.least:g}")
-        if self.most is not None and not (rows <= self.most).all():
-            raise ValueError(f"stream {self.name}: row {_first(~(rows <= self.most))} is not <= {self.most:g}")
+        has_missing = filled and self.missing is not None
+        is_missing = (rows == self.missing).all(tuple(range(1, rows.ndim))) if has_missing else np.zeros(num_rows, bool)
+        for values, is_bad, fault in self._faults(rows):
+            is_bad[is_missing] = False
+            if is_bad.any():
+                place = np.unravel_index(is_bad.argmax(), is_bad.shape)
+                raise ValueError(f"stream {self.name}: row {place[0]} {fault.format(values[place])}")
         return read_only(rows)
+
+    def _faults(self, rows: Array) -> Iterator[tuple[Array, Array, str]]:
+        """Yield values in the order of the rows, which of them are bad, and why."""
+        if self.least is not None:
+            yield rows, ~(rows >= self.least), f"is not >= {self.least:g}"
+        if self.most is not None:
+            yield rows, ~(rows <= self.most), f"is not <= {self.most:g}"
+        if self.distinct:
+            ordered = np.sort(rows, axis=-1)
+            yield ordered[..., 1:], ordered[..., 1:] == ordered[..., :-1], "has {} twice"
 
     def joined(self, parts: Iterable[Array]) -> Array:
         """Return the rows of all parts, read-only."""
@@ -211,7 +232,3 @@ def read_only(array: Array) -> Array:
     """Make the array read-only, and return it."""
     array.flags.writeable = False
     return array
-
-
-def _first(is_bad: Array) -> int:
-    return int(is_bad.reshape(len(is_bad), -1).any(1).argmax())

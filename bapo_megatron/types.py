@@ -556,7 +556,7 @@ def _segment(s: SegmentJson, streams: Mapping[str, TokenStream], vocab_size: int
 def _checked(values: Mapping[str, Any], num_rows: int, streams: Mapping[str, TokenStream]) -> Rows:
     if unknown := sorted(values.keys() - streams.keys()):
         raise ValueError(f"stream {unknown[0]}: is not one of this run, which has {', '.join(sorted(streams))}")
-    return {streams[name]: streams[name].checked(rows, num_rows) for name, rows in values.items()}
+    return {streams[name]: streams[name].checked(rows, num_rows, filled=True) for name, rows in values.items()}
 
 
 def _named(rows: Rows) -> dict[str, Array]:

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from bapo_megatron.config.engines import ENGINE_CLIENT, engine_kind, startup_limit_s
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine, EngineState, WeightTransport
-from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.http import ROUTES_FLAG, HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, KeyRefusedError, UserError
+from bapo_megatron.hf.streams import ROUTES
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.tokens import TokenStream
 
@@ -171,12 +172,13 @@ class ConnectedEngines:
 
     def _check_streams(self, client: Engine, streams: Sequence[TokenStream]) -> None:
         """Raise UserError if an engine lacks a stream that training needs."""
-        if needed := [stream.name for stream in streams if stream.missing is None]:
+        if needed := [stream.name for stream in streams if stream.is_needed]:
             found = self.loop.run(client.capabilities(), _INFO_TIMEOUT_S, f"the capabilities of {client.url}")
             if lacking := [name for name in needed if name not in found.streams]:
+                start = f"an SGLang server {ROUTES_FLAG}" if lacking[0] == ROUTES else "the engine"
                 raise UserError(
                     f"{client.url} does not return the stream {lacking[0]}, which the model's family declares: start "
-                    "the engine with the same model.family"
+                    f"{start} with the same model.family"
                 )
 
     async def _ask_states(self) -> None:

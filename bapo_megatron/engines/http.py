@@ -6,13 +6,14 @@ token of a step (benchmarks/replies.py).
 """
 
 import asyncio
+import base64
 import json
 import reprlib
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import aiohttp
 import msgspec
@@ -36,7 +37,8 @@ from bapo_megatron.errors import (
     escaped,
     plural,
 )
-from bapo_megatron.tokens import Array, Rows, read_only
+from bapo_megatron.hf.streams import ROUTES
+from bapo_megatron.tokens import Array, Rows, TokenStream, read_only
 
 _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0
@@ -50,12 +52,16 @@ _FINISH_REASONS = ("stop", "length", "abort")
 _JSON_HEADERS = {"Content-Type": "application/json"}
 _MAX_DIGITS = 18  # digits of a weight version
 _MAX_SHOWN = 1000  # bytes of an answer shown in a message
+_OWN_ROUTES = ("return_routed_experts", "routed_experts_start_len")  # SGLang's fields that ask for routes
+_ROUTES_PIECE = 1 << 20  # characters decoded together: whole numbers
+ROUTES_FLAG = "with --enable-return-routed-experts (sglang.extra.enable_return_routed_experts=true)"
 # The longest valid replies, in bytes, with room to spare:
 _MAX_REPLY = 4 << 20  # SGLang's /server_info repeats its arguments for each data-parallel rank, 20 kB each
 _MAX_REPLY_BASE = 16 << 10  # per request: all that does not grow with its tokens
 _MAX_REPLY_TOKEN = 256  # per output token: its id twice, its log-probs and its text
 _MAX_REPLY_KEPT = 12  # per token that a cut keeps: SGLang lists their ids
-_MAX_REPLY_NUMBER = 32  # per number in JSON; the bytes of a larger row grow by a third
+_MAX_REPLY_NUMBER = 32  # per number in JSON
+_MAX_REPLY_BYTE = 6  # per byte of a larger row, which grows by a third; SGLang sends a byte as four
 _MAX_KEPT = 4096  # tokens kept per output token: SGLang's limit
 
 
@@ -77,6 +83,7 @@ class _Meta(TypedDict, total=False):
     output_token_logprobs: list[_Entry]
     output_token_sampling_logprobs: list[float]
     rows: Any
+    routed_experts: Any
 
 
 class _Reply(TypedDict, total=False):
@@ -88,6 +95,7 @@ class _Reply(TypedDict, total=False):
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
+_T = TypeVar("_T")
 REPLY = msgspec.json.Decoder(_Reply)
 REPLIES = msgspec.json.Decoder(list[_Reply])
 
@@ -114,6 +122,8 @@ class HttpEngine:
         self._vocab_size = vocab_size
         self._headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         self._session: aiohttp.ClientSession | None = None
+        self._has_own_routes: bool | None = None  # it returns routes in SGLang's fields; None means not asked yet
+        self._asking = asyncio.Lock()
         self.transport = HttpTransport(self.url, self._call)
 
     async def close(self) -> None:
@@ -124,8 +134,10 @@ class HttpEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check_vocabulary(request)
         what, max_bytes = f"request {request.rid}", max_reply_bytes([request])
-        raw = await self.send_request("POST", "/generate", _generate_body(request), what=what, max_bytes=max_bytes)
-        result = self._result(decode(raw, REPLY), request)
+        start = await self._routes_start([request])
+        body = _generate_body(request, start)
+        raw = await self.send_request("POST", "/generate", body, what=what, max_bytes=max_bytes)
+        result = await _decoded(lambda: self._result(decode(raw, REPLY), request, start), request)
         if isinstance(result, EngineError):
             raise result
         return result
@@ -133,23 +145,41 @@ class HttpEngine:
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
         for request in requests:
             self._check_vocabulary(request)
-        bodies = [_generate_body(request) for request in requests]
+        start = await self._routes_start(requests)
+        bodies = [_generate_body(request, start) for request in requests]
         body: dict[str, Any] = {name: [b[name] for b in bodies] for name in ("rid", "input_ids", "sampling_params")}
         what = f"{plural(len(requests), 'request')} from {requests[0].rid} to {requests[-1].rid}"
         body["return_logprob"] = True
         if any(request.is_cut for request in requests):
             body["return_sampling_mask"] = True
-        if requests[0].streams:  # all requests of a run ask for the same streams
+        if "return_rows" in bodies[0]:  # all requests of a run ask for the same streams
             body |= {"return_rows": bodies[0]["return_rows"], "num_fed": [b["num_fed"] for b in bodies]}
+        body |= {name: bodies[0][name] for name in _OWN_ROUTES if name in bodies[0]}
         raw = await self.send_request("POST", "/generate", body, what=what, max_bytes=max_reply_bytes(requests))
-        decoded = decode(raw, REPLIES)
-        if not isinstance(decoded, list) or len(decoded) != len(requests):
-            raise EngineError(f"{self.url}, {what}: the reply is not a list of {plural(len(requests), 'result')}")
-        return [self._result(reply, request) for reply, request in zip(decoded, requests, strict=True)]
 
-    def _result(self, reply: Any, request: GenerateRequest) -> GenerateResult | EngineError:
+        def read() -> list[GenerateResult | EngineError]:
+            decoded = decode(raw, REPLIES)
+            if not isinstance(decoded, list) or len(decoded) != len(requests):
+                raise EngineError(f"{self.url}, {what}: the reply is not a list of {plural(len(requests), 'result')}")
+            return [self._result(reply, request, start) for reply, request in zip(decoded, requests, strict=True)]
+
+        return await _decoded(read, requests[0])
+
+    async def _routes_start(self, requests: Sequence[GenerateRequest]) -> int | None:
+        """Return the first input token whose routes SGLang shall return, one number for all requests of a call.
+
+        None means that no routes are wanted, or that the server returns them as it does every stream.
+        """
+        if not any(stream.name == ROUTES for stream in requests[0].streams):
+            return None
+        async with self._asking:
+            if self._has_own_routes is None:
+                self._has_own_routes = "streams" not in await self.server_info()
+        return min(request.num_fed for request in requests) - 1 if self._has_own_routes else None
+
+    def _result(self, reply: Any, request: GenerateRequest, start: int | None) -> GenerateResult | EngineError:
         try:
-            return parse_reply(reply, request, self._vocab_size)
+            return parse_reply(reply, request, self._vocab_size, routes_start=start)
         except _UnfitServerError as problem:  # asking again, or later, would not help
             raise RequestRefusedError(f"{self.url}, request {request.rid}: {problem}") from None
         except _BadReplyError as problem:
@@ -346,7 +376,7 @@ def max_reply_bytes(requests: Sequence[GenerateRequest]) -> int:
         + request.max_new_tokens
         * (_MAX_REPLY_TOKEN + (_MAX_REPLY_KEPT * (request.top_k or _MAX_KEPT) if request.is_cut else 0))
         + (len(request.token_ids) + request.max_new_tokens)
-        * sum(2 * stream.row_bytes + _MAX_REPLY_NUMBER for stream in request.streams)
+        * sum(_MAX_REPLY_BYTE * stream.row_bytes + _MAX_REPLY_NUMBER for stream in request.streams)
         for request in requests
     )
 
@@ -377,7 +407,12 @@ def _plain(raw: bytes) -> Any:
         return None
 
 
-def _generate_body(request: GenerateRequest) -> dict[str, Any]:
+async def _decoded(read: Callable[[], _T], request: GenerateRequest) -> _T:
+    """Read replies: those with rows, which may be 30 MB each, in a thread, so that the event loop does not wait."""
+    return await asyncio.to_thread(read) if request.streams else read()
+
+
+def _generate_body(request: GenerateRequest, routes_start: int | None = None) -> dict[str, Any]:
     sampling: dict[str, Any] = {
         "temperature": request.temperature,
         "max_new_tokens": request.max_new_tokens,
@@ -388,8 +423,10 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
     if request.is_cut:
         sampling |= {"top_p": request.top_p, "top_k": -1 if request.top_k is None else request.top_k}
         body["return_sampling_mask"] = True
-    if request.streams:
-        body |= {"return_rows": [stream.name for stream in request.streams], "num_fed": request.num_fed}
+    if names := [s.name for s in request.streams if s.name != ROUTES or routes_start is None]:
+        body |= {"return_rows": names, "num_fed": request.num_fed}
+    if routes_start is not None:
+        body |= dict(zip(_OWN_ROUTES, (True, routes_start), strict=True))
     return body
 
 
@@ -401,8 +438,13 @@ class _UnfitServerError(_BadReplyError):
     """A fault that the server will repeat: it does not return the log-probs of a cut, or a stream as declared."""
 
 
-def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) -> GenerateResult:
+def parse_reply(
+    reply: Any, request: GenerateRequest, vocab_size: int | None, *, routes_start: int | None = None
+) -> GenerateResult:
     """Check a /generate reply, typed or plain JSON, field by field.
+
+    Args:
+        routes_start: the input token with which SGLang's own field of routes begins. None means they are in `rows`.
 
     Raises:
         _BadReplyError (a ValueError): names the first fault.
@@ -440,17 +482,20 @@ def parse_reply(reply: Any, request: GenerateRequest, vocab_size: int | None) ->
         finish_reason=reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=_count(meta, "cached_tokens", 0),
-        rows=_rows(meta, request, len(token_ids)),
+        rows=_rows(meta, request, len(token_ids), routes_start),
     )
 
 
-def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
+def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int, routes_start: int | None) -> Rows:
     """Return the rows of the request's streams; fed ones start at input token `num_fed`."""
-    sent, rows = as_dict(meta.get("rows")), {}
+    sent, rows = dict(as_dict(meta.get("rows"))), {}
     for stream in request.streams if num_new else ():
         num_rows = num_new + (len(request.token_ids) - request.num_fed if stream.on == "fed" else 0)
+        if stream.name == ROUTES and routes_start is not None:
+            num_known = request.num_fed - 1 - routes_start
+            sent[ROUTES] = _own_routes(meta, stream, routes_start, num_known + num_rows)[num_known:]
         if stream.name not in sent:
-            if stream.missing is None:
+            if stream.is_needed:
                 raise _UnfitServerError(f"stream {stream.name}: the reply has no rows for it")
             rows[stream] = read_only(stream.filled(num_rows))
             continue
@@ -458,6 +503,40 @@ def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int) -> Rows:
             rows[stream] = stream.checked(sent[stream.name], num_rows)
         except ValueError as problem:
             raise _UnfitServerError(str(problem)) from None
+    return rows
+
+
+def _own_routes(meta: dict[str, Any], stream: TokenStream, start: int, num_rows: int) -> Array:
+    """Read SGLang's routes: base64 of int32 [tokens, layers, experts chosen], from input token `start` on.
+
+    Returns rows of the stream's type. The field is decoded in pieces: each keeps other threads from running.
+    """
+    given = meta.get("routed_experts")
+    if not isinstance(given, str):
+        raise _UnfitServerError(f"the reply has no routed_experts: start SGLang {ROUTES_FLAG}")
+    rows = np.empty((num_rows, *stream.shape), stream.dtype)
+    flat, num_read = rows.reshape(-1), 0
+    most = np.iinfo(stream.dtype).max if stream.most is None else int(stream.most)
+    if (num_sent := (len(given) // 4 * 3 - given[-2:].count("=")) / 4) != flat.size:
+        shape = " x ".join(map(str, stream.shape))
+        raise _UnfitServerError(
+            f"routed_experts has {num_sent:g} numbers instead of {flat.size}, for {plural(num_rows, 'token')} from "
+            f"{start} on x {shape} (layers x chosen experts): does the server serve this model?"
+        )
+    for first in range(0, len(given), _ROUTES_PIECE):
+        try:
+            values = np.frombuffer(base64.b64decode(given[first : first + _ROUTES_PIECE], validate=True), "<i4")
+        except ValueError:
+            raise _BadReplyError("routed_experts is not base64") from None
+        if (is_bad := (values < 0) | (values > most)).any():
+            bad = int(is_bad.argmax())
+            row, layer, _ = np.unravel_index(num_read + bad, rows.shape)
+            raise _UnfitServerError(
+                f"routed_experts: input token {start + row} has expert {values[bad]} in layer {layer}, but the last of "
+                f"the model's experts is {most}"
+            )
+        flat[num_read : num_read + len(values)] = values
+        num_read += len(values)
     return rows
 
 

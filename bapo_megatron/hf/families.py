@@ -8,12 +8,10 @@ of them knows a family by name.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bapo_megatron.hf.splits import Copy, EachExpert, EvenColumns, EvenRows, Interleaved, Split, Vocab
-
-if TYPE_CHECKING:
-    from bapo_megatron.hf.streams import ModelStream
+from bapo_megatron.hf.streams import ModelStream, chosen_experts, routes
 
 # Letters of sizes: V vocabulary, E hidden size, D head dimension, G key-value heads, Q query heads x D, K = G x D, F
 # feed-forward size, 1 one. With experts: X their number, M one expert's feed-forward size, S the shared experts'.
@@ -184,6 +182,7 @@ _FAMILIES = (
             "norm_topk_prob": False,
         },
         layer=MIXTURE_LAYER,
+        streams=(ModelStream(routes, chosen_experts),),
     ),
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}

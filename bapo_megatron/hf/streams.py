@@ -3,7 +3,7 @@
 A family declares them (`Family.streams`), and every engine that serves it returns them. The embedded engine computes
 them with the function of the declaration.
 
-Shape legend: B sequences, T tokens of each, E hidden size, V vocabulary
+Shape legend: B sequences, T tokens of each, E hidden size, C experts that a token chooses, V vocabulary
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.hf.shape import ModelShape, family_of, model_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bapo_megatron.hf.families import Family
+    from bapo_megatron.hf.shape import ModelShape
     from bapo_megatron.tokens import TokenStream
+
+ROUTES = "routes"
+"""The stream of the experts that a mixture chooses. SGLang returns it in fields of its own (engines/http.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class ServedTokens:
         None  # for inputs: what the layer's MLP reads; without a layer, what the final norm reads
     )
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # weights of the layer, by the trainer's name within it
+    experts_BTC: Tensor | None = None  # int64: the experts that the layer computes with, best first
     logits_BV: Tensor | None = None  # float32, divided by the temperature: what the tokens were sampled from
 
 
@@ -41,8 +45,7 @@ class ServedTokens:
 class ModelStream:
     """A stream of a family's models.
 
-    Example: ModelStream(routes_of, chosen_experts), where routes_of(shape) returns TokenStream("routes", "uint8",
-    (shape.num_layers, 8), on="fed", to="owner's stage")
+    Example: ModelStream(routes, chosen_experts), with the two functions below.
     """
 
     declare: Callable[[ModelShape], TokenStream]
@@ -61,6 +64,8 @@ def model_streams(hf_config: dict[str, Any], own: Family | None = None) -> dict[
         CheckpointError: the model is not supported.
         UserError: a declaration contradicts itself.
     """
+    from bapo_megatron.hf.shape import family_of, model_shape  # which import the families, and these the streams
+
     family = family_of(hf_config, own)
     if family is None or not family.streams:
         return {}
@@ -74,3 +79,33 @@ def model_streams(hf_config: dict[str, Any], own: Family | None = None) -> dict[
             raise UserError(f"model family {family.model_type}: {problem}") from problem
         found[stream] = one
     return found
+
+
+def routes(shape: ModelShape) -> TokenStream:
+    """Declare the experts that each layer of a mixture chooses for a token: [layers, chosen], in any order.
+
+    Up to 255 experts they are bytes, and 255 means a missing row.
+    """
+    from bapo_megatron.hf.shape import Experts
+    from bapo_megatron.tokens import TokenStream
+
+    (mlp,) = {layer.mlp for layer in shape.layers if isinstance(layer.mlp, Experts)}
+    dtype, missing = ("uint8", 255) if mlp.num_experts <= 255 else ("int16", -1)
+    return TokenStream(
+        ROUTES,
+        dtype,
+        (shape.num_layers, mlp.num_chosen),
+        missing=missing,
+        on="fed",
+        to="owner's stage",
+        least=0,
+        most=mlp.num_experts - 1,
+        distinct=True,
+        on_request=True,
+    )
+
+
+def chosen_experts(tokens: ServedTokens) -> Tensor:
+    """Return a layer's part of the rows of `routes`."""
+    assert tokens.experts_BTC is not None, "every layer of a family with this stream is a mixture"
+    return tokens.experts_BTC

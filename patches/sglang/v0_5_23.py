@@ -17,6 +17,9 @@ the option enables triton kernels that a CPU does not have (srt/batch_invariant_
 the kernels and supplies the operator. The seed then decides the tokens, up to rounding if a batch of another size
 computes the same logits.
 
+With --enable-return-routed-experts, SGLang keeps the experts of each token in host memory that it registers with CUDA,
+also for a CPU (srt/mem_cache/pool_host/common.py:453). `_keep_routes` allocates plain memory.
+
 When it can go: when SGLang's CPU build can be installed from the package index with its own triton and kernels, or
 imports these three lazily.
 """
@@ -179,8 +182,20 @@ def _heed_seeds() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = lambda *_, **__: None
 
 
+def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype)
+
+
+def _keep_routes() -> None:
+    """Allow --enable-return-routed-experts on a CPU."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+
+
 @functools.cache
 def apply() -> None:
-    """Answer imports of the packages in `STUBS` that are not installed, and heed seeds (once per process)."""
+    """Answer imports of packages in `STUBS` that are missing, heed seeds and keep routes (once per process)."""
     sys.meta_path.append(StubFinder())
     _heed_seeds()
+    _keep_routes()

@@ -23,7 +23,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.config.schema import Config, SyncConfig
 from bapo_megatron.engines import processes
@@ -74,7 +76,8 @@ class Servers:
     kind: str
     loop: EventLoop
     urls: list[str]
-    models: dict[str, Qwen3ForCausalLM]
+    models: dict[str, PreTrainedModel]
+    weights: dict[str, dict[str, Tensor]]  # the models' weights, as a checkpoint names them
     engines: list[HttpEngine] = field(default_factory=list)
     pool: EnginePool = field(default_factory=lambda: EnginePool([]))
     channel: BroadcastChannel | None = None
@@ -100,20 +103,19 @@ class Servers:
         self.channel.connect(self.manifest("a"))
 
     def manifest(self, model: str) -> list[TensorSpec]:
-        return [TensorSpec.of(name, tensor) for name, tensor in self.models[model].state_dict().items()]
+        return [TensorSpec.of(name, tensor) for name, tensor in self.weights[model].items()]
 
     def push(self, model: str) -> int:
         """Give all servers the weights "a" or "b"; return the new version."""
         assert self.channel is not None
         self.version += 1
-        stats = self.channel.push(iter(self.models[model].state_dict().items()), self.version)
+        stats = self.channel.push(iter(self.weights[model].items()), self.version)
         assert stats.is_whole, self.pool.describe()
         return self.version
 
     def push_in_place(self, model: str) -> int:
         """Give the first server new weights by the raw API, one broadcast per tensor; it keeps its running requests."""
-        names = list(self.models[model].state_dict())
-        tensors = [t.contiguous() for t in self.models[model].state_dict().values()]
+        names, tensors = zip(*self.weights[model].items(), strict=True)
         self.version += 1
         world_size = 1 + int(self.loop.run(self.engine.server_info())["tp_size"])
         store = host_store("127.0.0.1", world_size, HANG_S)
@@ -233,8 +235,8 @@ def embedded(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
         processes.end(started)
 
 
-def sglang_servers(num_servers: int, tensor_parallel: int) -> Launcher:
-    """Start real SGLang servers, as the local launcher does."""
+def sglang_servers(num_servers: int, tensor_parallel: int, **extra: Any) -> Launcher:
+    """Start real SGLang servers, as the local launcher does, with more arguments."""
 
     @contextlib.contextmanager
     def launch(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
@@ -249,7 +251,8 @@ def sglang_servers(num_servers: int, tensor_parallel: int) -> Launcher:
             "startup_timeout_s": HANG_S,
             "max_restarts": 0,
         }
-        config = Config.model_validate({"data": {"max_prompt_tokens": MAX_CONTEXT["sglang"] // 2}, "rollout": rollout})
+        data = {"max_prompt_tokens": MAX_CONTEXT["sglang"] // 2}
+        config = Config.model_validate({"data": data, "rollout": rollout, "sglang": {"extra": extra}})
         with running_engines(config, checkpoint, folder, EngineShare(count=num_servers, first_gpu=0), KEY) as urls:
             yield urls
 
@@ -305,13 +308,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     params=[pytest.param(kind, marks=pytest.mark.slow if "sglang" in kind else ()) for kind in LAUNCHERS],
 )
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    folder = tmp_path_factory.mktemp(request.param)
-    models = {name: tiny_model(folder / name, seed, MAX_CONTEXT[request.param]) for seed, name in enumerate("ab")}
+    with started(
+        request.param, LAUNCHERS[request.param], tiny_model, tmp_path_factory.mktemp(request.param)
+    ) as servers:
+        yield servers
+
+
+@contextlib.contextmanager
+def started(
+    kind: str, launch: Launcher, make_model: Callable[[Path, int, int], PreTrainedModel], folder: Path
+) -> Iterator[Servers]:
+    """Start servers of one kind with the first of two models."""
+    models = {name: make_model(folder / name, seed, MAX_CONTEXT[kind]) for seed, name in enumerate("ab")}
+    weights = {name: load_file(folder / name / "model.safetensors") for name in models}
     loop = EventLoop()
     with contextlib.ExitStack() as stack:
         stack.callback(loop.stop)
-        urls = stack.enter_context(LAUNCHERS[request.param](folder / "a", folder))
-        servers = Servers(request.param, loop, urls, models)
+        urls = stack.enter_context(launch(folder / "a", folder))
+        servers = Servers(kind, loop, urls, models, weights)
         servers.engines = [HttpEngine(url, request_timeout_s=HANG_S, vocab_size=VOCAB_SIZE, key=KEY) for url in urls]
         for engine in servers.engines:
             stack.callback(lambda engine=engine: loop.run(engine.close()))

@@ -188,7 +188,7 @@ def test_one_push_updates_both_servers(servers: Servers) -> None:
 
 
 def test_push_reports_what_it_did(servers: Servers) -> None:
-    state = servers.models["b"].state_dict()
+    state = servers.weights["b"]
     servers.version += 1
     assert servers.channel is not None
     stats = servers.channel.push(iter(state.items()), servers.version)
@@ -518,7 +518,7 @@ def test_weights_that_all_servers_refuse_end_a_push_at_once(servers: Servers) ->
 
 def test_an_incomplete_push_is_noticed(servers: Servers) -> None:
     assert servers.channel is not None
-    weights = dict(servers.models["a"].state_dict())
+    weights = dict(servers.weights["a"])
     del weights["model.norm.weight"]
     servers.version += 1
     with pytest.raises(EngineError, match=r"model\.norm\.weight"):
@@ -533,7 +533,7 @@ def test_weights_from_disk_replace_those_of_all_servers(servers: Servers, tmp_pa
     channel.connect(servers.manifest("b"))
     for model in ("b", "a", "b"):
         servers.version += 1
-        stats = channel.push(iter(servers.models[model].state_dict().items()), servers.version)
+        stats = channel.push(iter(servers.weights[model].items()), servers.version)
         assert stats.is_whole
         assert [folder.name for folder in (tmp_path / "weights").iterdir()] == [f"v-{servers.version}"]
     for engine in servers.engines:
@@ -630,7 +630,7 @@ def test_requests_outlive_a_push_as_the_channels_pause_mode_says(servers: Server
 
     def push() -> None:
         servers.version += 1
-        assert channel.push(iter(servers.models["b"].state_dict().items()), servers.version).is_whole
+        assert channel.push(iter(servers.weights["b"].items()), servers.version).is_whole
 
     if mode == "abort":
         _, (reply,) = until_caught(servers, push)

@@ -60,6 +60,21 @@ def test_what_seeds_need_is_still_there(module: str, text: str) -> None:
     assert text in sglang_source(module)
 
 
+@needs_sglang
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("srt/state_capturer/base.py", "alloc = ALLOC_MEMORY_FUNCS[device]"),
+        (
+            "srt/mem_cache/pool_host/common.py",
+            "ALLOC_MEMORY_FUNCS = defaultdict(\n    lambda: alloc_with_host_register,",
+        ),
+    ],
+)
+def test_the_memory_of_routes_is_still_registered_with_cuda(module: str, text: str) -> None:
+    assert text in sglang_source(module)
+
+
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "version", lambda package: "0.6.0")
     with pytest.raises(RuntimeError, match=r"needs sglang 0\.5\.23, found 0\.6\.0.*install_sglang_cpu"):

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from bapo_megatron.engines.base import GenerateRequest, VersionSpan
@@ -46,6 +47,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {"head_dim": 16, "moe_intermediate_size": 32}
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -58,6 +60,9 @@ CONFIGS = {
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "gemma": GemmaConfig(**SIZES, head_dim=16),
     "gemma-untied-bias": GemmaConfig(**SIZES, head_dim=16, tie_word_embeddings=False, attention_bias=True),
+    "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True),
+    "mixture-plain-shares": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=6, num_experts_per_tok=2),
+    "mixture-of-one": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=6, num_experts_per_tok=1, attention_bias=True),
     "mha": LlamaConfig(**SIZES | {"num_key_value_heads": 6}, head_dim=12),
 }
 

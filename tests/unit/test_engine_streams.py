@@ -1,7 +1,9 @@
 """Rows of a model's streams: the embedded engine computes each row once, for the tokens that were asked for."""
 
 import asyncio
+import base64
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +15,9 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.engines import http
 from bapo_megatron.engines.base import GenerateRequest
+from bapo_megatron.engines.connected import ConnectedEngines, LoopThread
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import SamplingParams
@@ -168,14 +172,16 @@ def test_rows_that_a_client_has_lost_are_computed_again(engine: BatchingEngine) 
 
 
 class Scripted(HttpEngine):
-    """A client that always gets the same reply."""
+    """A client that always gets the same replies, and notes what it was asked for."""
 
-    def __init__(self, reply: dict[str, Any]) -> None:
+    def __init__(self, reply: Any, info: dict[str, Any] | None = None) -> None:
         super().__init__("http://engine:1", request_timeout_s=HANG_S, vocab_size=16)
-        self.reply = reply
+        self.reply, self.info = reply, info
+        self.asked: list[tuple[str, Any]] = []
 
-    async def send_request(self, *_: Any, **__: Any) -> bytes:
-        return json.dumps(self.reply).encode()
+    async def send_request(self, method: str, path: str, body: Any = None, **_: Any) -> bytes:
+        self.asked.append((path, body))
+        return json.dumps(self.reply if path == "/generate" else self.info).encode()
 
 
 def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,3 +241,100 @@ def test_a_declaration_that_contradicts_itself_is_refused(stream, said: str) -> 
     with pytest.raises(UserError, match=f"model family qwen3: {said}"):
         model_streams(load_hf_config(demo_model_path()), family)
     assert model_streams(load_hf_config(demo_model_path())) == {}
+
+
+ROUTED = TokenStream(
+    "routes", "uint8", (3, 2), missing=255, on="fed", least=0, most=199, distinct=True, on_request=True
+)
+SGLANG = {"weight_version": "3", "enable_return_routed_experts": True}
+
+
+def routed(rid: str, num_prompt: int, num_fed: int) -> GenerateRequest:
+    return GenerateRequest(rid, tuple(range(num_prompt)), 2, 1.0, (), 0, streams=(ROUTED,), num_fed=num_fed)
+
+
+def of_sglang(request: GenerateRequest, rows: Any) -> dict[str, Any]:
+    """Return SGLang's reply of two tokens, with these routes; None means without the server's flag."""
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": len(request.token_ids),
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 9, None]],
+    }
+    if rows is not None:
+        meta["routed_experts"] = base64.b64encode(np.asarray(rows, "<i4").tobytes()).decode()
+    return {"output_ids": [7, 9], "meta_info": meta}
+
+
+def test_the_routes_of_sglang_become_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests of a call ask from the same token on; what a client knows already is cut."""
+    monkeypatch.setattr(http, "_ROUTES_PIECE", 16)  # 3 numbers
+    requests = [routed("whole", 4, 1), routed("grown", 6, 5)]
+    generator = np.random.default_rng(3)
+    sent = [generator.permuted(np.tile(np.arange(200), (n, 3, 1)), axis=2)[..., :2] for n in (5, 7)]
+    replies = [of_sglang(request, rows) for request, rows in zip(requests, sent, strict=True)]
+    client = Scripted(replies, SGLANG)
+    first, second = asyncio.run(client.generate_many(requests))
+    assert first.rows[ROUTED].tolist() == sent[0].tolist()
+    assert second.rows[ROUTED].tolist() == sent[1][4:].tolist()
+    assert first.rows[ROUTED].dtype == np.uint8
+    client.reply = of_sglang(requests[1], sent[1][4:])
+    alone = asyncio.run(client.generate(requests[1]))
+    assert alone.rows[ROUTED].tolist() == sent[1][4:].tolist()
+    assert [path for path, _ in client.asked] == ["/server_info", "/model_info", "/generate", "/generate"]
+    bodies = [body for path, body in client.asked if path == "/generate"]
+    assert [body["routed_experts_start_len"] for body in bodies] == [0, 4]
+    assert all(body["return_routed_experts"] is True and "return_rows" not in body for body in bodies)
+
+
+GOOD = np.tile([4, 9], (3, 3, 1))
+
+
+def changed(token: int, layer: int, experts: list[int]) -> Any:
+    rows = GOOD.copy()
+    rows[token, layer] = experts
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (None, "the reply has no routed_experts: start SGLang with --enable-return-routed-experts (sglang.extra.enab"),
+        (GOOD[:2], "routed_experts has 12 numbers instead of 18, for 3 tokens from 4 on x 3 x 2 (layers x chosen exp"),
+        (np.tile(GOOD, (1, 2, 1)), "routed_experts has 36 numbers instead of 18"),
+        (
+            changed(1, 2, [200, 0]),
+            "input token 5 has expert 200 in layer 2, but the last of the model's experts is 199",
+        ),
+        (changed(2, 0, [7, -1]), "input token 6 has expert -1 in layer 0"),
+        (changed(2, 1, [260, 4]), "input token 6 has expert 260 in layer 1"),
+        (changed(1, 1, [5, 5]), "stream routes: row 1 has 5 twice"),
+    ],
+)
+def test_routes_that_do_not_fit_are_named(rows: Any, said: str) -> None:
+    request = routed("r", 6, 5)
+    with pytest.raises(RequestRefusedError, match=rf"^http://engine:1, request r: .*{re.escape(said)}"):
+        asyncio.run(Scripted(of_sglang(request, rows), SGLANG).generate(request))
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        (SGLANG, None),
+        ({"weight_version": "3"}, "start an SGLang server with --enable-return-routed-experts"),
+        ({"weight_version": "3", "streams": []}, "http://engine:1 does not return the stream routes"),
+        ({"weight_version": "3", "streams": ["routes"]}, None),
+    ],
+)
+def test_a_server_without_a_stream_on_request_is_refused_at_the_start(info: dict[str, Any], said: str | None) -> None:
+    client = Scripted(None, info)
+    engines = ConnectedEngines([client], LoopThread())
+    try:
+        if said is None:
+            engines._check_streams(client, [ROUTED])
+        else:
+            with pytest.raises(UserError, match=said):
+                engines._check_streams(client, [ROUTED])
+    finally:
+        engines.close()

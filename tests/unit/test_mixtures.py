@@ -11,12 +11,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from bapo_megatron.config.families import token_streams
 from bapo_megatron.convert import convert
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, EngineError, UserError
 from bapo_megatron.hf.reader import SINGLE, HFReader
 from bapo_megatron.hf.shape import Experts, LayerShape, hf_tensors, layer_entries, load_hf_config, model_shape
+from bapo_megatron.hf.streams import model_streams
 from bapo_megatron.learner.slicing import canonical
 from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.sync.verify import _check_names
 from tests.hf_models import MIXTURES, make_model_config, save_model
 from tests.unit.test_splits import EXPERTS
 
@@ -151,3 +154,43 @@ def test_the_parameters_of_experts_come_expert_by_expert() -> None:
         for expert in range(6)
         for part in ("gate", "up", "down")
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "dtype", "missing"), [(128, "uint8", 255), (255, "uint8", 255), (256, "int16", -1)]
+)
+def test_routes_are_declared_and_asked_for_on_request(
+    num_experts: int, dtype: str, missing: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"num_experts": num_experts}))
+    (stream,) = model_streams(load_hf_config(tmp_path))
+    assert (stream.dtype, stream.missing, stream.most, stream.shape) == (dtype, missing, num_experts - 1, (48, 8))
+    assert token_streams("auto", tmp_path) == ()
+    assert token_streams("auto", tmp_path, {"routes"}) == (stream,)
+
+
+def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen3-32B"]))
+    with pytest.raises(UserError, match="qwen3 models have no stream 'routes', which the run needs"):
+        token_streams("auto", tmp_path, {"routes"})
+
+
+def test_names_are_compared_although_sglang_stacks_experts() -> None:
+    sent = [*hf_tensors(model_shape(make_model_config("qwen3-moe-6-experts", num_hidden_layers=2).to_dict()))]
+    stacked = {
+        "self_attn.qkv_proj.weight": ("q_proj", "k_proj", "v_proj"),
+        "mlp.experts.w13_weight": ("experts.0.gate_proj", "experts.5.up_proj"),
+        "mlp.experts.w2_weight": ("experts.3.down_proj",),
+    }
+    apart = [name for name in sent if not any(part in name for parts in stacked.values() for part in parts)]
+    held = [name for name in apart if ".experts." not in name]
+    held += [f"model.layers.{layer}.{name}" for layer in range(2) for name in stacked]
+    checksum = {"ranks": [{"checksums": dict.fromkeys([*held, "model.rotary_emb.cos_sin_cache"], "")}]}
+    _check_names("http://engine:1", sent, checksum)
+    for names, said in (
+        ([name for name in sent if ".layers.1.mlp.experts." not in name], "has, unlike the policy, 2 weights, such as"),
+        ([*sent, "model.layers.0.mlp.experts.gate_up_proj"], "lacks 1 weight, such as 'model.layers.0.mlp.experts.gat"),
+        ([*sent, "model.layers.2.mlp.experts.0.up_proj.weight"], "lacks 1 weight, such as 'model.layers.2.mlp.experts"),
+    ):
+        with pytest.raises(EngineError, match=f"http://engine:1 serves another model: it {said}"):
+            _check_names("http://engine:1", names, checksum)

@@ -40,6 +40,7 @@ GROUP = Group(
 )
 ROUTES = TokenStream("routes", "uint8", (3, 2), missing=255, on="fed")
 SCORES = TokenStream("scores", "float32", missing=-1.0)
+CHOICES = TokenStream("choices", "uint8", (2,), missing=255, least=0, most=8, distinct=True)
 
 
 def rows_of(first: int, num: int) -> np.ndarray:
@@ -173,6 +174,9 @@ def test_each_sampled_token_is_trained_in_one_trajectory(
         (ROUTES, np.zeros((3, 3, 2), np.uint8), r"rows of shape \[3, 3, 2\], not \[2, 3, 2\]"),
         (ROUTES, "AAAA", "3 bytes are not rows of 6"),
         (ROUTES, [1, 2], r"rows of shape \[3, 2\] must be base64"),
+        (CHOICES, np.array([[3, 7], [6, 6]], np.uint8), "row 1 has 6 twice"),
+        (CHOICES, np.array([[3, 9], [8, 6]], np.uint8), "row 0 is not <= 8"),
+        (CHOICES, np.array([[3, 7], [255, 255]], np.uint8), "row 1 is not <= 8"),
         (SCORES, [1.0], r"rows of shape \[1\], not \[2\]"),
         (SCORES, [1.0, True], "row 1 is not a number"),
         (SCORES, None, "must be a list of numbers"),
@@ -181,6 +185,14 @@ def test_each_sampled_token_is_trained_in_one_trajectory(
 def test_rows_that_do_not_fit_are_named(stream: TokenStream, values: Any, said: str) -> None:
     with pytest.raises(ValueError, match=f"stream {stream.name}: {said}"):
         stream.checked(values, 2)
+
+
+def test_missing_rows_are_valid_where_rows_may_be_filled() -> None:
+    rows = np.array([[255, 255], [3, 7]], np.uint8)
+    assert CHOICES.checked(rows.copy(), 2, filled=True).tolist() == rows.tolist()
+    rows[0, 0] = 4
+    with pytest.raises(ValueError, match="row 0 is not <= 8"):
+        CHOICES.checked(rows, 2, filled=True)
 
 
 def test_core_values_have_attributes_of_their_stream() -> None:

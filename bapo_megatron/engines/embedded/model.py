@@ -4,6 +4,7 @@ Shape legend (suffix of a tensor's name):
     B  rows (sequences)      T  new tokens per row     L  cached tokens per row     V  vocabulary
     E  hidden size           H  query heads            K  key-value heads           D  head dimension
     G  query heads per key-value head (H = K * G)      F  feed-forward size
+    N  tokens of all rows    X  experts                C  experts that a token chooses
 
 Weights have the trainer's names (`hf/families.py`). Query-key-value and gate-up are one tensor each, for speed.
 `named_weights` are views into them under Hugging Face names: copying into a view loads or updates its weight.
@@ -26,7 +27,7 @@ from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT, Family
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import ModelShape, entries, load_hf_config, model_shape, rotary_frequencies
+from bapo_megatron.hf.shape import Experts, ModelShape, entries, load_hf_config, model_shape, rotary_frequencies
 from bapo_megatron.hf.splits import Entry
 from bapo_megatron.hf.streams import model_streams
 
@@ -273,10 +274,14 @@ class Model:
             out_BTHD = attend(index, _rotate(q_BTHD, cos, sin), _rotate(k_BTKD, cos, sin), v_BTKD)
             x_BTE = x_BTE + _linear(out_BTHD.flatten(2), layer, "self_attention.linear_proj")
             h_BTE = self._rms_norm(x_BTE, layer["pre_mlp_layernorm.weight"])
+            experts_BTC = None
+            if isinstance(mlp := spec.layers[index].mlp, Experts):
+                shares_BTC, experts_BTC = _choose(h_BTE, layer, mlp)
+                x_BTE = x_BTE + _mixed(h_BTE, layer, shares_BTC, experts_BTC, activation)
+            else:
+                x_BTE = x_BTE + _gated(h_BTE, layer, "mlp.", activation)
             if fed is not None:
-                fed.see_layer(index, h_BTE, layer)
-            gate_BTF, up_BTF = _linear(h_BTE, layer, "mlp.linear_fc1").chunk(2, dim=-1)
-            x_BTE = x_BTE + _linear(activation(gate_BTF) * up_BTF, layer, "mlp.linear_fc2")
+                fed.see_layer(index, h_BTE, layer, experts_BTC)
         if fed is not None:
             fed.see_end(x_BTE)
         return x_BTE
@@ -310,6 +315,40 @@ def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, m
 
 def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
     return F.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias"))
+
+
+def _gated(x: Tensor, layer: dict[str, Tensor], name: str, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute a gated MLP, whose weights' names begin with `name`."""
+    gate, up = _linear(x, layer, f"{name}linear_fc1").chunk(2, dim=-1)
+    return _linear(activation(gate) * up, layer, f"{name}linear_fc2")
+
+
+def _choose(x_BTE: Tensor, layer: dict[str, Tensor], mlp: Experts) -> tuple[Tensor, Tensor]:
+    """Choose experts for each token; the router computes in float32, whatever the model's type, as the trainer's does.
+
+    Returns: the experts' shares in the result float32, and their numbers int64, both [B, T, C], largest share first.
+    """
+    shares_BTX = F.linear(x_BTE.float(), layer["mlp.router.weight"].float()).softmax(-1)
+    shares_BTC, experts_BTC = shares_BTX.topk(mlp.num_chosen, dim=-1)
+    return shares_BTC / shares_BTC.sum(-1, keepdim=True) if mlp.normalised else shares_BTC, experts_BTC
+
+
+def _mixed(
+    x_BTE: Tensor,
+    layer: dict[str, Tensor],
+    shares_BTC: Tensor,
+    experts_BTC: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Compute the sum of the chosen experts' outputs, in the order of the experts, as transformers does."""
+    x_NE, experts = x_BTE.flatten(0, 1), experts_BTC.flatten()
+    choices = experts.argsort(stable=True)  # sorted by expert
+    tokens = choices // experts_BTC.shape[-1]
+    parts = x_NE[tokens].split(experts.bincount().tolist())
+    name = "mlp.experts.local_experts.{}."
+    outputs = [_gated(part, layer, name.format(i), activation) for i, part in enumerate(parts) if len(part)]
+    weighted = torch.cat(outputs) * shares_BTC.to(x_BTE.dtype).flatten()[choices, None]
+    return torch.zeros_like(x_NE).index_add_(0, tokens, weighted).view_as(x_BTE)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

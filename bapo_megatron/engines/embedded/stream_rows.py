@@ -24,9 +24,11 @@ class FedRows:
         self._streams = {stream: one for stream, one in streams.items() if stream.on == "fed"}
         self._layers: dict[TokenStream, list[Tensor]] = {stream: [] for stream in self._streams}
 
-    def see_layer(self, layer: int, hidden_BTE: Tensor, weights: Mapping[str, Tensor]) -> None:
-        """Compute a layer's part of staged streams from the input of its MLP."""
-        tokens = replace(self._tokens, layer=layer, hidden_BTE=hidden_BTE, weights=weights)
+    def see_layer(
+        self, layer: int, hidden_BTE: Tensor, weights: Mapping[str, Tensor], experts_BTC: Tensor | None
+    ) -> None:
+        """Compute a layer's part of staged streams from the input of its MLP, and the experts that it chose."""
+        tokens = replace(self._tokens, layer=layer, hidden_BTE=hidden_BTE, weights=weights, experts_BTC=experts_BTC)
         for stream, one in self._streams.items():
             if stream.to == "owner's stage":
                 self._layers[stream].append(_rows(stream, one, tokens, stream.shape[1:]))
