@@ -60,7 +60,7 @@ def test_the_page_shows_or_links_every_example() -> None:
     linked = re.findall(r"\(examples/(\w+\.\w+)\)", EXTENDING + TURNS + AGENTS)
     of_turns = ["text_game.py", "http_step.py", "chat_calculator.py", "chat_calculator.toml"]
     of_agents = ["openai_agent.py", "openai_agents.toml"]
-    assert linked == ["keep_near.py", "distil.py", "nice_engine.py", *of_turns, *of_agents]
+    assert linked == ["keep_near.py", "distil.py", "nice_engine.py", "seed_oss.py", *of_turns, *of_agents]
     for path in sorted(EXAMPLES.iterdir()):
         if path.is_file() and path.name not in linked:
             assert f"\n{path.read_text(encoding='utf-8')}```" in EXTENDING, path.name
