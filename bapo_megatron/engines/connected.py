@@ -175,11 +175,9 @@ class ConnectedEngines:
         if needed := [stream.name for stream in streams if stream.is_needed]:
             found = self.loop.run(client.capabilities(), _INFO_TIMEOUT_S, f"the capabilities of {client.url}")
             if lacking := [name for name in needed if name not in found.streams]:
-                start = f"an SGLang server {ROUTES_FLAG}" if lacking[0] == ROUTES else "the engine"
-                raise UserError(
-                    f"{client.url} does not return the stream {lacking[0]}, which the model's family declares: start "
-                    f"{start} with the same model.family"
-                )
+                server = f"an SGLang server {ROUTES_FLAG}" if lacking[0] == ROUTES else "it with the same model.family"
+                problem = f"does not return the stream {lacking[0]}, which the model's family declares"
+                raise UserError(f"{client.url} {problem}: start {server}")
 
     async def _ask_states(self) -> None:
         while True:

@@ -76,6 +76,7 @@ def routes(servers: Servers) -> TokenStream:
     folder = Path(servers.get("/model_info")["model_path"])
     assert token_streams("auto", folder) == (), "no run asks for routes unless it needs them"
     (stream,) = token_streams("auto", folder, {"routes"})
+    assert stream.name in servers.loop.run(servers.engine.capabilities()).streams
     return stream
 
 
