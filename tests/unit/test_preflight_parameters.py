@@ -107,7 +107,7 @@ def test_mixtures(name: str) -> None:
     """Experts on every rank, split over tensor ranks, or shared out; and a last stage of another depth."""
     shape = model_shape(make_model_config(name).to_dict())
     for world_size, layout in (
-        (1, {}),
+        (1, {"last_stage_layers": shape.num_layers}),
         (2, {"tensor": 2}),
         (4, {"tensor": 2, "data": 2, "expert": 2}),
         (4, {"pipeline": 2, "data": 2, "expert": 2, "last_stage_layers": 2, "virtual_pipeline": 2}),
