@@ -17,6 +17,13 @@ ALGORITHMS = {
     "BAPO": ("algorithms/bapo",),
     "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
 }
+EVERY_SIZE = tuple(f"{nodes}x8-{gpu}" for nodes in (1, 4, 16) for gpu in ("h100", "h200"))
+CLUSTERS = {
+    "32b": EVERY_SIZE[2:],
+    "30b-a3b": ("1x8-h200-30b-a3b", "2x8-h200", "4x8-h100", "4x8-h200"),
+    "235b-a22b": ("16x8-h200-wide", "32x8-h100", "32x8-h200"),
+}
+"""The clusters of models that do not suit all, by a part of the model's name."""
 RESPONSE_SHARE = 4  # the maximum response is this many times longer than the average
 EXAMPLE = ("recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
 EXAMPLE_TOKENS = 8000
@@ -41,7 +48,7 @@ WORKLOAD = (
 _PAGE = """\
 # Plans
 
-What `bapo plan` says of the shipped [recipes](recipes.md), on every cluster for which a file ships. All figures are
+What `bapo plan` says of the shipped [recipes](recipes.md), on the clusters that suit each model's size. All figures are
 estimates: rooflines from data sheets, at assumed shares of the peak rates. None has been measured on GPUs.
 
 ## A plan
@@ -61,7 +68,8 @@ to 8192, all of full length. TP, PP, CP and DP are the ranks of `parallel.tensor
 
 ## Every combination
 
-Expected times of a step for responses of a quarter of the allowed length, and memory at full length.
+Expected times of a step for responses of a quarter of the allowed length, and memory at full length. EP is
+`parallel.expert`.
 
 {table}
 """
@@ -74,12 +82,14 @@ def plans_page() -> str:
 
 
 def combinations() -> list[tuple[str, str]]:
-    """List the (model, cluster) names. A 32B model and its servers need more than one node."""
+    """List the (model, cluster) names: each model on the clusters that suit its size."""
     shipped = sorted(shipped_configs())
     models = [name for name in shipped if name.startswith("recipes/")]
-    clusters = [name for name in shipped if name.startswith("clusters/")]
-    clusters.sort(key=lambda name: int(name.removeprefix("clusters/").split("x")[0]))
-    return [(m, c) for m in models for c in clusters if not ("32b" in m and c.startswith("clusters/1x"))]
+    return [(m, f"clusters/{cluster}") for m in models for cluster in _clusters(m)]
+
+
+def _clusters(model: str) -> tuple[str, ...]:
+    return next((clusters for size, clusters in CLUSTERS.items() if size in model), EVERY_SIZE)
 
 
 def planned(model: str, algorithm: str, cluster: str) -> Config:
@@ -111,7 +121,7 @@ def _cells(model: str, cluster: str) -> list[str]:
     return [
         model.removeprefix("recipes/"),
         cluster.removeprefix("clusters/"),
-        f"{p.tensor} x {p.pipeline} x {p.data}",
+        f"{p.tensor} x {p.pipeline} x {p.data}" + (f", EP {p.expert}" if p.expert > 1 else ""),
         f"{peak / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
         f"{plan.server.kv_tokens / 1e6:.1f}M" if plan.server else "",
         f"{plan.sync_bytes / 1e9:.0f} GB, {time_text(plan.sync.expected)}",

@@ -15,12 +15,21 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from bapo_megatron.prompts.base import Question
 
 PAD, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 MAX_POSITIONS = 512
+
+Policy = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 
 def build_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -48,26 +57,37 @@ def _escaped(text: str) -> str:
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerFast, *, num_layers: int, hidden_size: int, intermediate_size: int
-) -> Qwen3ForCausalLM:
-    """Build a float32 model with 4 query heads and 2 key-value heads."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden_size // 4,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.05,
-        dtype=torch.float32,
-    )
-    model = Qwen3ForCausalLM(config)
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int | None = None,
+) -> Policy:
+    """Build a float32 model with 4 query heads and 2 key-value heads; with `num_experts`, two of them per token."""
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden_size // 4,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "initializer_range": 0.05,
+        "dtype": torch.float32,
+    }
+    model: Policy
+    if num_experts is None:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    else:
+        of_experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        sizes |= {"moe_intermediate_size": intermediate_size, **of_experts}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -75,7 +95,7 @@ def build_model(
 
 
 def warm_start(
-    model: Qwen3ForCausalLM,
+    model: Policy,
     tokenizer: PreTrainedTokenizerFast,
     demonstrate: Callable[[], tuple[str, ...]],
     *,
@@ -131,7 +151,7 @@ def demonstration_batch(
 
 @torch.no_grad()
 def sample_responses(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], max_tokens: int
+    model: Policy, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], max_tokens: int
 ) -> list[str]:
     """Sample one response to each prompt at temperature 1."""
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
@@ -149,7 +169,7 @@ def sample_responses(
 
 
 def mean_reward(
-    model: Qwen3ForCausalLM,
+    model: Policy,
     tokenizer: PreTrainedTokenizerFast,
     questions: Sequence[Question],
     judge: Callable[[Any, str], float],
@@ -160,7 +180,7 @@ def mean_reward(
     return fmean(judge(question.answer, text) for question, text in zip(questions, responses, strict=True))
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: Policy, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Save as an ordinary Hugging Face checkpoint."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -59,7 +59,7 @@ def _of_tensor(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:
 
 def _of_pipeline(layers: int, p: ParallelConfig) -> Iterator[Problem]:
     last = p.last_stage_layers
-    if last is not None and p.pipeline == 1:
+    if p.pipeline == 1 and last not in (None, layers):
         yield (
             "last_stage_layers pipeline",
             f"parallel.last_stage_layers={last} needs parallel.pipeline above 1",
@@ -72,7 +72,7 @@ def _of_pipeline(layers: int, p: ParallelConfig) -> Iterator[Problem]:
         problem = f"parallel.pipeline={p.pipeline} does not divide {plural(layers, 'layer')}"
         yield "pipeline", problem, f"parallel.pipeline can be {works}{more}"
         return
-    if last is not None and (layers <= last or (layers - last) % (p.pipeline - 1)):
+    if last is not None and p.pipeline > 1 and (layers <= last or (layers - last) % (p.pipeline - 1)):
         yield (
             "last_stage_layers pipeline",
             f"parallel.last_stage_layers={last} leaves {plural(max(layers - last, 0), 'layer')} of {layers} for the "

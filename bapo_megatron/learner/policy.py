@@ -65,6 +65,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
     dtype = TRAINED_DTYPES[config.model.dtype]
     (mlp,) = {layer.mlp for layer in shape.layers}  # the learner builds equal layers
     virtual = config.parallel.virtual_pipeline if config.parallel.virtual_pipeline > 1 else None
+    last_stage = config.parallel.last_stage_layers if config.parallel.pipeline > 1 else None
     fields: dict[str, Any] = {
         "transformer_impl": "transformer_engine" if uses_transformer_engine(config, this_machine()) else "local",
         "num_layers": shape.num_layers,
@@ -88,7 +89,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "tensor_model_parallel_size": config.parallel.tensor,
         "pipeline_model_parallel_size": config.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": virtual,
-        "num_layers_in_last_pipeline_stage": config.parallel.last_stage_layers,
+        "num_layers_in_last_pipeline_stage": last_stage,
         # over gloo, chunks mix up batched messages, and train on the wrong ones without an error
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,

@@ -45,6 +45,8 @@ SPLIT = (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor
 CHOSEN = (
     *RANKS,
     "parallel.num_ranks",
+    "parallel.last_stage_layers",
+    "parallel.expert",
     "parallel.sequence",
     "rollout.num_servers",
     "rollout.server_tensor_parallel",
@@ -372,6 +374,7 @@ def _train_seconds(
     """Estimate one step's updates and scoring passes."""
     p, t = config.parallel, config.train
     computing = flops / config.parallel.size / gpu.flops(config.model.dtype)
+    computing *= max(p.stage_sizes(shape.num_layers)) * p.pipeline / shape.num_layers  # the deepest stage decides
     computing *= work.bubble(config, _num_microbatches(config, tokens))
     updates = t.minibatches_per_step * t.epochs_per_step
     sharing, stage = p.tensor * p.context, p.tensor * p.context * p.data  # consecutive ranks

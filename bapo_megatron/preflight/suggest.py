@@ -147,6 +147,7 @@ def alternatives(split: GPUSplit, hf_config: dict[str, Any]) -> Iterator[Alterna
         other = best // 2 if best > 1 else 2
         layout = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, name: other}
         layout["data"], rest = divmod(ranks, layout["tensor"] * layout["pipeline"] * layout["context"])
+        layout["last_stage_layers"] = _stages(shape.num_layers).get(layout["pipeline"])
         change: Change = {
             "parallel": {**layout, "sequence": layout["tensor"] > 1},
             "optimizer": {"distributed": layout["data"] * layout["context"] > 1},
@@ -219,25 +220,39 @@ def _layouts(config: Config, shape: ModelShape, ranks: int) -> Iterator[Change]:
     c = config.cluster
     split = (shape.num_heads, shape.num_kv_heads, *shape.ffn_sizes)
     tensors = [t for t in range(1, c.gpus_per_node + 1) if not any(n % t for n in split)]
-    pipelines = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
+    stages = _stages(shape.num_layers)
     contexts = [2**n for n in range(5)]
     r, t = config.rollout, config.train
     per_update = r.prompts_per_step * r.samples_per_prompt // t.minibatches_per_step
-    for tensor, pipeline, context, recompute in itertools.product(tensors, pipelines, contexts, (False, True)):
+    for tensor, pipeline, context, recompute in itertools.product(tensors, stages, contexts, (False, True)):
         data, rest = divmod(ranks, tensor * pipeline * context)
         if rest or data == 0 or data > per_update or c.gpus_per_node % tensor:
             continue
         layout = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data, "sequence": tensor > 1}
         if config.parallel.virtual_pipeline > 1 and pipeline != config.parallel.pipeline:
             layout["virtual_pipeline"] = 1
-        if config.parallel.last_stage_layers is not None:
-            layout["last_stage_layers"] = None
+        if shape.num_layers % pipeline or config.parallel.last_stage_layers is not None:
+            layout["last_stage_layers"] = stages[pipeline]
         for expert in _expert_sizes(shape, tensor * context * data, c.gpus_per_node):
             yield {
                 "parallel": layout | expert,
                 "train": {"recompute": recompute},
                 "optimizer": {"distributed": data * context > 1},
             }
+
+
+def _stages(num_layers: int) -> dict[int, int]:
+    """Return numbers of stages with the layers of the last one, which may have fewer than the others, by up to a half.
+
+    Example: 94 layers give {1: 94, 2: 47, 4: 22, 8: 10, 16: 4, 47: 2, 94: 1}; four stages have 24, 24, 24 and 22.
+    """
+    stages = {}
+    for count in range(1, num_layers + 1):
+        others = math.ceil(num_layers / count)
+        last = num_layers - (count - 1) * others
+        if last == others or (2 * last > others and count.bit_count() == 1):
+            stages[count] = last
+    return stages
 
 
 def _expert_sizes(shape: ModelShape, ranks: int, gpus_per_node: int) -> list[dict[str, int]]:

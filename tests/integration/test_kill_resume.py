@@ -10,13 +10,14 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.checkpoint.folder import DIGEST_FIELD
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.rollout.book import groups_of
@@ -58,7 +59,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine.kill()
 
 
-def kill_and_resume(folder: Path, settings: tuple[str, ...], *, num_kills: int, seed: int, step_s: float) -> list[Path]:
+def kill_and_resume(
+    folder: Path,
+    settings: tuple[str, ...],
+    *,
+    num_kills: int,
+    seed: int,
+    step_s: float,
+    new_engine: Callable[[Path], Engine] = Engine,
+) -> list[Path]:
     """Return runs that were killed `num_kills` times in all, each resumed until it was done.
 
     Half of the kills leave the engine alive; it may be paused with half of its weights. The next attempt must then
@@ -69,7 +78,7 @@ def kill_and_resume(folder: Path, settings: tuple[str, ...], *, num_kills: int, 
     rng.shuffle(kinds)
     runs: list[Path] = []
     numbers = itertools.count()
-    engine = Engine(folder / "engine")
+    engine = new_engine(folder / "engine")
     try:
         while kinds:
             config = small_run(folder, f"killed-{len(runs)}", *settings)
@@ -82,7 +91,7 @@ def kill_and_resume(folder: Path, settings: tuple[str, ...], *, num_kills: int, 
                     attempt.finish() if is_done else print("killed:", kinds.pop(), moment, "after", attempt.progress())
                 if not is_done and rng.random() < 0.5:
                     engine.kill()
-                    engine = Engine(folder / "engine")
+                    engine = new_engine(folder / "engine")
             runs.append(attempt.run_dir)
     finally:
         engine.kill()
@@ -140,6 +149,24 @@ def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Pa
             assert surviving(run, key).keys() == expected.keys()
             for number, entries in repeated(run, key).items():
                 assert all(entry == expected[number] for entry in entries), f"{run.name}, {key} {number}"
+
+
+@pytest.mark.slow
+def test_experts_that_ranks_share_out_are_repeated_bit_for_bit(tmp_path: Path) -> None:
+    def new_engine(folder: Path) -> Engine:
+        return Engine(folder, "--model-path", str(shipped_model_path("moe")))
+
+    shared_out = ("model.path=moe", "parallel.tensor=1", "parallel.data=2", "parallel.expert=2", "train.num_steps=4")
+    engine = new_engine(tmp_path / "engine")
+    try:
+        with Attempt(small_run(tmp_path, "alone", *shared_out), engine) as attempt:
+            attempt.finish()
+    finally:
+        engine.kill()
+    alone, step_s = attempt.run_dir, longest_step_s(attempt.run_dir)
+    killed = tmp_path / "killed"
+    for run in kill_and_resume(killed, shared_out, num_kills=3, seed=86, step_s=step_s, new_engine=new_engine):
+        assert_same(run, alone, 4)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from bapo_megatron.assets import resolve_model_path
 print(bapo_megatron.__file__)
 print(bapo_megatron_patches.__file__)
 print(resolve_model_path("demo"))
+print(resolve_model_path("moe"))
 print(*(str(f) for f in resources.files("bapo_megatron_configs").iterdir() if f.name == "demo.toml"))
 print(*(str(f) for f in resources.files("bapo_megatron.report").iterdir() if f.name.endswith(".jinja")))
 print(*(str(f) for f in resources.files("bapo_megatron_requirements").iterdir() if f.name == "cpu.txt"))
@@ -48,7 +49,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     run(*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
 
     lines = run(sys.executable, "-c", PROBE, cwd=elsewhere, PYTHONPATH=str(target)).splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 12
     assert all(line.startswith(str(target)) for line in lines), lines
     summary = run(sys.executable, "-m", "bapo_megatron", "check", "demo", cwd=elsewhere, PYTHONPATH=str(target))
     assert "tensor 2" in summary

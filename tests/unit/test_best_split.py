@@ -1,6 +1,7 @@
 """`bapo plan`: its first lines, `--best`, and hints that help."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,27 @@ def test_the_smallest_cluster_is_one_on_which_a_layout_fits(capsys: pytest.Captu
     assert main(["plan", "--best", *BIG, "cluster.nodes=3"]) == 0
     assert "present" not in capsys.readouterr().out, "16 ranks and a server do not fit on their layout's nodes"
     assert main(["plan", "--best", *BIG, "cluster.nodes=2"]) == 2
+
+
+@pytest.mark.slow
+def test_94_layers_are_split_over_stages_of_24_24_24_and_22(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, model = tmp_path / "best.toml", "recipes/qwen3-235b-a22b-32k"
+    files = [model, "algorithms/bapo", "clusters/16x8-h200-wide"]
+    assert main(["plan", "--best", *files, "--response-tokens", "8192", "-o", str(file)]) == 0
+    told = capsys.readouterr().out
+    parallel = load_config([*files, str(file)]).parallel
+    assert (parallel.pipeline, parallel.last_stage_layers) == (4, 22)
+    assert re.search(r"parallel.pipeline=4 +2: ", told), "half as many stages have a last one of another size"
+    assert main(["check", *files, str(file)]) == 0
+
+
+def test_the_best_split_overrides_a_last_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, file = tmp_path / "mine.toml", tmp_path / "best.toml"
+    mine.write_text("[parallel]\npipeline = 2\nlast_stage_layers = 9\n")
+    assert main(["plan", "--best", *SMALL, str(mine), "-o", str(file)]) == 0
+    assert main(["check", *SMALL, str(mine), str(file)]) == 0
+    parallel = load_config([*SMALL, str(mine), str(file)]).parallel
+    assert parallel.last_stage_layers == 28 // parallel.pipeline
 
 
 @pytest.mark.parametrize(

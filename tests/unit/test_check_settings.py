@@ -158,6 +158,7 @@ def test_layouts_of_mixtures_that_fit() -> None:
     for layout in (
         "parallel.tensor=4 parallel.sequence=true parallel.expert=32 parallel.data=8 parallel.pipeline=2",
         "parallel.pipeline=4 parallel.last_stage_layers=22 parallel.virtual_pipeline=2",
+        "parallel.last_stage_layers=94",
         "parallel.tensor=4 parallel.sequence=true",
     ):
         assert messages(*layout.split(), hf_config=KNOWN_MODELS["Qwen3-235B-A22B"]) == []

@@ -112,6 +112,25 @@ class TestStudyModels:
         rate = mean_reward(model, tokenizer, questions, judge_chain, CHAIN_RESPONSE_TOKENS)
         assert 0.24 < rate < 0.43  # measured 0.34; standard error 0.02
 
+    def test_chains_for_a_mixture_of_experts(self):
+        """Every expert takes part, so that both ranks of the demo have work."""
+        torch.manual_seed(1)
+        folder = shipped_model_path("moe")
+        assert (folder / "model.safetensors").stat().st_size < 1.8e6
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert 4.1e5 < sum(p.numel() for p in model.parameters()) < 4.3e5
+        source = ChainSource(512, 1, {})
+        questions = [source[i] for i in range(len(source))]
+        rate = mean_reward(model, tokenizer, questions, judge_chain, CHAIN_RESPONSE_TOKENS)
+        assert 0.22 < rate < 0.42  # measured 0.33; standard error 0.02
+        pupil = ChainPupil(1)
+        text = "".join("".join(pupil.demonstrate()) for _ in range(20))
+        ids = torch.tensor([tokenizer.encode(text)[:512]])
+        routers = model(ids, output_router_logits=True).router_logits
+        assert len(routers) == 2
+        for logits in routers:
+            assert len(logits.topk(2).indices.unique()) == 8
+
     @pytest.mark.gym
     def test_three_domains(self):
         torch.manual_seed(1)
@@ -198,10 +217,12 @@ class TestScript:
         assert min(lengths) < 16
         assert 0.05 < sum(length > 40 for length in lengths) / len(lengths) < 0.4
 
-    def test_same_seed_same_weights(self, script, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("model", ["demo", "moe"])
+    def test_same_seed_same_weights(self, script, tmp_path, monkeypatch, model):
         folders = [tmp_path / name for name in ("a", "b", "c")]
         for folder, seed in zip(folders, (3, 3, 4), strict=True):
-            command = ["make_demo_model.py", "--output", folder, "--num-updates", 2, "--batch-size", 8, "--seed", seed]
+            command = ["make_demo_model.py", "--model", model, "--output", folder, "--seed", seed]
+            command += ["--num-updates", 2, "--batch-size", 8]
             monkeypatch.setattr("sys.argv", [str(word) for word in command])
             monkeypatch.setattr(script, "mean_reward", lambda *args: 0.0)
             script.main()
@@ -244,7 +265,8 @@ class TestResolveModelPath:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_partial"), [("demo", True), ("tool_demo", True), ("guess_demo", True), ("smollm2_135m", False)]
+    ("name", "is_partial"),
+    [("demo", True), ("tool_demo", True), ("guess_demo", True), ("moe_demo", True), ("smollm2_135m", False)],
 )
 def test_shipped_configs_are_valid(name, is_partial):
     config = Config.model_validate(tomllib.loads((REPOSITORY / "configs" / f"{name}.toml").read_text()))

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from plans_page import ALGORITHMS, best_example, combinations, example, planned, table
+from plans_page import ALGORITHMS, RESPONSE_SHARE, best_example, combinations, example, planned, table
 
 from bapo_megatron import cli, local
 from bapo_megatron.config.load import load_config, shipped_configs
@@ -19,8 +19,10 @@ from bapo_megatron.preflight.plan import (
     check_unused,
     decided,
     make_plan,
+    step_balance,
     with_recompute,
 )
+from bapo_megatron.preflight.suggest import fitting_splits
 
 COMBINATIONS = [(model, algorithm, cluster) for model, cluster in combinations() for algorithm in ALGORITHMS]
 
@@ -35,11 +37,12 @@ def test_every_shipped_file_is_part_of_a_combination() -> None:
 
 @pytest.mark.parametrize(("model", "cluster"), combinations())
 def test_it_passes_the_check_on_its_cluster_without_a_warning(model: str, cluster: str) -> None:
-    bf16 = [load_config([model, *files, cluster]) for files in ALGORITHMS.values()]
-    fp8 = [load_config([model, *files, FP8, cluster]) for files in ALGORITHMS.values()]
-    blockwise = load_config([model, "algorithms/bapo", FP8, cluster], ["precision.recipe=blockwise"])
-    for config in (*bf16, *fp8, blockwise):
-        hf_config = KNOWN_MODELS[Path(config.model.path).name]
+    configs = [load_config([model, *files, cluster]) for files in ALGORITHMS.values()]
+    hf_config = KNOWN_MODELS[Path(configs[0].model.path).name]
+    if model_shape(hf_config).experts is None:
+        configs += [load_config([model, *files, FP8, cluster]) for files in ALGORITHMS.values()]
+        configs.append(load_config([model, "algorithms/bapo", FP8, cluster], ["precision.recipe=blockwise"]))
+    for config in configs:
         gpus = config.cluster.nodes * config.cluster.gpus_per_node
         assert check_settings(config, hf_config=hf_config, num_gpus=gpus, given=()) == []
         assert [*check_machines(config), *check_memory(config, hf_config), *check_unused(config)] == []
@@ -67,14 +70,33 @@ def test_32b_on_one_node_is_refused_with_the_numbers(
     assert "GiB" in error
 
 
+def test_mixtures_are_split_as_the_best_split_says() -> None:
+    """No other layout with these GPUs and servers has a step that is a tenth shorter."""
+    for model, cluster in combinations():
+        config = planned(model, "BAPO", cluster)
+        shape = model_shape(planned_config(config.model.path))
+        if shape.experts is None:
+            continue
+        response = config.rollout.max_response_tokens // RESPONSE_SHARE
+        plan = make_plan(config, shape, response)
+        own = step_balance(config, plan)
+        servers = (config.rollout.num_servers, config.rollout.server_tensor_parallel)
+        others = fitting_splits(config, shape, config.parallel.size, response)
+        same = [s for s in others if (s.config.rollout.num_servers, s.config.rollout.server_tensor_parallel) == servers]
+        assert own
+        assert same
+        assert 0.9 * own.step_s <= min(s.balance.step_s for s in same), f"{model} on {cluster}"
+
+
 def test_as_few_layers_are_recomputed_as_the_memory_asks_for() -> None:
     chosen = set()
     for model, algorithm, cluster in COMBINATIONS:
         config = planned(model, algorithm, cluster)
         shape = model_shape(planned_config(config.model.path))
-        limit = ROOMY * GPUS[cluster.rpartition("-")[2]].memory_gib * GIB
+        assert config.cluster.gpu
+        limit = ROOMY * GPUS[config.cluster.gpu].memory_gib * GIB
         train = with_recompute(config, shape).train
-        per_rank = shape.num_layers // config.parallel.pipeline
+        per_rank = max(config.parallel.stage_sizes(shape.num_layers))
         count = (train.recompute_layers or per_rank) if train.recompute else 0
         chosen.add(0 < count < per_rank)
 
