@@ -210,7 +210,7 @@ def connect_rollouts(
         # The responses of a group are judged one by one, each of them twice.
         patience_s = 2 * config.reward.timeout_s * config.rollout.samples_per_prompt
         driver = JudgeOnce(TextJudge(answers, tokenizer), patience_s)
-    streams = token_streams(config.model.family, model_path)
+    streams = token_streams(config.model.family, model_path, config.model.requested_streams)
     engines = ConnectedEngines.connect(config.rollout, urls, vocab_size, key, streams, may_have_failed=may_have_failed)
     scheduler = Scheduler(
         config.rollout,
