@@ -109,6 +109,7 @@ def train(
     def push() -> dict[str, float]:
         """Send the weights to every engine, if there are any, as a new version."""
         with phases.pushing():
+            rollouts.before_push()
             return channel.push(learner.weights()).metrics() if channel else {}
 
     def evaluate(num_done: int) -> dict[str, float]:

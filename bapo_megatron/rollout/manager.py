@@ -96,6 +96,11 @@ class RolloutManager:
         self._last_batch_s = now_s
         return self.builder.build(groups, metrics), groups
 
+    def pause(self) -> None:
+        """End all requests for samples, which keep their tokens; the next batch resumes them."""
+        pausing = self.scheduler.sampling.pause()
+        self.engines.loop.run(pausing, self._patience_s, "requests to end before a push", self._progress)
+
     def evaluate(self, version: int) -> dict[str, float] | None:
         """Return metrics of the weights of `version`, which were just pushed; empty without eval.interval_steps.
 

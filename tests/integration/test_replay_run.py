@@ -1,7 +1,9 @@
-"""A run of a small mixture that replays routes: killed with partial responses, and resumed bit for bit."""
+"""Runs of a small mixture that replay routes: killed and resumed bit for bit; overlapped with training."""
 
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +62,44 @@ def save_mixture(folder: Path) -> None:
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo_model_path() / file, folder)
+
+
+def note_requests(path: Path) -> None:
+    """Let rank 0 note how many requests are open when it has paused for a push, and when the push begins."""
+    from bapo_megatron.rollout.manager import RolloutManager
+    from bapo_megatron.sync.broadcast import BroadcastChannel
+
+    pause, push, opened = RolloutManager.pause, BroadcastChannel.push, []
+
+    def note(what: str) -> None:
+        with path.open("a") as file:
+            file.write(f"{what} {len(opened[0])}\n")
+
+    def noted_pause(self: RolloutManager) -> None:
+        pause(self)
+        opened[:] = [self.scheduler.dispatcher.open_requests]
+        note("paused")
+
+    def noted_push(self: BroadcastChannel, *arguments: Any) -> Any:
+        note("push")
+        return push(self, *arguments)
+
+    RolloutManager.pause, BroadcastChannel.push = noted_pause, noted_push  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_push_during_sampling_finds_no_open_request(tmp_path: Path) -> None:
+    mixture = tmp_path / "mixture"
+    save_mixture(mixture)
+    settings = ("rollout.overlap=true", "rollout.max_staleness=6", f"model.path={mixture}")
+    config = small_run(tmp_path, "run", *SETTINGS, *settings)
+    engine = Engine(tmp_path / "engine", "--model-path", str(mixture))
+    try:
+        with Attempt(config, engine, prepare=partial(note_requests, tmp_path / "noted")) as attempt:
+            attempt.finish()
+    finally:
+        engine.kill()
+    assert (tmp_path / "noted").read_text() == "paused 0\npush 0\n" * (NUM_STEPS + 1)
 
 
 @pytest.mark.slow

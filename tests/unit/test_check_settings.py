@@ -158,12 +158,6 @@ def test_one_violation(overrides: str, parts: list[str]) -> None:
             "model.replay_routes=true, but Megatron's fused router chooses experts itself; leave [megatron.extra] "
             "moe_router_fusion out",
         ),
-        (
-            "model.replay_routes=true rollout.overlap=true rollout.max_staleness=8 cluster.gpu=h100",
-            "model.replay_routes=true with rollout.overlap=true: a push would make engines choose the experts of "
-            "running responses again, with the new weights; set rollout.overlap=false; rollout.tokens_per_round and "
-            "rollout.abort_tail work with replay",
-        ),
     ],
 )
 def test_one_violation_of_a_mixture(overrides: str, message: str) -> None:

@@ -35,13 +35,6 @@ def check_rollout(config: Config) -> Iterator[Violation]:
             f"{plural(r.prompts_per_step, 'group')} that a step needs",
             f"set rollout.groups_in_flight={2 * r.prompts_per_step}",
         )
-    if config.model.replay_routes and r.overlap:
-        yield Violation(
-            ("rollout.overlap", "model.replay_routes"),
-            "model.replay_routes=true with rollout.overlap=true: a push would make engines choose the experts of "
-            "running responses again, with the new weights",
-            "set rollout.overlap=false; rollout.tokens_per_round and rollout.abort_tail work with replay",
-        )
 
 
 def check_shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
