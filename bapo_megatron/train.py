@@ -96,7 +96,7 @@ def train(
         state_type=RunState,
         run_id=run_dir.run_id,
         vocab_size=learner.shape.vocab_size,
-        streams=token_streams(config.model.family, model_path),
+        streams=token_streams(config.model.family, model_path, config.model.requested_streams),
     )
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
@@ -109,6 +109,7 @@ def train(
     def push() -> dict[str, float]:
         """Send the weights to every engine, if there are any, as a new version."""
         with phases.pushing():
+            rollouts.before_push()
             return channel.push(learner.weights()).metrics() if channel else {}
 
     def evaluate(num_done: int) -> dict[str, float]:

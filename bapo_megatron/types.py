@@ -803,6 +803,7 @@ class MicroBatch:
     mask_R: Tensor  # bool
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
+    is_token_T: Tensor | None = None  # bool: not padding; None means all
     extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)
     """Streams of models and plugins: [R, *shape] for sampled tokens, [T, *shape] for fed ones, one row per input token.
     In a staged stream, a row holds only the layers of this rank's stage."""

@@ -235,6 +235,7 @@ def pack(batch: Batch, sequences: Tensor, length: int, share: Share) -> MicroBat
         sequence_R=torch.searchsorted(cu_seqlens_S1, sampled_R, right=True) - 1,
         batch_rows_R=source_R,
         targets_R=token_ids_T[sampled_R],
+        is_token_T=is_token_T[mine_T],
         extra=extra,
         **of_sampled,
     )

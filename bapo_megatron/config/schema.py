@@ -31,6 +31,7 @@ from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
 from bapo_megatron.config.schema_loss import ClipBoundConfig, RuleReads
 from bapo_megatron.config.sources import OWN_ROWS, SOURCE, SourceKind, source_kind
 from bapo_megatron.config.system_calls import known_calls
+from bapo_megatron.hf.streams import ROUTES
 
 
 class RunConfig(Section):
@@ -57,7 +58,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy: a Hugging Face checkpoint of a dense model (docs/models.md)."""
+    """The policy: a Hugging Face checkpoint (docs/models.md)."""
 
     path: PathText = "demo"
     """Folder with config.json, safetensors and tokenizer; or a name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B",
@@ -72,6 +73,14 @@ class ModelConfig(Section):
     """Implementation of the trainer's layers. transformer_engine: NVIDIA's kernels, for bfloat16 on GPUs, and the only
     ones with FP8; local: Megatron's own linears and our packed attention; auto: transformer_engine if it is installed
     and can be used, otherwise local."""
+    replay_routes: bool = False
+    """Mixtures of experts: in every pass of the policy, take the experts that the engine chose when it sampled
+    (docs/models.md). The router still learns: its scores of these experts are its own."""
+
+    @property
+    def requested_streams(self) -> tuple[str, ...]:
+        """The streams on request that the run learns with."""
+        return (ROUTES,) if self.replay_routes else ()
 
 
 class PrecisionConfig(Section):

@@ -81,6 +81,8 @@ def command(
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
+    if config.model.replay_routes:
+        arguments["enable_return_routed_experts"] = True
     if has_gpu:
         arguments["enable_fp32_lm_head"] = True  # in bfloat16 a log-prob is up to 0.06 off where logits reach 16
     else:

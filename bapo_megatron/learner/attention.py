@@ -15,7 +15,7 @@ Shape legend: T packed tokens of this rank, U tokens of the whole pack, N query 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import context_tokens
 from bapo_megatron.learner.elementwise import Rotation, rotate
+
+if TYPE_CHECKING:
+    from bapo_megatron.learner.replay import PackRoutes
 
 # an argument of Transformer Engine's attention; without it, each layer compares lengths with and without padding, which
 # makes the CPU wait for the GPU
@@ -143,6 +146,7 @@ class PackedSequences(PackedSeqParams):
     blocks: list[Block] | None = None
     context_group: dist.ProcessGroup | None = None  # None means that this rank holds whole sequences
     rotation: Rotation | None = None  # to apply to this rank's tokens before attention; None means Megatron has done so
+    routes: PackRoutes | None = None  # recorded experts for the routers (replay.py)
 
     @classmethod
     def of(

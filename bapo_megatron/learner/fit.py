@@ -9,6 +9,7 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
+from bapo_megatron.hf.streams import model_streams, routes
 
 Problem = tuple[str, str, str]  # settings of [parallel], the one to change first; the problem; the remedy
 
@@ -42,6 +43,28 @@ def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterat
         yield Violation((*(f"parallel.{name}" for name in names.split()), model), problem, remedy)
     if shape.experts is not None:
         yield from _beside_experts(config, model)
+
+
+def check_replay(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+    """Check that `model.replay_routes` has routes to replay, and reaches the routers."""
+    own = own_family(config.model.family)
+    if not config.model.replay_routes or unsupported(hf_config, own):
+        return
+    setting, shape = "model.replay_routes", model_shape(hf_config, own=own)
+    if shape.experts is None or routes(shape) not in model_streams(hf_config, own):
+        problem = f"{setting}=true, but {hf_config['model_type']} models have no routes"
+        yield Violation((setting, "model.path", "model.family"), problem, "leave it out")
+        return
+    if config.train.recompute and "mlp" in (config.train.recompute_modules or ()):
+        yield Violation(
+            (setting, "train.recompute_modules"),
+            f'{setting}=true, but train.recompute_modules with "mlp" recomputes experts without the layer that has '
+            "their routes",
+            'leave "mlp" out, or recompute whole layers',
+        )
+    if config.megatron.extra.get("moe_router_fusion"):
+        problem = f"{setting}=true, but Megatron's fused router chooses experts itself"
+        yield Violation((setting, "megatron.extra"), problem, "leave [megatron.extra] moe_router_fusion out")
 
 
 def _of_tensor(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:

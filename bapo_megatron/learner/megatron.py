@@ -29,12 +29,13 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
-from bapo_megatron.learner.fit import check_split
+from bapo_megatron.learner.fit import check_replay, check_split
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.parallel import start_processes
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.precision import check_machine, this_machine
 from bapo_megatron.learner.reference import ReferencePolicy
+from bapo_megatron.learner.replay import ReplayingPolicy, settle
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
 from bapo_megatron.learner.token_metrics import TokenMetrics, TokenSums
@@ -58,8 +59,9 @@ class MegatronLearner(TrainedModel):
 
     def __init__(self, config: Config, hf_path: str | Path) -> None:
         hf_config = load_hf_config(hf_path)
-        if problems := [v.message for v in check_split(config, hf_config, "model.path")]:
-            raise ConfigError("; ".join(problems))
+        problems = [*check_split(config, hf_config, "model.path"), *check_replay(config, hf_config)]
+        if problems:
+            raise ConfigError("; ".join(violation.message for violation in problems))
         shape = model_shape(hf_config, own=own_family(config.model.family))
         check_machine(config, shape, this_machine())
         apply_cpu_compat()
@@ -68,19 +70,23 @@ class MegatronLearner(TrainedModel):
         model_parallel_cuda_manual_seed(config.run.seed)
         self.local_time = LocalTime()
         fp8 = config.precision.fp8_params
-        super().__init__(config, shape, PolicyModel, Path(hf_path), self.local_time, fp8_params=fp8)
+        chunk_type = ReplayingPolicy if config.model.replay_routes else PolicyModel
+        super().__init__(config, shape, chunk_type, Path(hf_path), self.local_time, fp8_params=fp8)
         self._scored: ForwardPasses | None = None  # forward passes of the mini-batch whose step comes next
         self.reference = ReferencePolicy(config, self.hf_path, self.local_time) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
         self._rule = update_rule(config.loss, config.bapo)
         self._token_metrics = TokenMetrics(config.loss.metrics)
+        self._route_metrics: dict[str, float] = {}  # from the latest forward passes
 
     # scoring
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """Compute log-probs at the current weights and the rollout's temperature: see `Learner.log_probs`."""
-        return self.schedule.log_probs(minibatch)
+        log_probs = self.schedule.log_probs(minibatch)
+        self._settle_routes(minibatch)
+        return log_probs
 
     def score(self, minibatch: MiniBatch) -> list[Tensor]:
         """Compute log-probs before the mini-batch's `step`: see `Learner.score`.
@@ -93,6 +99,7 @@ class MegatronLearner(TrainedModel):
         if not self.schedule.runs_forwards_first(minibatch):
             return self.log_probs(minibatch)
         self._scored = self.schedule.forward(minibatch)
+        self._settle_routes(minibatch)
         return self._scored.log_probs
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
@@ -119,9 +126,15 @@ class MegatronLearner(TrainedModel):
 
         scored, self._scored = self._scored, None
         if scored is not None and scored.minibatch is minibatch:
-            run = partial(self.schedule.backward, scored, loss_of)
+            passes, forward = partial(self.schedule.backward, scored, loss_of), False
         else:
-            run = partial(self.schedule.forward_backward, minibatch, loss_of)
+            passes, forward = partial(self.schedule.forward_backward, minibatch, loss_of), True
+
+        def run() -> list[PolicyOutcome]:
+            outcomes = passes()
+            self._settle_routes(minibatch, forward=forward, backward=True)
+            return outcomes
+
         rate = learning_rate(self.version, self.config.optimizer, planned_updates(self.config))
         outputs, grad_norm = self.update(run, rate)
         counts = (minibatch.counts.tokens, minibatch.counts.squares, minibatch.counts.responses)
@@ -133,7 +146,7 @@ class MegatronLearner(TrainedModel):
             "optimizer/grad_norm": grad_norm,
             "optimizer/skipped": float(self.num_skipped_updates),
         }
-        metrics |= self.guard.observe(grad_norm)
+        metrics |= self._route_metrics | self.guard.observe(grad_norm)
         if self.reference is not None:
             metrics["loss/kl_coef"] = self.kl_coefficient.value
             self.kl_coefficient.observe(metrics["loss/kl_reference"])
@@ -172,6 +185,12 @@ class MegatronLearner(TrainedModel):
         sums = self._token_metrics.summarize(record, mismatch, with_profile=self.config.monitor.token_profile)
         num_tokens = batch.mask_R.sum(dtype=torch.int32)
         return loss / max(num_trained_tokens, 1), num_tokens, (log_probs_R.detach(), found, sums)
+
+    def _settle_routes(self, minibatch: MiniBatch, *, forward: bool = True, backward: bool = False) -> None:
+        """Check that all layers took the recorded experts in the passes just made."""
+        if chunks := [chunk for chunk in self.model if isinstance(chunk, ReplayingPolicy)]:
+            counted = settle(chunks, minibatch, self.shape.num_layers, forward=forward, backward=backward)
+            self._route_metrics = counted or self._route_metrics
 
     # state
 

@@ -331,6 +331,10 @@ class PolicyModel(GPTModel):
         """Return whether gradients are summed over data ranks during the backward pass."""
         return self.config.no_sync_func is not None
 
+    def describe(self, batch: MicroBatch) -> PackedSequences:
+        """Describe a pack for all layers, which get it again when they are recomputed."""
+        return self._describe_pack(batch.cu_seqlens_S1, self.context_group, device())
+
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Run this part's layers on the tokens, or on the previous part's hidden states: [T or T / tensor, 1, H]."""
         hidden_states = None
@@ -338,7 +342,7 @@ class PolicyModel(GPTModel):
             hidden_states = self.embedding(batch.token_ids_T[None], None)
             if self.embedding_scale != 1:  # rounded to the weights' type, as in transformers
                 hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
-        pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device())
+        pack = self.describe(batch)
         angles_TX = torch.outer(batch.position_ids_T.float(), self.inverse_frequencies)  # one for every two dimensions
         rotary = None
         if self.rotates_in_attention:

@@ -327,9 +327,10 @@ def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Viola
     from bapo_megatron.config.families import token_streams
     from bapo_megatron.rollout.recorded import read_groups
 
+    requested = config.model.requested_streams
     for step, decided_by in ((1, settings), (config.train.num_steps, (*settings, "train.num_steps"))):
         try:
-            read_groups(folder, step, token_streams(config.model.family, model) if model else ())
+            read_groups(folder, step, token_streams(config.model.family, model, requested) if model else ())
         except UserError as error:
             yield Violation(decided_by, str(error))
             return

@@ -144,11 +144,8 @@ class ContinuousSampling:
         self._changed.clear()
         self._raise_failure()
 
-    async def halt(self) -> None:
-        """Stop sampling: abort open requests, which keep their tokens, and await verdicts.
-
-        Environments that were asked about single samples continue meanwhile.
-        """
+    async def pause(self) -> None:
+        """Stop sampling until the next `start`: abort open requests, which keep their tokens."""
         self._is_open = False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.request_timeout_s
@@ -160,9 +157,17 @@ class ContinuousSampling:
             reason = f"{engine.url}: requests did not end within {self._config.request_timeout_s:g} s of their abort"
             self._dispatcher.fence(engine, reason)
             task.cancel()
-        leftover = [request.task for request in self._requests.values()]
-        if leftover := leftover + (list(self._answers.values()) if self._book.by_group else []):
+        if leftover := [request.task for request in self._requests.values()]:
             await asyncio.wait(leftover)
+
+    async def halt(self) -> None:
+        """Stop sampling as `pause` does, and await verdicts.
+
+        Environments that were asked about single samples continue meanwhile.
+        """
+        await self.pause()
+        if self._book.by_group and self._answers:
+            await asyncio.wait(list(self._answers.values()))
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None

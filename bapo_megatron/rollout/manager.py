@@ -96,6 +96,11 @@ class RolloutManager:
         self._last_batch_s = now_s
         return self.builder.build(groups, metrics), groups
 
+    def pause(self) -> None:
+        """End all requests for samples, which keep their tokens; the next batch resumes them."""
+        pausing = self.scheduler.sampling.pause()
+        self.engines.loop.run(pausing, self._patience_s, "requests to end before a push", self._progress)
+
     def evaluate(self, version: int) -> dict[str, float] | None:
         """Return metrics of the weights of `version`, which were just pushed; empty without eval.interval_steps.
 
@@ -210,7 +215,7 @@ def connect_rollouts(
         # The responses of a group are judged one by one, each of them twice.
         patience_s = 2 * config.reward.timeout_s * config.rollout.samples_per_prompt
         driver = JudgeOnce(TextJudge(answers, tokenizer), patience_s)
-    streams = token_streams(config.model.family, model_path)
+    streams = token_streams(config.model.family, model_path, config.model.requested_streams)
     engines = ConnectedEngines.connect(config.rollout, urls, vocab_size, key, streams, may_have_failed=may_have_failed)
     scheduler = Scheduler(
         config.rollout,

@@ -92,7 +92,7 @@ class RecordedRollouts(Rollouts):
         assert config.rollout.recorded_from is not None, "preflight/checks/rollout.py checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
         self._tokenizer = load_tokenizer(model_path, own_family(config.model.family))
-        self._streams = token_streams(config.model.family, model_path)
+        self._streams = token_streams(config.model.family, model_path, config.model.requested_streams)
         self._builder = BatchBuilder(config)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -39,6 +39,10 @@ class Rollouts(Protocol):
         """Return one step's batch, blocking, or NEEDS_WEIGHTS."""
         ...
 
+    def pause(self) -> None:
+        """End all requests for samples until the next batch."""
+        return
+
     def evaluate(self, version: int) -> dict[str, float] | None:
         """Return metrics of the weights that were just pushed, on evaluation prompts, or NEEDS_WEIGHTS."""
         return {}
@@ -96,6 +100,11 @@ class SharedRollouts:
 
         header = share_json(make if self._first else None, sign_of_life_s=self._sign_of_life_s)
         return NEEDS_WEIGHTS if header is NEEDS_WEIGHTS else self._shares.deal(made, header, plan)
+
+    def before_push(self) -> None:
+        """End requests whose recorded experts the engine would choose again with the new weights."""
+        if self._config.model.replay_routes and self._config.rollout.overlap:
+            share_json(self._first.pause if self._first else None, sign_of_life_s=self._sign_of_life_s)
 
     def evaluate(self, num_done: int, version: int) -> dict[str, float] | None:
         """Return metrics of the weights that were just pushed, or NEEDS_WEIGHTS.

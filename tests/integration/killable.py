@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.checkpoint.folder import DIGEST_FIELD
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import reserved_ports
@@ -30,6 +31,21 @@ from tests.hang import PATIENT
 from tests.integration.gates import Gates, build
 
 _POLL_S = 0.004
+# Times, and counts since an attempt began.
+NOT_COMPARED = (
+    "time/",
+    "straggler/",
+    "sync/",
+    "train/tokens_per_s",
+    "perf/tflops_per_gpu",
+    "perf/mfu",
+    "rollout/tokens_per_s",
+    "rollout/num_fenced",
+    "reward/",
+    "environment/wait_s",
+    "run/",
+)
+COMPARED_ALL_THE_SAME = ("reward/mean", "reward/std", "sync/bytes")
 _SAVE, _PUSH = 30, 60  # one save and one push each have about this many gates
 
 
@@ -212,6 +228,25 @@ def repeated(run_dir: Path, key: str) -> dict[int, list[dict[str, Any]]]:
             if key in entry:
                 found.setdefault(entry[key], []).append(entry)
     return found
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics that were computed."""
+    return [
+        {k: v for k, v in row.items() if k in COMPARED_ALL_THE_SAME or not k.startswith(NOT_COMPARED)}
+        for row in read_jsonl(run / "metrics.jsonl")
+    ]
+
+
+def checkpoint_of(run: Path, step: int) -> dict[str, Any]:
+    """Return weights, both moments, version, rollout state and lagged bounds, without the run's id and the digest."""
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
+    assert found
+    texts = {name: json.loads((folder / name).read_text()) for name in ("state.json", "learner/index.json")}
+    for name in ("run", DIGEST_FIELD):
+        del texts["state.json"][name]
+    return found | texts
 
 
 def _latest_step(run_dir: Path) -> int:

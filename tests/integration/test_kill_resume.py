@@ -4,7 +4,6 @@ Synchronous mode: everything, bit for bit. Overlapped mode: no token is lost, no
 """
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -12,13 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Set
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from bapo_megatron.assets import shipped_model_path
-from bapo_megatron.checkpoint.folder import DIGEST_FIELD
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.rollout.ledger import Ledger
@@ -26,24 +23,19 @@ from bapo_megatron.runtime.files import read_jsonl
 from bapo_megatron.types import Group, Sample
 from tests.distributed import HANG_S
 from tests.integration.gates import Gates
-from tests.integration.killable import SMALL, Attempt, Engine, Moment, repeated, small_run, surviving
+from tests.integration.killable import (
+    SMALL,
+    Attempt,
+    Engine,
+    Moment,
+    checkpoint_of,
+    metrics_of,
+    repeated,
+    small_run,
+    surviving,
+)
 
 NUM_STEPS = 8
-# Times, and counts since an attempt began.
-NOT_COMPARED = (
-    "time/",
-    "straggler/",
-    "sync/",
-    "train/tokens_per_s",
-    "perf/tflops_per_gpu",
-    "perf/mfu",
-    "rollout/tokens_per_s",
-    "rollout/num_fenced",
-    "reward/",
-    "environment/wait_s",
-    "run/",
-)
-COMPARED_ALL_THE_SAME = ("reward/mean", "reward/std", "sync/bytes")
 
 
 @pytest.fixture(scope="module")
@@ -101,27 +93,8 @@ def kill_and_resume(
     return runs
 
 
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """Return the metrics that were computed."""
-    return [
-        {k: v for k, v in row.items() if k in COMPARED_ALL_THE_SAME or not k.startswith(NOT_COMPARED)}
-        for row in read_jsonl(run / "metrics.jsonl")
-    ]
-
-
 def longest_step_s(run: Path) -> float:
     return max(row["time/step_s"] for row in read_jsonl(run / "metrics.jsonl"))
-
-
-def checkpoint_of(run: Path, step: int) -> dict[str, Any]:
-    """Return weights, both moments, version, rollout state and lagged bounds, without the run's id and the digest."""
-    folder = run / "checkpoints" / f"step-{step:06d}"
-    found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
-    assert found
-    texts = {name: json.loads((folder / name).read_text()) for name in ("state.json", "learner/index.json")}
-    for name in ("run", DIGEST_FIELD):
-        del texts["state.json"][name]
-    return found | texts
 
 
 def assert_same(run: Path, reference: Path, num_steps: int) -> None:

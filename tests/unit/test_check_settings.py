@@ -148,6 +148,16 @@ def test_one_violation(overrides: str, parts: list[str]) -> None:
             "advantage.kind=gae",
             'advantage.kind="gae": a critic is not supported with experts; set advantage.kind="grpo"',
         ),
+        (
+            "model.replay_routes=true train.recompute=true train.recompute_modules=['mlp']",
+            'model.replay_routes=true, but train.recompute_modules with "mlp" recomputes experts without the layer '
+            'that has their routes; leave "mlp" out, or recompute whole layers',
+        ),
+        (
+            "model.replay_routes=true megatron.extra.moe_router_fusion=true",
+            "model.replay_routes=true, but Megatron's fused router chooses experts itself; leave [megatron.extra] "
+            "moe_router_fusion out",
+        ),
     ],
 )
 def test_one_violation_of_a_mixture(overrides: str, message: str) -> None:
@@ -167,6 +177,9 @@ def test_layouts_of_mixtures_that_fit() -> None:
 def test_what_experts_need_or_forbid_beside_the_layout() -> None:
     assert messages("parallel.expert=2", "parallel.data=2") == [
         "parallel.expert=2 shares out experts, and the model has none; set parallel.expert=1"
+    ]
+    assert messages("model.replay_routes=true") == [
+        "model.replay_routes=true, but llama models have no routes; leave it out"
     ]
     eight_bit = messages("precision.fp8=hybrid", "model.dtype=bfloat16", hf_config=KNOWN_MODELS["Qwen3-30B-A3B"])
     assert 'precision.fp8="hybrid" is not supported with experts; set precision.fp8="off"' in eight_bit

@@ -156,6 +156,33 @@ def test_a_step_does_not_wait_for_the_tail() -> None:
     assert any(len(expected(t)) > 40 for t in begun), "otherwise none was slow"
 
 
+def test_a_pause_ends_requests_before_a_push_and_the_next_step_resumes_them() -> None:
+    """Slow responses stop at 30 tokens until they are aborted; no request sees two weight versions."""
+    engine = TimedEngine()
+    engine.halt_at = 30
+    options = {"samples_per_prompt": 1, "groups_in_flight": 16, "max_response_tokens": 48}
+    scheduler = make(engine, overlap=True, max_staleness=4, **options)
+
+    async def run() -> None:
+        await scheduler.take(0, 0)
+        await asyncio.sleep(10)  # of training
+        assert engine.num_running, "slow responses"
+        await scheduler.sampling.pause()
+        num_sent, num_before = len(engine.requests), {s.sample_id: s.num_sampled_tokens for s in book.buffered()}
+        assert not engine.num_running
+        assert max(num_before.values()) == 30
+        await asyncio.sleep(10)
+        assert len(engine.requests) == num_sent, "none starts before the push is done"
+        engine.version, engine.halt_at = 1, None
+        await scheduler.take(1, 1)
+        await scheduler.close()
+        resumed = [r for r in engine.requests[num_sent:] if len(r.token_ids) == 3 + 30]
+        assert len(resumed) == sum(n == 30 for n in num_before.values())
+
+    book = scheduler.book
+    run_on_clock(asyncio.wait_for(run(), 60))
+
+
 @pytest.mark.parametrize("abort_tail", [False, True])
 def test_sampling_goes_on_while_the_trainer_trains(abort_tail: bool) -> None:
     engine = TimedEngine()

@@ -10,7 +10,7 @@ from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
-from bapo_megatron.learner.fit import check_split
+from bapo_megatron.learner.fit import check_replay, check_split
 from bapo_megatron.preflight.checks.eval import EVALUATES
 from bapo_megatron.preflight.checks.layout import nearest_divisor
 
@@ -27,6 +27,7 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
         )
         return
     yield from check_split(config, hf_config, "model.path")
+    yield from check_replay(config, hf_config)
     heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
     if isinstance(heads, int) and heads % ranks:
         yield Violation(

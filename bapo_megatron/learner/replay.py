@@ -1,0 +1,196 @@
+"""Replay of routes: in every pass of the policy, its routers take the experts that the engine chose.
+
+    MicroBatch.extra -> PackRoutes, in the description of the pack -> layer -> its router
+
+A layer gets the description again when it is recomputed, so there is no queue and no state between packs. The weights
+of the experts are the live router's, so it gets a gradient. Each layer counts its rows, and a wrong count ends the run:
+a layer that missed its routes would train on wrong gradients without an error.
+
+Shape legend: T tokens of this rank, L layers, K experts that a token chooses, C experts
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.hf.streams import ROUTES
+from bapo_megatron.learner.attention import PackedSequences
+from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.policy import PolicyModel
+from bapo_megatron.tokens import TokenStream
+from bapo_megatron.types import MicroBatch, MiniBatch
+
+_KINDS = 3  # rows that are replayed, rows without recorded experts, rows of padding
+
+
+@dataclass(slots=True)
+class PackRoutes:
+    """The recorded experts of one pack, and which layers have taken them."""
+
+    rows_TLK: Tensor  # the stage's layers
+    is_token_T: Tensor  # bool: not padding
+    stream: TokenStream
+    counts_LX: Tensor  # int64, the chunk's layers: kinds, kinds when recomputed, rows with other experts, loads [C]
+    taken: set[int] = field(default_factory=set)
+
+    def experts(self, index: int, column: int, own_TK: Tensor) -> Tensor:
+        """Return the experts of each token in a layer, int64 [T, K], and count them.
+
+        Args:
+            index: the layer's place in its chunk.
+            column: its place among the stage's layers.
+            own_TK: the router's own choice, which rows without recorded experts keep.
+        """
+        recorded_TK = self.rows_TLK[:, column].long()
+        is_recorded_T = is_recorded(recorded_TK, self.stream)
+        chosen_TK = torch.where(is_recorded_T[:, None], recorded_TK, own_TK)
+        counts_X, is_token_T = self.counts_LX[index], self.is_token_T
+        kinds = torch.stack([is_token_T & is_recorded_T, is_token_T & ~is_recorded_T, ~is_token_T]).sum(1)
+        if index in self.taken:
+            counts_X[_KINDS : 2 * _KINDS] += kinds
+            return chosen_TK
+        self.taken.add(index)
+        counts_X[:_KINDS] += kinds
+        is_other_T = (own_TK.sort(1).values != chosen_TK.sort(1).values).any(1)
+        counts_X[2 * _KINDS] += (is_token_T & is_other_T).sum()
+        num_rows_TK = is_token_T.long()[:, None].expand_as(chosen_TK)
+        counts_X[2 * _KINDS + 1 :].scatter_add_(0, chosen_TK.flatten(), num_rows_TK.flatten())
+        return chosen_TK
+
+
+class LayerRoutes:
+    """What a layer tells its router, in the place of Megatron's `RouterReplay`, which keeps one list per process."""
+
+    def __init__(self, index: int, column: int) -> None:
+        self._place = index, column
+        self._pack: PackRoutes | None = None
+
+    def receive(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the pack's routes until the router asks: a hook before the layer."""
+        self._pack = kwargs["packed_seq_params"].routes
+
+    def get_replay_topk(
+        self,
+        scores_TC: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and experts, [T, K]; TopKRouter calls it."""
+        pack, self._pack = self._pack, None
+        assert pack is not None, "a router ran without its layer"
+        assert default_compute_topk is not None
+        _, own_TK = default_compute_topk(scores_TC, topk, num_groups, group_topk)
+        chosen_TK = pack.experts(*self._place, own_TK)
+        return scores_TC.gather(1, chosen_TK), chosen_TK
+
+
+class ReplayingPolicy(PolicyModel):
+    """A part of the policy whose layers take the experts in their micro-batch, where it has any."""
+
+    def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
+        super().__init__(config, shape, layout, chunk)
+        assert shape.experts is not None, "learner/fit.py checks this"
+        self.layout = layout
+        self.layers = [layer.layer_number - 1 for layer in self.decoder.layers]
+        self.stage_layers = layout.layers_of_stage(layout.pipeline_rank, shape.num_layers)
+        width = 2 * _KINDS + 1 + shape.experts.num_experts
+        self.counts_LX = torch.zeros(len(self.layers), width, dtype=torch.int64, device=device())
+        for index, layer in enumerate(self.decoder.layers):
+            layer.mlp.router.router_replay = routes = LayerRoutes(index, self.stage_layers.index(self.layers[index]))
+            layer.register_forward_pre_hook(routes.receive, with_kwargs=True)
+
+    def describe(self, batch: MicroBatch) -> PackedSequences:
+        pack = super().describe(batch)
+        stream, rows_TLK = routes_of(batch)
+        assert rows_TLK.shape[1] == len(self.stage_layers), "routes of another stage's layers"
+        is_token_T = _is_token(batch)
+        if self.config.sequence_parallel:
+            size, rank = self.layout.tensor_size, self.layout.tensor_rank
+            rows_TLK, is_token_T = rows_TLK.chunk(size)[rank], is_token_T.chunk(size)[rank]
+        pack.routes = PackRoutes(rows_TLK, is_token_T, stream, self.counts_LX)
+        return pack
+
+    def is_recomputed(self, index: int) -> bool:
+        """Return whether a layer's router runs again before its backward pass; `index` is its place in this chunk."""
+        c = self.config
+        return c.recompute_granularity == "full" and (c.recompute_method == "uniform" or index < c.recompute_num_layers)
+
+
+def routes_of(batch: MicroBatch) -> tuple[TokenStream, Tensor]:
+    """Return the stream of routes and its rows, [T, layers of the stage, K]."""
+    return next((stream, rows_TLK) for stream, rows_TLK in batch.extra.items() if stream.name == ROUTES)
+
+
+def is_recorded(rows: Tensor, stream: TokenStream) -> Tensor:
+    """Return which rows of experts hold any, bool."""
+    assert stream.missing is not None
+    return rows[..., 0].ne(stream.missing)
+
+
+def _is_token(batch: MicroBatch) -> Tensor:
+    ids_T = batch.token_ids_T
+    return ids_T.new_ones(ids_T.shape, dtype=torch.bool) if batch.is_token_T is None else batch.is_token_T
+
+
+def settle(
+    chunks: Sequence[ReplayingPolicy], minibatch: MiniBatch, num_layers: int, *, forward: bool, backward: bool
+) -> dict[str, float]:
+    """Compare what the layers counted with the plan, and start to count again. Collective, with one all-reduce.
+
+    Args:
+        minibatch: what has passed through the model since the last call.
+        forward, backward: its passes since then. A layer that is recomputed routes in the backward pass.
+
+    Returns the metrics of forward passes.
+
+    Raises:
+        UserError: on every rank, if any layer of any rank missed a row, or took one too often.
+    """
+    num_kinds = 2 * _KINDS
+    table_LX = torch.zeros(num_layers, num_kinds + chunks[0].counts_LX.shape[1], dtype=torch.int64)
+    for batch in minibatch.micro_batches if chunks[0].layout.tensor_rank == 0 else ():  # the others have the same
+        stream, rows_TLK = routes_of(batch)
+        is_recorded_TL, is_token_T1 = is_recorded(rows_TLK, stream), _is_token(batch)[:, None]
+        kinds = [is_token_T1 & is_recorded_TL, is_token_T1 & ~is_recorded_TL, ~is_token_T1.expand_as(is_recorded_TL)]
+        kinds_LX = torch.stack([is_kind_TL.sum(0) for is_kind_TL in kinds], 1)
+        for chunk in chunks:
+            for index, layer in enumerate(chunk.layers):
+                planned_X = kinds_LX[chunk.stage_layers.index(layer)]
+                table_LX[layer, :_KINDS] += planned_X * forward
+                table_LX[layer, _KINDS:num_kinds] += planned_X * (backward and chunk.is_recomputed(index))
+    table_LX = table_LX.to(device())
+    for chunk in chunks:
+        table_LX[chunk.layers, num_kinds:] = chunk.counts_LX
+        chunk.counts_LX.zero_()
+    dist.all_reduce(table_LX)
+    planned_LX, counted_LX, others_L, loads_LC = table_LX.cpu().split(
+        [num_kinds, num_kinds, 1, table_LX.shape[1] - 2 * num_kinds - 1], 1
+    )
+    num_tokens_L = planned_LX[:, :2].sum(1)
+    is_wrong_L = (planned_LX != counted_LX).any(1) | (num_tokens_L != minibatch.counts.tokens * forward)
+    if is_wrong_L.any():
+        layer = int(is_wrong_L.nonzero()[0])
+        raise UserError(
+            f"replay of routes, layer {layer}: rows replayed, without recorded experts, of padding, and the same when "
+            f"recomputed: {counted_LX[layer].tolist()}, but planned were {planned_LX[layer].tolist()} for "
+            f"{minibatch.counts.tokens * forward} tokens. Gradients would be wrong: report this fault, and set "
+            "model.replay_routes=false until it is mended"
+        )
+    if not forward:
+        return {}
+    num_replayed, num_missing = int(planned_LX[:, 0].sum()), int(planned_LX[:, 1].sum())
+    load_L = loads_LC.amax(1) / loads_LC.double().mean(1)
+    return {
+        "routes/other_share": int(others_L.sum()) / num_replayed if num_replayed else float("nan"),
+        "routes/missing_share": num_missing / (num_replayed + num_missing),
+        "routes/load_max": float(load_L.max()),
+    }
