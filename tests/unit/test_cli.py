@@ -268,7 +268,7 @@ def test_a_model_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None
         ("bapo slurm demo --d", {"--dry-run "}),
         ("bapo train optimizer.l", {"optimizer.lr="}),
         ("bapo train rollout.overlap=", {"rollout.overlap=true ", "rollout.overlap=false "}),
-        ("bapo check clusters/1x", {"clusters/1x8-h100 ", "clusters/1x8-h200 "}),
+        ("bapo check clusters/4x", {"clusters/4x8-h100 ", "clusters/4x8-h200 "}),
     ],
 )
 def test_completion(tmp_path: Path, line: str, completions: set[str]) -> None:
