@@ -41,6 +41,13 @@ def test_a_response_may_fill_the_context() -> None:
     assert int(option(arguments, "--max-total-tokens")) >= 8 * 66
 
 
+def test_servers_of_a_run_that_replays_routes_return_them() -> None:
+    flag, plain = "--enable-return-routed-experts", settings()
+    replaying = plain.model_copy(update={"model": plain.model.model_copy(update={"replay_routes": True})})
+    assert flag in sglang.command(replaying, Path("model"), SHARE, 0, 1234, has_gpu=True)
+    assert flag not in sglang.command(plain, Path("model"), SHARE, 0, 1234, has_gpu=True)
+
+
 def test_extra_arguments_have_the_last_word() -> None:
     extra = {
         "max_total_tokens": 100,
