@@ -264,10 +264,12 @@ def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], s
 
     Segments are decoded separately, so a character that is split over two of them becomes a replacement character.
     `segments` and `response`, which is decoded as a whole, are the last trajectory's. If there are any, `branches` has
-    the segments of the others, and `turn_rewards` the rewards that came with an environment's answers.
+    the segments of the others with sampled tokens, and `turn_rewards` the rewards that came with an environment's
+    answers.
     """
     prompt_ids = list(sample.prompt.token_ids)
-    *branches, segments = (t.segments[t.segments[0].token_ids.tolist() == prompt_ids :] for t in sample.trajectories)
+    told = [t for t in sample.trajectories if t.num_sampled_tokens] or sample.trajectories[-1:]
+    *branches, segments = (t.segments[t.segments[0].token_ids.tolist() == prompt_ids :] for t in told)
     rewards = [None if reward is None else total(reward) for reward in sample.turn_rewards]
 
     def shown(segments: Sequence[Segment]) -> list[dict[str, Any]]:

@@ -132,7 +132,8 @@ def test_a_sample_with_branches_keeps_all_authors_and_the_rewards_of_its_turns()
         [("trajectory", "b"), (None, "c")],
     ]
     assert (record["turn_rewards"], record["response"], record["num_tokens"]) == ([0.5, None], "bc", 3)
-    alone = replace(sample, trajectories=(rewritten,), turn_rewards=(None,))
+    unused = Sample.of("7.1", prompt).trajectories  # the bare prompt of a sample that an agent drives
+    alone = replace(sample, trajectories=(*unused, rewritten), turn_rewards=(None,))
     assert {"branches", "turn_rewards"}.isdisjoint(found := sample_record(3, alone, lambda ids: "x" * len(ids)))
     assert found["response"] == "x", "the policy's"
 
