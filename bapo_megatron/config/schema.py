@@ -818,8 +818,8 @@ class MonitorConfig(Section):
     """Trajectories written to samples.jsonl each step."""
     mismatch_alarm: Positive | None = None
     """Warn if the log-probs of engine and trainer for the same weights differ by more than this (mean |difference| over
-    an update, in nats); the run continues. Unset: 0.001 with float32, 0.05 with bfloat16; never with rollout.top_p or
-    top_k, whose cut is a difference as well. 1e9 means never."""
+    an update, in nats); the run continues. Unset: 0.001 with float32, 0.05 with bfloat16; never where they differ by
+    design: with rollout.top_p or top_k, and with model.replay_routes if responses are resumed. 1e9 means never."""
     judge_alarm: float = Field(0.05, ge=0)
     """Warn in each step in which the judge failed on more than this share of the responses (errors and timeouts, which
     count as wrong), or the environment on more of its turns; 1 means never. One that fails on all of the first ends
@@ -844,15 +844,15 @@ class MonitorConfig(Section):
     """Steps, counted from 1, that are traced into the run's folder `profile`, for Perfetto or chrome://tracing: one
     trace by trainer rank 0, and one by each engine. Tracing slows these steps down."""
 
-    def mismatch_limit(self, dtype: str, *, is_cut: bool = False) -> float:
+    def mismatch_limit(self, dtype: str, *, is_expected: bool = False) -> float:
         """Return `mismatch_alarm`, or a limit that float32 and bfloat16 never reach while engine and trainer agree.
 
         Args:
-            is_cut: the engine's log-probs cover fewer tokens than the trainer's (rollout.top_p, rollout.top_k).
+            is_expected: see `Config.expects_mismatch`.
         """
         if self.mismatch_alarm is not None:
             return self.mismatch_alarm
-        if is_cut:
+        if is_expected:
             return math.inf
         return 1e-3 if dtype == "float32" else 0.05
 
@@ -928,6 +928,14 @@ class Config(Section):
     def longest_trained(self) -> int:
         """Number of tokens in the longest sequence that may be trained: prompt, response and environment's answers."""
         return self._context_tokens + self.rollout.max_response_tokens
+
+    @property
+    def expects_mismatch(self) -> bool:
+        """Whether engine and trainer differ by design on tokens of age 0: their log-probs cover other tokens, or the
+        earlier tokens of resumed responses keep experts that the engine has chosen again."""
+        r = self.rollout
+        is_resumed = r.tokens_per_round is not None or r.abort_tail or r.overlap
+        return r.is_cut or (self.model.replay_routes and is_resumed)
 
     @property
     def has_judge(self) -> bool:

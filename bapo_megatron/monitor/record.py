@@ -47,7 +47,7 @@ class UpdateMetrics:
         self._own = config.loss.metrics
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
-        self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype, is_cut=config.rollout.is_cut)
+        self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype, is_expected=config.expects_mismatch)
 
     def add(self, result: StepResult) -> None:
         for found in result.found:

@@ -125,7 +125,22 @@ def test_the_default_limit_fits_the_type():
     monitor = Config().monitor
     assert monitor.mismatch_limit("float32") == 1e-3
     assert monitor.mismatch_limit("bfloat16") == 0.05
-    assert monitor.mismatch_limit("float32", is_cut=True) == math.inf
+    assert monitor.mismatch_limit("float32", is_expected=True) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, False),
+        ({"rollout": {"tokens_per_round": 8}}, False),
+        ({"rollout": {"top_p": 0.9}}, True),
+        ({"model": {"replay_routes": True}}, False),
+        ({"model": {"replay_routes": True}, "rollout": {"tokens_per_round": 8}}, True),
+        ({"model": {"replay_routes": True}, "rollout": {"abort_tail": True}}, True),
+    ],
+)
+def test_where_engine_and_trainer_differ_by_design(settings, expected):
+    assert Config.model_validate(settings).expects_mismatch is expected
 
 
 def test_the_summary_counts():
