@@ -38,7 +38,7 @@ from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.rollout.book import samples_fit
 from bapo_megatron.rollout.manager import ManagerState, connect_rollouts
-from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState
+from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState, kind_of_rollouts
 from bapo_megatron.rollout.shared import NEEDS_WEIGHTS, SharedRollouts
 from bapo_megatron.rollout.shares import BatchShares
 from bapo_megatron.runs.folder import RunDir
@@ -52,10 +52,6 @@ from bapo_megatron.sync import open_channel
 from bapo_megatron.types import Natural
 
 
-def _kind_of_rollouts(state: Any) -> str:
-    return "recorded" if isinstance(state, dict) and "recorded_from" in state else "sampled"
-
-
 class RunState(TypedDict):
     """The contents of a checkpoint's state.json."""
 
@@ -63,7 +59,7 @@ class RunState(TypedDict):
     rollout: Annotated[
         Annotated[ManagerState, AfterValidator(samples_fit), Tag("sampled")]
         | Annotated[RecordedState, Tag("recorded")],
-        Discriminator(_kind_of_rollouts),
+        Discriminator(kind_of_rollouts),
     ]
     bounds: BoundSearchState
     updates: UpdatesState

@@ -84,6 +84,11 @@ class RecordedState(TypedDict):
     batches: BuilderState
 
 
+def kind_of_rollouts(state: Any) -> str:
+    """Return "recorded" for a `RecordedState`, and "sampled" for the state of rollouts with engines."""
+    return "recorded" if isinstance(state, dict) and "recorded_from" in state else "sampled"
+
+
 class RecordedRollouts(Rollouts):
     """Rollouts from files. There is no engine to evaluate with, and no file stays open."""
 
