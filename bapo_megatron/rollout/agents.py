@@ -130,14 +130,13 @@ class AgentPrograms:
     def __init__(self, config: Config) -> None:
         self.timeout_s = config.environment.timeout_s
         self.endpoint = Endpoint()
-        self.sessions: dict[str, Session] = {}  # by sample id
+        self._sessions: set[Session] = set()
         self._seed = config.run.seed
         self._command = _command(config.environment.options)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self, sample: Sample, conversations: Conversations) -> Session:
-        """Start the program of a sample; one that it has already is killed. Raises OSError."""
-        self.forget(sample)
+        """Start the program of a sample. Raises OSError."""
         self._loop = asyncio.get_running_loop()
         await self.endpoint.start()
         inbox = self.endpoint.open()
@@ -146,25 +145,27 @@ class AgentPrograms:
         except BaseException:
             self.endpoint.shut(inbox)
             raise
-        session = self.sessions[sample.sample_id] = Session(program, inbox, conversations)
+        session = Session(program, inbox, conversations)
+        self._sessions.add(session)
         return session
 
-    def forget(self, sample: Sample) -> None:
-        """Kill the program of a sample, if it has one, and forget its key."""
-        if (session := self.sessions.pop(sample.sample_id, None)) is not None:
+    def end(self, session: Session) -> None:
+        """Kill a program, if it still runs, and forget its key. Safe to call twice."""
+        if session in self._sessions:
+            self._sessions.remove(session)
             session.program.kill()
             self.endpoint.shut(session.inbox)
 
     def close(self) -> None:
         """Kill all programs, and stop the endpoint. Safe to call twice."""
-        for session in self.sessions.values():
+        for session in self._sessions:
             session.program.kill()
         if self._loop is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(3 * _END_TIMEOUT_S)
 
     async def _close(self) -> None:
-        sessions = [*self.sessions.values()]
-        self.sessions.clear()
+        sessions = [*self._sessions]
+        self._sessions.clear()
         for session in sessions:
             self.endpoint.shut(session.inbox)
         if sessions:
@@ -215,6 +216,7 @@ class AgentDriver:
     answers: Answers = field(default_factory=Answers)
     by_group: bool = field(default=False, init=False)
     first_need: Need = field(default=NeedsEnvironment(None), init=False)
+    _sessions: dict[str, Session] = field(default_factory=dict, init=False)  # by sample id
     _has_warned: bool = field(default=False, init=False)
 
     @property
@@ -242,6 +244,11 @@ class AgentDriver:
         """
         return list(await asyncio.gather(*map(self._timed, samples)))
 
+    def _forget(self, sample: Sample) -> None:
+        """End the program of a sample, if it has one."""
+        if (session := self._sessions.pop(sample.sample_id, None)) is not None:
+            self.programs.end(session)
+
     async def _timed(self, sample: Sample) -> Sample:
         began_s = time.monotonic()
         advanced = await self._advance(sample)
@@ -251,12 +258,14 @@ class AgentDriver:
     async def _advance(self, sample: Sample) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} does not wait for its program"
         if sample.need.turn_end is None:
+            self._forget(sample)  # asked again, a sample begins again
             try:
                 session = await self.programs.start(sample, Conversations(self.chat, self.max_given_tokens))
             except (OSError, ValueError) as problem:  # ValueError: a prompt with a null character
                 return self.answers.fail(sample, Failed(f"the program cannot be started: {problem}"))
+            self._sessions[sample.sample_id] = session
         else:
-            session = self.programs.sessions[sample.sample_id]
+            session = self._sessions[sample.sample_id]
             self._reply(sample, session, sample.need.turn_end)
         exit_code: int | None = None
         with contextlib.suppress(TimeoutError):
@@ -320,7 +329,7 @@ class AgentDriver:
     async def _ended(self, sample: Sample, session: Session, exit_code: int | None) -> Sample:
         """Return the sample as its program's end leaves it, after `exit_code`, or killed at its deadline (None)."""
         out, error = await session.program.output()
-        self.programs.forget(sample)
+        self._forget(sample)
         how = f"ended with exit code {exit_code}"
         if exit_code is None:
             how = f"neither asked nor ended within environment.timeout_s={self.programs.timeout_s:g}"

@@ -25,7 +25,7 @@ from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rollout.agent_endpoint import MODEL, Asked, Endpoint, Inbox, Reply
 from bapo_megatron.rollout.agents import LAUNCHER, AgentDriver, AgentPrograms
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
-from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, Prompt, Sample
+from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S
 from tests.states import through_checkpoint
 from tests.unit.test_continuation import tokenizer_of
@@ -566,6 +566,26 @@ def test_a_command_that_cannot_be_started_is_found_before_the_run(options: dict[
     config = Config.model_validate({"environment": {"kind": "agent", "options": options}})
     with pytest.raises(UserError, match=said):
         environment_of(config)
+
+
+def test_drivers_that_share_programs_share_no_sample(tmp_path: Path) -> None:
+    """The sets of an evaluation are asked at the same time, and number their samples in the same way."""
+    agents = Agents(tmp_path, """ask(FIRST); print(json.dumps({"reward": 1.0}))""")
+    other = AgentDriver(agents.programs, agents.driver.chat, agents.driver.decode, 50, 400, 9)
+    drivers = (agents.driver, other)
+    begun = Sample.of("0.0", Questions().next(), need=NeedsEnvironment(None))
+    words = TOKENIZER.encode("7<|im_end|>")
+    turn = Segment.sampled(0, 0, words, [-1.0] * len(words))
+
+    async def all_of(samples: Sequence[Sample]) -> list[Sample]:
+        found = await asyncio.gather(*(one.advance([s]) for one, s in zip(drivers, samples, strict=True)))
+        return [sample for (sample,) in found]
+
+    async def run() -> list[Sample]:
+        asked = await all_of([begun, begun])
+        return await all_of([sample.extended([turn], "stop") for sample in asked])
+
+    assert [sample.need for sample in agents.run(run())] == [Ended("stop", 1.0)] * 2
 
 
 def test_programs_work_between_steps_if_sampling_overlaps(tmp_path: Path) -> None:
