@@ -570,12 +570,11 @@ def test_a_command_that_cannot_be_started_is_found_before_the_run(options: dict[
 
 def test_drivers_that_share_programs_share_no_sample(tmp_path: Path) -> None:
     """The sets of an evaluation are asked at the same time, and number their samples in the same way."""
-    agents = Agents(tmp_path, """ask(FIRST); print(json.dumps({"reward": 1.0}))""")
+    agents = Agents(tmp_path, """print(json.dumps({"reward": float(ask(FIRST)["content"])}))""")
     other = AgentDriver(agents.programs, agents.driver.chat, agents.driver.decode, 50, 400, 9)
     drivers = (agents.driver, other)
     begun = Sample.of("0.0", Questions().next(), need=NeedsEnvironment(None))
-    words = TOKENIZER.encode("7<|im_end|>")
-    turn = Segment.sampled(0, 0, words, [-1.0] * len(words))
+    turns = [TOKENIZER.encode(f"{number}<|im_end|>") for number in (7, 8)]
 
     async def all_of(samples: Sequence[Sample]) -> list[Sample]:
         found = await asyncio.gather(*(one.advance([s]) for one, s in zip(drivers, samples, strict=True)))
@@ -583,9 +582,10 @@ def test_drivers_that_share_programs_share_no_sample(tmp_path: Path) -> None:
 
     async def run() -> list[Sample]:
         asked = await all_of([begun, begun])
-        return await all_of([sample.extended([turn], "stop") for sample in asked])
+        said = [Segment.sampled(0, 0, turn, [-1.0] * len(turn)) for turn in turns]
+        return await all_of([s.extended([turn], "stop") for s, turn in zip(asked, said, strict=True)])
 
-    assert [sample.need for sample in agents.run(run())] == [Ended("stop", 1.0)] * 2
+    assert [sample.reward for sample in agents.run(run())] == [7.0, 8.0]
 
 
 def test_programs_work_between_steps_if_sampling_overlaps(tmp_path: Path) -> None:
