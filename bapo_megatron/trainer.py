@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from bapo_megatron.errors import UserError, escaped
 from bapo_megatron.runs.folder import RunDir
@@ -188,5 +188,13 @@ def _discard_output() -> None:
         os.dup2(nowhere, target)
 
 
+def leave(code: int) -> NoReturn:
+    """End the process without Python's shutdown, which a daemon thread inside torch can crash."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk is not this rank's failure
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -85,3 +85,15 @@ def test_what_is_imported_at_a_start_is_never_visited_by_the_garbage_collector(w
         assert visits == {["start", "stop"] * was_enabled}
     """
     subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=True)
+
+
+def test_a_rank_leaves_with_its_output_and_without_python_s_shutdown() -> None:
+    program = """
+import atexit
+from bapo_megatron.trainer import leave
+atexit.register(print, "shut down")
+print("last line", end="")
+leave(75)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "last line", "")
