@@ -176,7 +176,7 @@ def generic_gemm(
     output_dtype: _Name | None,
     bias: Tensor | None,
     bias_type: _Name,
-    gelu: bool,
+    gelu: bool | None,
     gelu_in: None,
     grad: bool,
     workspace: Tensor,
@@ -197,7 +197,8 @@ def generic_gemm(
     """
     assert A.dtype == B.dtype
     assert quantizer is comm_overlap is comm_type is extra_output is None
-    assert gelu is bulk_overlap is False
+    assert not gelu  # None, as Megatron-Core 0.19.2 writes it, is False for the compiled function
+    assert bulk_overlap is False
     assert (alpha, beta) == (1, int(accumulate))
     layout = "NT"[transa] + "NT"[transb]
     a, b = (x.reshape(-1, x.shape[-1]).float() for x in (A, B))
