@@ -47,7 +47,7 @@ from bapo_megatron.preflight.placement import place
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, write_restart
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
-from bapo_megatron.trainer import STOPPED, leave, run_rank
+from bapo_megatron.trainer import STOPPED, run_rank
 
 RUN = "run"
 _SETTING = "slurm.startup_timeout_s"
@@ -360,4 +360,4 @@ def _from_slurm(name: str) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())  # after `leave`, srun lost the last lines of a failed rank
