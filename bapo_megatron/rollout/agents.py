@@ -27,11 +27,10 @@ from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.tool_calls import Call, parse_turn
 from bapo_megatron.rewards.environments import End, Failed, as_answer
-from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rollout.agent_endpoint import MODEL, Endpoint, Inbox, Reply, Request
 from bapo_megatron.rollout.conversations import ContextError, Conversations
 from bapo_megatron.rollout.dispatch import sample_seed
-from bapo_megatron.rollout.drivers import Answers, ended
+from bapo_megatron.rollout.drivers import Answers, CountsAnswers, ended
 from bapo_megatron.types import Ended, Need, NeedsEnvironment, Prompt, Sample, TurnEnd
 
 log = logging.getLogger(__name__)
@@ -204,7 +203,7 @@ def _command(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class AgentDriver:
+class AgentDriver(CountsAnswers):
     """The driver of samples whose programs ask for turns."""
 
     programs: AgentPrograms
@@ -222,14 +221,6 @@ class AgentDriver:
     @property
     def deadline_s(self) -> float:
         return self.programs.timeout_s + 2 * _END_TIMEOUT_S + self.answers.deadline_s
-
-    @property
-    def recent_failure(self) -> Verdict | None:
-        return self.answers.recent_failure
-
-    def metrics(self) -> dict[str, float]:
-        """Return `Answers.metrics`."""
-        return self.answers.metrics()
 
     def close(self) -> None:
         """End all programs, and the judge's processes. Safe to call twice."""

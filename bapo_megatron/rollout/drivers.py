@@ -220,8 +220,23 @@ def _turn_number(sample: Sample) -> int:
     return max(sum(len(trajectory.turns) for trajectory in sample.trajectories), 1)
 
 
+class CountsAnswers:
+    """Base of drivers with `Answers`."""
+
+    __slots__ = ()
+    answers: Answers
+
+    @property
+    def recent_failure(self) -> Verdict | None:
+        return self.answers.recent_failure
+
+    def metrics(self) -> dict[str, float]:
+        """Return `Answers.metrics`."""
+        return self.answers.metrics()
+
+
 @dataclass(slots=True)
-class StepDriver:
+class StepDriver(CountsAnswers):
     """The driver of turns: an environment answers each turn, until it ends the sample or the sample reaches a limit.
 
     What the policy sampled stays as it is.
@@ -250,13 +265,6 @@ class StepDriver:
             UserError: the environment has failed on all of its first turns; or like `RewardScorer.verdicts`.
         """
         return list(await asyncio.gather(*map(self._step, samples)))
-
-    @property
-    def recent_failure(self) -> Verdict | None:
-        return self.answers.recent_failure
-
-    def metrics(self) -> dict[str, float]:
-        return self.answers.metrics()
 
     def close(self) -> None:
         """End the processes of environment and judge. Safe to call twice."""
