@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,18 +22,23 @@ from tests.unit.test_continuation import tokenizer_of
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "openai_agent.py"
 
 
+def chat_model(tokenizer: Any, seed: int, **sizes: int) -> Any:
+    """Return a random Qwen3 of two layers for a tokenizer."""
+    torch.manual_seed(seed)
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": None}
+    config = transformers.Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a tiny chat model, four sums and the program."""
     folder = tmp_path_factory.mktemp("agents")
     tokenizer = tokenizer_of("qwen3")
     tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": None}
-    config = transformers.Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "max_position_embeddings": 4096}
+    chat_model(tokenizer, seed=1, **sizes).save_pretrained(folder / "model")
     sums = [{"prompt": f"{i}+{i}?", "answer": str(2 * i)} for i in range(4)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     return folder

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runtime.files import read_jsonl
 from tests.hang import PATIENT
+from tests.integration.test_agent_run import chat_model
 from tests.integration.test_kill_resume import assert_same
 from tests.integration.test_train import bapo
 from tests.unit.test_continuation import tokenizer_of
@@ -43,12 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tools")
     tokenizer = tokenizer_of("qwen3")
     tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": None}
-    config = transformers.Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
+    model = chat_model(tokenizer, seed=0, **sizes)
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
     lessons = [lesson(tokenizer, *one) for one in SUMS.items()]
     for _ in range(240):
