@@ -53,6 +53,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.update_group import UpdateGroup, host_store
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape, model_shape
+from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner import split_model
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.megatron import MegatronLearner
@@ -76,6 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": _QWEN2 | _SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "1.5b": _QWEN2 | _1_5B | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "7b-half": KNOWN_MODELS["Qwen2.5-Math-7B-64k"] | {"num_hidden_layers": 14},  # half of the layers, at full size
+    "30b-a3b-3l": KNOWN_MODELS["Qwen3-30B-A3B"] | {"num_hidden_layers": 3},  # three of 48 layers, all experts
 }
 
 _TE = ("model.implementation=transformer_engine",)
@@ -91,6 +93,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "te chunk 256": (*_TE, "train.logprob_chunk_tokens=256"),
     "te chunk 4096": (*_TE, "train.logprob_chunk_tokens=4096"),
     "te triton": (*_TE, "train.logprob_backend=triton"),
+    "te replay": (*_TE, "model.replay_routes=true"),
     **{
         f"te {field} {value}": (*_TE, f"megatron.extra.{field}={value}")
         for field in ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
@@ -115,12 +118,14 @@ def make_config(settings: tuple[str, ...], tokens: StepTokens) -> Config:
     return load_config([], [*sizes, *settings])
 
 
-def make_batch(tokens: StepTokens, vocab_size: int) -> Batch:
+def make_batch(tokens: StepTokens, shape: ModelShape, config: Config) -> Batch:
+    """Return random tokens, and random experts for each if the learner replays them."""
+    vocab_size = shape.vocab_size
     generator = torch.Generator().manual_seed(0)
     lens_S = torch.full((tokens.num_sequences,), tokens.per_sequence)
     is_response_T = (torch.arange(tokens.per_sequence) >= tokens.prompt).repeat(tokens.num_sequences)
     of_each_S = torch.where(torch.arange(tokens.num_sequences) % 2 == 0, 1.0, -0.5)  # so that the loss is not near 0
-    return Batch(
+    batch = Batch(
         token_ids_T=torch.randint(vocab_size, (tokens.total,), generator=generator),
         seq_lens_S=lens_S,
         sampled_T=is_response_T,
@@ -129,6 +134,11 @@ def make_batch(tokens: StepTokens, vocab_size: int) -> Batch:
         versions_T=torch.where(is_response_T, 0, -1),
         mask_T=is_response_T,
     )
+    if not config.model.replay_routes:
+        return batch
+    assert shape.experts is not None, "learner/fit.py checks this"
+    scores_TLC = torch.rand(tokens.total, shape.num_layers, shape.experts.num_experts, generator=generator)
+    return batch.having(routes(shape), scores_TLC.topk(shape.experts.num_chosen).indices.to(torch.uint8))
 
 
 @torch.no_grad()
@@ -204,7 +214,7 @@ def measure(config: Config, hf_config: dict[str, Any], tokens: StepTokens, num_t
     on_gpu = torch.cuda.is_available()
     results: list[StepResult] = []
     with learner_of(config, hf_config) as learner:
-        batch = make_batch(tokens, shape.vocab_size)
+        batch = make_batch(tokens, shape, config)
         minibatch = one_minibatch(batch, max_tokens=tokens.total, share=learner.share)
 
         def update() -> None:
@@ -252,7 +262,7 @@ def compare_first_updates(config: Config, hf_config: dict[str, Any], tokens: Ste
     found: list[dict[str, Tensor]] = []
     for _ in range(2):
         with learner_of(config, hf_config) as learner:
-            batch = make_batch(tokens, learner.shape.vocab_size)
+            batch = make_batch(tokens, learner.shape, config)
             learner.step(one_minibatch(batch, max_tokens=tokens.total, share=learner.share), BOUNDS)
             found.append({name: gradient.clone() for name, gradient in learner.named_gradients()})
     first, second = found

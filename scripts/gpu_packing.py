@@ -149,9 +149,11 @@ def pack(folder: Path, python: str, without: Sequence[str]) -> None:
         lines = [f"torch @ {torch.as_uri()}", *(name + versions for name, versions in pinned.items())]
         constraints.write_text("\n".join(lines))
         wanted = [Requirement(text) for text in needs(folder)]
-        fitting = [str(r) for r in wanted if r.marker is None or r.marker.evaluate({"python_version": python})]
+        fitting = [r for r in wanted if r.marker is None or r.marker.evaluate({"python_version": python})]
+        for requirement in fitting:
+            requirement.marker = None  # pip would evaluate it for the Python that runs here
         engine = (f"transformer-engine{of_engine}", CORE + of_engine)
-        download(folder, (*target, *platforms, "--constraint", str(constraints), *fitting, *engine), os.environ)
+        download(folder, (*target, *platforms, "--constraint", str(constraints), *map(str, fitting), *engine), os.environ)
     for wheel in folder.glob("*.whl"):
         if name_of(wheel.name.partition("-")[0]) in there:
             wheel.unlink()

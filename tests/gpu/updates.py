@@ -27,6 +27,12 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
 SETTINGS = [f"rollout.temperature={TEMPERATURE}", "optimizer.lr=1e-4", "optimizer.clip_grad=1e9"]
 
 
@@ -38,12 +44,14 @@ class Result:
     gradients: dict[str, Tensor]
     exported: dict[str, Tensor]  # before the update
     updated: dict[str, Tensor]
+    metrics: dict[str, float]
 
 
-def save_model(folder: Path) -> Path:
-    """Save a Qwen3 of about 10M parameters in bfloat16, at the scale that training starts from."""
+def save_model(folder: Path, *, experts: bool = False) -> Path:
+    """Save a Qwen3 of about 10M parameters in bfloat16, or one with experts, at the scale that training starts from."""
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=False)
+    sizes = SIZES | {"head_dim": 64, "tie_word_embeddings": False}
+    config = transformers.Qwen3MoeConfig(**sizes | EXPERTS) if experts else transformers.Qwen3Config(**sizes)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -67,6 +75,10 @@ def _one_update(folder: Path, overrides: tuple[str, ...]) -> Result:
     torch.backends.cuda.matmul.allow_tf32 = False
     learner = MegatronLearner(load_config([], [*SETTINGS, *overrides]), folder)
     batch = random_batch()
+    if learner.config.model.replay_routes:
+        from tests.integration.test_routes import routed_batch
+
+        batch = routed_batch(folder)
     minibatch = one_minibatch(batch, max_tokens=100, share=learner.share)
     log_probs_T = torch.zeros(batch.token_ids_T.numel())
     scores = learner.log_probs(minibatch)
@@ -78,8 +90,8 @@ def _one_update(folder: Path, overrides: tuple[str, ...]) -> Result:
         return {name: tensor.float().cpu().clone() for name, tensor in named}
 
     exported = copied(learner.weights().whole())
-    learner.step(minibatch, BOUNDS)
-    return Result(log_probs_T, copied(learner.named_gradients()), exported, copied(learner.weights().whole()))
+    metrics = learner.step(minibatch, BOUNDS).metrics
+    return Result(log_probs_T, copied(learner.named_gradients()), exported, copied(learner.weights().whole()), metrics)
 
 
 def log_prob_distance(a: Result, b: Result) -> float:

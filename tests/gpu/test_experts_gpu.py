@@ -1,0 +1,86 @@
+"""Experts on a GPU: ours in float32 against float64, Transformer Engine's grouped linears against ours, replay of routes.
+
+A router in bfloat16 chooses other experts where two are nearly equal, so near tolerances need the same, recorded routes.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.gpu.updates import Result, gradient_cosine, log_prob_distance, one_update, refusals, save_model
+from tests.integration.learner_reference import Reference, load_float64, random_batch, reference_update
+
+BF16, ENGINE, LOCAL = "model.dtype=bfloat16", "model.implementation=transformer_engine", "model.implementation=local"
+REPLAY = "model.replay_routes=true"
+FP8 = ("precision.fp8=hybrid", "precision.recipe=tensorwise")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("gpu") / "model", experts=True)
+
+
+@pytest.fixture(scope="module")
+def replayed(folder: Path) -> Result:
+    return one_update(folder, LOCAL, REPLAY)
+
+
+def needs(folder: Path, *overrides: str) -> None:
+    if found := refusals(folder, *overrides):
+        pytest.skip("; ".join(found))
+
+
+def check_exact(found: Result, want: Reference) -> None:
+    mask_T = random_batch().mask_T
+    torch.testing.assert_close(found.log_probs_T[mask_T].double(), want.log_probs_T[mask_T], rtol=1e-4, atol=1e-4)
+    assert found.gradients.keys() == want.gradients.keys()
+    for name, gradient in found.gradients.items():
+        torch.testing.assert_close(gradient.double(), want.gradients[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_float32_equals_the_float64_reference(folder: Path) -> None:
+    check_exact(one_update(folder, LOCAL), reference_update(load_float64(folder), random_batch()))
+
+
+def test_replayed_routes_equal_the_float64_reference_with_the_same_experts(folder: Path, replayed: Result) -> None:
+    from tests.integration.test_routes import expected_update
+
+    want, other_share = expected_update(folder)
+    check_exact(replayed, want)
+    assert replayed.metrics["routes/other_share"] == pytest.approx(other_share, abs=0.01)
+    assert other_share > 0.5
+
+
+def test_grouped_linears_are_near(folder: Path, replayed: Result) -> None:
+    needs(folder, BF16, ENGINE)
+    engine = one_update(folder, BF16, ENGINE, REPLAY)
+    assert log_prob_distance(engine, replayed) < 0.02
+    assert gradient_cosine(engine, replayed) > 0.99
+    for name, weight in load_file(folder / "model.safetensors").items():
+        assert torch.equal(engine.exported[name], weight.float()), name
+
+
+def test_grouped_linears_with_recomputation_are_the_same(folder: Path) -> None:
+    needs(folder, BF16, ENGINE)
+    kept, recomputed = (
+        one_update(folder, BF16, ENGINE, REPLAY, "run.deterministic=true", f"train.recompute={value}")
+        for value in ("false", "true")
+    )
+    assert gradient_cosine(kept, recomputed) > 0.9999
+
+
+def test_routers_of_bfloat16_choose_nearly_the_same(folder: Path) -> None:
+    needs(folder, BF16, ENGINE)
+    engine, exact = one_update(folder, BF16, ENGINE), one_update(folder, LOCAL)
+    assert log_prob_distance(engine, exact) < 0.02
+    assert gradient_cosine(engine, exact) > 0.97
+
+
+def test_experts_in_fp8_are_near(folder: Path, replayed: Result) -> None:
+    needs(folder, BF16, ENGINE, *FP8)
+    fp8 = one_update(folder, BF16, ENGINE, REPLAY, *FP8)
+    assert 0 < log_prob_distance(fp8, replayed) < 0.1
+    assert gradient_cosine(fp8, replayed) > 0.95
+    assert all(torch.isfinite(weight).all() for weight in fp8.updated.values())
