@@ -106,10 +106,8 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
             )
 
         with starting():
-            import torch
-
             from bapo_megatron.assets import resolve_model_path
-            from bapo_megatron.learner.parallel import stop_processes
+            from bapo_megatron.learner.parallel import stop_processes, sum_in_fixed_order
             from bapo_megatron.monitor.oom import explaining_out_of_memory
             from bapo_megatron.monitor.record import Recorder, SilentRecorder
             from bapo_megatron.monitor.stall import StallWatchdog
@@ -117,8 +115,7 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
             from bapo_megatron.train import train
 
         if config.run.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)  # some operations have no fixed order; they warn
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+            sum_in_fixed_order()
         recorder = Recorder(config, run_dir, console) if console else SilentRecorder()
         stop = StopFile(stop_file)
         model_path = resolve_model_path(config.model.path)

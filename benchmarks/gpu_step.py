@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,7 @@ from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner import split_model
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.parallel import ParallelLayout, device, sum_in_fixed_order
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS
 from bapo_megatron.preflight.memory import trainer_memory
 from bapo_megatron.preflight.work import StepTokens, step_flops
@@ -94,6 +95,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "te chunk 4096": (*_TE, "train.logprob_chunk_tokens=4096"),
     "te triton": (*_TE, "train.logprob_backend=triton"),
     "te replay": (*_TE, "model.replay_routes=true"),
+    "te moe_permute_fusion true": (*_TE, "megatron.extra.moe_permute_fusion=true"),
     **{
         f"te {field} {value}": (*_TE, f"megatron.extra.{field}={value}")
         for field in ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
@@ -105,7 +107,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 TINY = {"model": "tiny", "tokens": 256, "length": 64}
 
 
-def make_config(settings: tuple[str, ...], tokens: StepTokens) -> Config:
+def make_config(settings: tuple[str, ...], tokens: StepTokens, *, deterministic: bool = False) -> Config:
     sizes = (
         f"rollout.prompts_per_step={tokens.num_sequences}",
         "rollout.samples_per_prompt=1",
@@ -113,6 +115,7 @@ def make_config(settings: tuple[str, ...], tokens: StepTokens) -> Config:
         f"rollout.max_response_tokens={tokens.response}",
         f"train.max_tokens_per_microbatch={tokens.total}",
         "loss.name=grpo",
+        f"run.deterministic={str(deterministic).lower()}",
         f"model.dtype={'bfloat16' if torch.cuda.is_available() else 'float32'}",
     )
     return load_config([], [*sizes, *settings])
@@ -195,6 +198,12 @@ def peak_flops(dtype: str) -> float | None:
     return next((gpu.flops(dtype) for key, gpu in GPUS.items() if key in name), None)
 
 
+def outside_torch() -> int:
+    """Return the bytes of GPU memory that torch's allocator does not hold: context, kernels, NCCL's buffers."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 def losses_of(results: list[StepResult]) -> list[dict[str, float]]:
     """Return what must be the same in the next session on such a machine, for each update."""
     return [
@@ -225,6 +234,7 @@ def measure(config: Config, hf_config: dict[str, Any], tokens: StepTokens, num_t
             torch.cuda.reset_peak_memory_stats()
         seconds = [seconds_of(update) for _ in range(num_turns)]
         peak = torch.cuda.max_memory_allocated() if on_gpu else None
+        outside = outside_torch() if on_gpu else None
         losses = losses_of(results)
         operators = slowest_operators(update) if profile else None
     median_s = statistics.median(seconds)
@@ -237,6 +247,7 @@ def measure(config: Config, hf_config: dict[str, Any], tokens: StepTokens, num_t
         "tflops_per_s": flops_per_s / 1e12,
         "share_of_peak": flops_per_s / fastest if fastest else None,
         "peak_gib": peak / GIB if peak else None,
+        "outside_torch_gib": outside / GIB if outside else None,
         "plan_gib": (plan.total - plan.context) / GIB,
         "losses": losses,
         **({"operators": operators} if operators else {}),
@@ -326,7 +337,7 @@ def row_of(name: str, options: argparse.Namespace, tokens: StepTokens) -> dict[s
     if options.tiny:
         settings = tuple(_LAYERS["local"][0] if setting in _TE else setting for setting in settings)
     try:
-        config = make_config((*settings, *options.settings), tokens)
+        config = make_config((*settings, *options.settings), tokens, deterministic=options.deterministic)
         if name == TRANSFERS:
             return measure_transfers(config, hf_config, options.turns)
         row = measure(config, hf_config, tokens, options.turns, options.profile)
@@ -334,6 +345,7 @@ def row_of(name: str, options: argparse.Namespace, tokens: StepTokens) -> dict[s
     except ConfigError as error:
         return {"missing": str(error)}
     except Exception as error:  # any library may raise it, and the next variant may still run
+        traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
     finally:
         gc.collect()
@@ -359,8 +371,7 @@ def main() -> int:
     if options.tiny:
         vars(options).update(TINY)
     if options.deterministic:  # as a rank does
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        sum_in_fixed_order()
     began_s, longest_s = time.monotonic(), 0.0
     prompt = options.length // 4
     tokens = StepTokens(max(1, options.tokens // options.length), prompt, options.length - prompt)

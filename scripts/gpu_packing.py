@@ -152,8 +152,8 @@ def pack(folder: Path, python: str, without: Sequence[str]) -> None:
         fitting = [r for r in wanted if r.marker is None or r.marker.evaluate({"python_version": python})]
         for requirement in fitting:
             requirement.marker = None  # pip would evaluate it for the Python that runs here
-        engine = (f"transformer-engine{of_engine}", CORE + of_engine)
-        download(folder, (*target, *platforms, "--constraint", str(constraints), *map(str, fitting), *engine), os.environ)
+        named = (*map(str, fitting), f"transformer-engine{of_engine}", CORE + of_engine)
+        download(folder, (*target, *platforms, "--constraint", str(constraints), *named), os.environ)
     for wheel in folder.glob("*.whl"):
         if name_of(wheel.name.partition("-")[0]) in there:
             wheel.unlink()

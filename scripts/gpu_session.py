@@ -225,12 +225,13 @@ def built_problem(wait_s: float = 0) -> str:
 
 def start_build() -> None:
     """Start the compiler in its own session, so that it continues after this stage."""
-    cudnn, _ = software.run_python("import nvidia.cudnn; print(nvidia.cudnn.__path__[0])")
+    include = "nvidia.cudnn.__path__[0] + '/include:' + nvidia.nccl.__path__[0] + '/include'"
+    headers, _ = software.run_python(f"import nvidia.cudnn, nvidia.nccl; print({include})")
     variables = {
         "NVTE_FRAMEWORK": "pytorch",
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
         "MAX_JOBS": str(max(1, (os.cpu_count() or 1) // 2)),
-        "CPLUS_INCLUDE_PATH": f"{cudnn}/include",
+        "CPLUS_INCLUDE_PATH": headers,
         "PY": sys.executable,
         "SOURCE": str(source(WHEELS)),
         "BUILT": str(BUILT),

@@ -27,7 +27,7 @@ packages() {
 }
 
 compiled() (  # in a shell of its own, for its variables
-    local nvcc="${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" toolkit torch cudnn
+    local nvcc="${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" toolkit torch cudnn nccl
     torch="$("$PY" -c 'import torch; print(torch.version.cuda or "")')" || fail "torch is missing; run: $0 packages"
     [[ -n "$torch" ]] || fail "this torch was built without CUDA; run: $0 packages"
     command -v "$nvcc" >/dev/null || fail "nvcc was not found; install the CUDA toolkit $torch and set CUDA_HOME"
@@ -36,10 +36,11 @@ compiled() (  # in a shell of its own, for its variables
         fail "torch was built with CUDA $torch, and nvcc is of CUDA $toolkit; set CUDA_HOME to the toolkit $torch"
     can_compile || fail "a C++ compiler and Python's headers are needed (apt install build-essential python3-dev)"
     pip_install setuptools wheel pybind11 ninja
-    # torch brings cuDNN's headers; CUDA 13 keeps CCCL's headers in a folder of their own.
+    # torch brings the headers of cuDNN and NCCL; CUDA 13 keeps CCCL's headers in a folder of their own.
     cudnn="$("$PY" -c 'import nvidia.cudnn; print(nvidia.cudnn.__path__[0])')"
+    nccl="$("$PY" -c 'import nvidia.nccl; print(nvidia.nccl.__path__[0])')"
     export CUDNN_PATH="$cudnn" NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE
-    export CPLUS_INCLUDE_PATH="$cudnn/include${CUDA_HOME:+:$CUDA_HOME/include/cccl}"
+    export CPLUS_INCLUDE_PATH="$cudnn/include:$nccl/include${CUDA_HOME:+:$CUDA_HOME/include/cccl}"
     say "compiling Transformer Engine"
     # Without isolation: in an environment of its own, pip would compile it against the newest torch.
     pip_install --no-build-isolation "transformer-engine[pytorch]"

@@ -524,7 +524,7 @@ class TrainConfig(Section):
     float32 logits, on a CPU 256."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
-    needs a GPU; auto: torch, until triton has been measured to be faster (benchmarks/logprobs.py)."""
+    needs a GPU; auto: triton on a GPU, otherwise torch."""
     entropy_coef: NonNegative = 0.0
     """Weight of an entropy bonus in the loss."""
     recompute: bool | None = None

@@ -80,6 +80,15 @@ def start_processes(config: ParallelConfig) -> None:
     )
 
 
+def sum_in_fixed_order() -> None:
+    """Let torch add in the same order in every run (`run.deterministic`); an operation that cannot raises RuntimeError.
+
+    torch's attention keeps its order only if others may not just warn (aten/src/ATen/native/transformers).
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+
+
 def stop_processes() -> None:
     """Leave all process groups together; safe to call if nothing was started."""
     if not dist.is_initialized():

@@ -100,6 +100,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # every weight is read from the checkpoint
+        "deterministic_mode": config.run.deterministic,
         "calculate_per_token_loss": True,  # sums gradients over data ranks: the learner divides the loss
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
@@ -208,8 +209,18 @@ def _transformer_engine(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
     )
-    layer.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
+    core = TransformerEngineAttention if uses_engine_attention(config) else PackedAttention
+    layer.submodules.self_attention.submodules.core_attention = core
     return layer, TENorm
+
+
+def uses_engine_attention(config: TransformerConfig) -> bool:
+    """Return whether Transformer Engine computes attention: not in a fixed order of sums.
+
+    cuDNN's backward pass then takes memory with the square of a pack's tokens, for each of its sequences: 192 GiB for
+    eight of 2048 tokens with 12 heads of 128.
+    """
+    return config.transformer_impl == "transformer_engine" and not config.deterministic_mode
 
 
 def _mark_split_parameters(model: torch.nn.Module) -> None:
@@ -275,9 +286,9 @@ class PolicyModel(GPTModel):
         )
         self.embedding_scale = shape.embedding_scale
         self.context_group = layout.context_group
-        is_engine = config.transformer_impl == "transformer_engine"
-        self._describe_pack = PackedSequences.for_transformer_engine if is_engine else PackedSequences.of
-        self.rotates_in_attention = not is_engine and not config.apply_rope_fusion
+        in_blocks = not uses_engine_attention(config)
+        self._describe_pack = PackedSequences.of if in_blocks else PackedSequences.for_transformer_engine
+        self.rotates_in_attention = in_blocks and not config.apply_rope_fusion
         # not a buffer: it would be cast to bfloat16 with the weights, which is too coarse for positions
         self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
         _mark_split_parameters(self)

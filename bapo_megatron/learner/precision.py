@@ -118,13 +118,11 @@ def _implementation(config: Config, machine: Machine | None) -> Iterator[Violati
 
 
 def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
-    """Refuse context parallelism of long sequences with local layers: their attention keeps a mask in every layer."""
+    """Refuse context parallelism of long sequences where our own attention, which keeps a mask in every layer, runs."""
     context, is_float32 = config.parallel.context, config.model.dtype == "float32"
     lacks_engine = machine is not None and machine.compute_capability is not None and not machine.transformer_engine
-    implementation = config.model.implementation
-    if context == 1 or implementation == "transformer_engine":
-        return
-    if not (is_float32 or lacks_engine or implementation == "local"):
+    is_own = is_float32 or lacks_engine or config.model.implementation == "local" or config.run.deterministic
+    if context == 1 or not is_own:
         return
     longest = config.longest_trained
     mask_gib = longest / (2 * context) * longest * (4 if is_float32 else 2) / 2**30
@@ -133,14 +131,15 @@ def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
             (
                 "model.implementation",
                 "model.dtype",
+                "run.deterministic",
                 "parallel.context",
                 "data.max_prompt_tokens",
                 "rollout.max_response_tokens",
                 "environment",
             ),
-            f"parallel.context={context} with sequences of {longest} tokens: local layers would keep a mask of "
-            f"{mask_gib:.1f} GiB each",
-            'set model.dtype="bfloat16" and model.implementation="transformer_engine", whose attention needs none, or '
+            f"parallel.context={context} with sequences of {longest} tokens: layers without Transformer "
+            f"Engine's attention would keep a mask of {mask_gib:.1f} GiB each",
+            'set model.dtype="bfloat16", model.implementation="transformer_engine" and run.deterministic=false, or '
             "parallel.context=1",
         )
 
@@ -317,8 +316,10 @@ def uses_transformer_engine(config: Config, machine: Machine) -> bool:
 
 
 def logprob_backend(config: Config) -> Backend:
-    """Return the backend that the settings ask for; "auto" means torch."""
-    return "triton" if config.train.logprob_backend == "triton" else "torch"
+    """Return the backend that the settings ask for; "auto" means Triton on a GPU."""
+    if config.train.logprob_backend == "auto":
+        return "torch" if this_machine().compute_capability is None else "triton"
+    return config.train.logprob_backend
 
 
 def fusion_fields(config: Config, shape: ModelShape, machine: Machine) -> dict[str, bool]:

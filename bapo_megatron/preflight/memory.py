@@ -158,7 +158,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
 BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs, versions of one token: MicroBatch
 
-# Assumed, not measured: CUDA context with cuBLAS workspaces, and NCCL's buffers for the groups of one rank.
+# CUDA context and NCCL's buffers for the groups of one rank: assumed; one H200 with groups of one rank took CTX GiB.
 CONTEXT_BYTES = int(1.0 * GIB)
 NCCL_BYTES = int(1.0 * GIB)
 UNEVEN_LOAD = 0.25  # assumed: rows that a rank's experts get beyond an even share; routers decide, so it has no bound

@@ -1,7 +1,8 @@
 """The plan of a run on a cluster: memory of each kind of GPU, work and time of a step, and whether it fits.
 
 Times are rooflines: "at least" divides by the data sheets' peak rates, "expected" by the share that programs usually
-reach (COMPUTE_SHARE, LINK_SHARE), which is assumed, not measured. Sampling also waits for messages.
+reach (COMPUTE_SHARE, LINK_SHARE). The first is below what updates of one H200 reached without collectives, 0.44 to 0.52
+(benchmarks/README.md); the second is assumed. Sampling also waits for messages.
 """
 
 import bisect

@@ -20,7 +20,8 @@ from bapo_megatron.runtime.environment import trainer_variables
 _BF16_CAPABILITY = (8, 0)  # Ampere; fused attention and SGLang need it too
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 _PYTHON_TIMEOUT_S = 60.0  # for a new process that imports Transformer Engine
-_TRIED_TOGETHER: frozenset[tuple[str, str]] = frozenset()  # Transformer Engine and torch versions that tests/gpu used
+_TRIED_TOGETHER: frozenset[tuple[str, str]] = frozenset({("2.11.0", "2.11.0")})
+"""Versions of Transformer Engine and torch with which tests/gpu passed."""
 
 # Asks Transformer Engine which attention it chooses for a pack, as its DotProductAttention does.
 _CHOOSE_ATTENTION = """

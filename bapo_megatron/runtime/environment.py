@@ -19,7 +19,6 @@ TRAINER_VARIABLES = {
     "NVTE_UNFUSED_ATTN": "0",
 }
 _DETERMINISTIC_VARIABLES = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention adds gradients in a fixed order
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one workspace for each stream, so that products are split the same way
 }
 _CPU_VARIABLES = {

@@ -1,6 +1,6 @@
-"""Experts on a GPU: ours in float32 against float64, Transformer Engine's grouped linears against ours, replay of routes.
+"""Experts on a GPU: ours in float32 against float64, Transformer Engine's grouped linears against ours, with replay.
 
-A router in bfloat16 chooses other experts where two are nearly equal, so near tolerances need the same, recorded routes.
+A router in bfloat16 chooses other experts where two are nearly equal: narrow tolerances need the same recorded routes.
 """
 
 from pathlib import Path
@@ -14,7 +14,6 @@ from tests.integration.learner_reference import Reference, load_float64, random_
 
 BF16, ENGINE, LOCAL = "model.dtype=bfloat16", "model.implementation=transformer_engine", "model.implementation=local"
 REPLAY = "model.replay_routes=true"
-FP8 = ("precision.fp8=hybrid", "precision.recipe=tensorwise")
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +63,7 @@ def test_grouped_linears_are_near(folder: Path, replayed: Result) -> None:
 
 def test_grouped_linears_with_recomputation_are_the_same(folder: Path) -> None:
     needs(folder, BF16, ENGINE)
-    kept, recomputed = (
-        one_update(folder, BF16, ENGINE, REPLAY, "run.deterministic=true", f"train.recompute={value}")
-        for value in ("false", "true")
-    )
+    kept, recomputed = (one_update(folder, BF16, ENGINE, REPLAY, f"train.recompute={x}") for x in ("false", "true"))
     assert gradient_cosine(kept, recomputed) > 0.9999
 
 
@@ -76,11 +72,3 @@ def test_routers_of_bfloat16_choose_nearly_the_same(folder: Path) -> None:
     engine, exact = one_update(folder, BF16, ENGINE), one_update(folder, LOCAL)
     assert log_prob_distance(engine, exact) < 0.02
     assert gradient_cosine(engine, exact) > 0.97
-
-
-def test_experts_in_fp8_are_near(folder: Path, replayed: Result) -> None:
-    needs(folder, BF16, ENGINE, *FP8)
-    fp8 = one_update(folder, BF16, ENGINE, REPLAY, *FP8)
-    assert 0 < log_prob_distance(fp8, replayed) < 0.1
-    assert gradient_cosine(fp8, replayed) > 0.95
-    assert all(torch.isfinite(weight).all() for weight in fp8.updated.values())

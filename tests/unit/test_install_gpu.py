@@ -22,6 +22,7 @@ case "$*" in
     *"version_info < (3, 12)"*) exit "${TOO_OLD:-0}" ;;
     *torch.version.cuda*) [[ "$TORCH_CUDA" != missing ]] && echo "$TORCH_CUDA" ;;
     *nvidia.cudnn*) echo /site/nvidia/cudnn ;;
+    *nvidia.nccl*) echo /site/nvidia/nccl ;;
     *"-m pip"*) echo "${NVTE_FRAMEWORK:-} ${CPLUS_INCLUDE_PATH:-} | $*" >>"$NOTES" ;;
     *sysconfig*) exit "${NO_HEADERS:-0}" ;;
     *transformer_engine*) exit "${BROKEN:-0}" ;;
@@ -89,7 +90,7 @@ def test_each_step_has_the_pins_and_what_is_compiled_sees_the_installed_torch(ma
     assert first == ("", "torch megatron-core transformers sglang")
     assert tools[1] == "setuptools wheel pybind11 ninja"
     cuda = machine.folder / "cuda"
-    assert engine[0] == f"pytorch /site/nvidia/cudnn/include:{cuda}/include/cccl"
+    assert engine[0] == f"pytorch /site/nvidia/cudnn/include:/site/nvidia/nccl/include:{cuda}/include/cccl"
     assert engine[1] == "--no-build-isolation transformer-engine[pytorch]"
     assert re.fullmatch(
         r"--no-build-isolation --no-deps apex @ git\+https://github.com/NVIDIA/apex@[0-9a-f]{40}", apex[1]
