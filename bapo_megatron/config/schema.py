@@ -46,8 +46,8 @@ class RunConfig(Section):
     abort_tail, the same seed, layout and threads give the same run bit for bit, interrupted or not; for other cases see
     docs/resume.md."""
     deterministic: bool = False
-    """On GPUs, add in the same order in every run, in Transformer Engine's attention, cuBLAS and torch, which takes
-    time: docs/resume.md. On CPUs the order is always the same."""
+    """On GPUs, add in the same order in every run, in cuBLAS and torch, whose attention is taken, which takes time:
+    docs/resume.md. On CPUs the order is always the same."""
     max_restarts: Whole = 0
     """Restarts of the trainer ranks, from the newest checkpoint, after one has died or hangs (parallel.timeout_s);
     engines keep running. The delays grow, and the count starts again once an attempt has saved three steps. No restart

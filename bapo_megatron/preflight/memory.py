@@ -158,9 +158,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
 BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs, versions of one token: MicroBatch
 
-# CUDA context and NCCL's buffers for the groups of one rank: assumed; one H200 with groups of one rank took CTX GiB.
-CONTEXT_BYTES = int(1.0 * GIB)
-NCCL_BYTES = int(1.0 * GIB)
+CONTEXT_BYTES = int(2.4 * GIB)  # what one H200 held outside of torch's allocator, with experts: docs/measured/gpu.toml
+NCCL_BYTES = int(1.0 * GIB)  # assumed: NCCL's buffers for the groups of one rank
 UNEVEN_LOAD = 0.25  # assumed: rows that a rank's experts get beyond an even share; routers decide, so it has no bound
 ROUTER_BYTES = 6  # per token and expert: float32 probabilities, and masks of the choice
 CHOICE_BYTES = 32  # per token and chosen expert: its number and its place, twice
