@@ -82,14 +82,12 @@ def check_routes(model_of: ModelOf, samples: Sequence[Sample]) -> Checked:
         begun[id(sample.prompt)] = min(first, begun.get(id(sample.prompt), first))
     readers = [_readers(sample, begun[id(sample.prompt)]) for sample in samples]
     for version, sample, is_mine_T, right, wrong in _compared(model_of, samples, readers):
-        rows = [rows for segment in sample.trajectories[0].segments for rows in segment.rows.values()]
-        said_TLC = torch.cat([torch.tensor(some).long() for some in rows])[1:].sort(-1).values
-        is_mine_T[len(said_TLC) :] = False
-        right_N, wrong_N = (
-            (said_TLC[is_mine_T[: len(said_TLC)]] != one.experts_TLC[is_mine_T]).any(2).any(1).float()
-            for one in (right, wrong)
-        )
-        checked.add(f"{sample.sample_id}: routes of version {version}", right.is_sure_T[is_mine_T], right_N, wrong_N)
+        rows = [torch.tensor(rows) for segment in sample.trajectories[0].segments for rows in segment.rows.values()]
+        said_TLC = torch.full_like(right.experts_TLC, -1)
+        said_TLC[: sum(map(len, rows)) - 1] = torch.cat(rows)[1:].sort(-1).values
+        right_T, wrong_T = ((said_TLC != one.experts_TLC).any(2).any(1).float() for one in (right, wrong))
+        name = f"{sample.sample_id}: routes of version {version}"
+        checked.add(name, right.is_sure_T[is_mine_T], right_T[is_mine_T], wrong_T[is_mine_T])
     return checked
 
 
@@ -117,10 +115,11 @@ def _compared(
     known = sorted({*torch.cat([*versions]).tolist()} - {-1})
     for index, version in enumerate(known):
         masks = [versions_T == version for versions_T in versions]
-        mine = [sample for sample, mask_T in zip(samples, masks, strict=True) if mask_T.any()]
-        right, wrong = ([*_computed(model_of(v), mine, temperature)] for v in (version, known[index - 1]))
-        of_mine = (mask_T for mask_T in masks if mask_T.any())
-        for sample, mask_T, one, other in zip(mine, of_mine, right, wrong, strict=True):
+        mine = [(sample, mask_T) for sample, mask_T in zip(samples, masks, strict=True) if mask_T.any()]
+        right, wrong = (
+            [*_computed(model_of(v), [sample for sample, _ in mine], temperature)] for v in (version, known[index - 1])
+        )
+        for (sample, mask_T), one, other in zip(mine, right, wrong, strict=True):
             yield version, sample, mask_T, one, other
 
 
