@@ -115,9 +115,9 @@ class TokenStream:
     def _faults(self, rows: Array) -> Iterator[tuple[Array, Array, str]]:
         """Yield values in the order of the rows, which of them are bad, and why."""
         if self.least is not None:
-            yield rows, ~(rows >= self.least), f"is not >= {self.least:g}"
+            yield rows, ~(rows >= self.least), f"has {{}}, not >= {self.least:g}"
         if self.most is not None:
-            yield rows, ~(rows <= self.most), f"is not <= {self.most:g}"
+            yield rows, ~(rows <= self.most), f"has {{}}, not <= {self.most:g}"
         if self.distinct:
             ordered = np.sort(rows, axis=-1)
             yield ordered[..., 1:], ordered[..., 1:] == ordered[..., :-1], "has {} twice"

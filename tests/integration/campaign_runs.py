@@ -1,8 +1,9 @@
 """Whole campaigns of faults: engines of two kinds, legs in three modes, and which fault meets which step.
 
-    python -m tests.integration.campaign_runs FOLDER [--first 0] [--count 12]
+    python -m tests.integration.campaign_runs FOLDER [--routes] [--first 0] [--count 12]
 
-Each seed is one campaign of all faults of engines, pushes and environments: one line in FOLDER/campaigns.jsonl.
+Each seed is one campaign of all faults of engines, pushes and environments: one line in FOLDER/campaigns.jsonl. With
+`--routes` the model is a mixture, in one mode, and replies have wrong routes besides.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from tests.integration.campaign import ROLLOUT, Campaign, Fault, Site
 from tests.integration.campaign_answers import Judge, MakeAnswers, Turns
 from tests.integration.campaign_environment import FAILURES, kind_of
 from tests.integration.campaign_faults import JUDGE, PUSHES, SAMPLING, SPOILT, spoilt
+from tests.integration.campaign_oracle import Checked, check_logprobs, check_routes
+from tests.integration.faulty_proxy import ROUTE_FAULTS
 from tests.integration.nursery import Nursery, kill_session
 from tests.integration.vain import NEVER_S, Vain
 
@@ -111,11 +115,16 @@ class SGLang:
 
 @contextlib.contextmanager
 def opened(
-    starter: Embedded | SGLang, num_sites: int, folder: Path, vain: Vain, make_answers: MakeAnswers = Judge
+    starter: Embedded | SGLang,
+    num_sites: int,
+    folder: Path,
+    vain: Vain,
+    make_answers: MakeAnswers = Judge,
+    model: str = "demo",
 ) -> Iterator[Campaign]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as in a trainer of one rank
     try:
-        campaign = Campaign(starter, num_sites, folder, vain, make_answers)
+        campaign = Campaign(starter, num_sites, folder, vain, make_answers, model)
         try:
             yield campaign
         finally:
@@ -125,15 +134,26 @@ def opened(
         dist.destroy_process_group()
 
 
-def deal(num_legs: int, seed: int) -> list[list[list[Fault]]]:
+def deal(num_legs: int, seed: int, more: Sequence[Fault] = ()) -> list[list[list[Fault]]]:
     """Plan each step of each leg: an event or spoilt replies, and in a third of the steps a failing push; each once."""
     rng = random.Random(seed)
-    faults = [*SAMPLING, *(spoilt(kind, rng.choice((1, 3))) for kind in SPOILT)]
+    faults = [*SAMPLING, *(spoilt(kind, rng.choice((1, 3))) for kind in SPOILT), *more]
     steps = [[fault] for fault in rng.sample(faults, len(faults))]
     for step, push in zip(steps[::3], rng.sample(PUSHES, len(PUSHES)), strict=False):
         step.append(push)
     size = math.ceil(len(steps) / num_legs)
     return [steps[i : i + size] for i in range(0, len(steps), size)]
+
+
+def dense_plans(seed: int) -> Plans:
+    """Plan a campaign in all modes."""
+    return dict(zip(LEGS, deal(len(LEGS), seed), strict=True))
+
+
+def routed_plans(seed: int) -> Plans:
+    """Plan a campaign of a mixture in one mode, which has everything."""
+    (steps,) = deal(1, seed, [spoilt(kind, 1) for kind in ROUTE_FAULTS])
+    return {"both, 9": steps}
 
 
 def chosen_deadlines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Vain:
@@ -155,13 +175,16 @@ def fight(campaign: Campaign, plans: Plans, answers: tuple[str, ...] = JUDGE) ->
     for name, plan in plans.items():
         campaign.run_leg(name, LEGS[name], plan)
     elapsed_s = time.monotonic() - began_s
-    num_tokens, worst, betrayed = campaign.check_logprobs()
+    samples = campaign.samples
+    tokens = check_logprobs(campaign.policy.model, samples, campaign.config.rollout.temperature)
     planned = {fault.kind for plan in plans.values() for faults in plan for fault in faults}
     assert planned <= campaign.kinds <= planned | set(answers)
     num_samples = ROLLOUT["prompts_per_step"] * ROLLOUT["samples_per_prompt"]
-    samples = [*campaign.trained, *campaign.dropped, *campaign.left]
     assert len(campaign.trained) + len(campaign.dropped) >= campaign.num_steps * num_samples
-    assert betrayed > 0.9, "the oracle would not notice wrong weights"
+    assert tokens.betrayed > 0.9, "the oracle would not notice wrong weights"
+    routes = check_routes(campaign.policy.model, samples) if campaign.streams else Checked()
+    assert not campaign.streams or routes.betrayed > 0.9, "nor wrong routes"
+    assert campaign.refused == {kind: n for (_, kind), n in campaign.hits.items() if kind in ROUTE_FAULTS}
     return {
         "faults": sum(campaign.hits.values()),
         "of_answers": sum(n for (_, kind), n in campaign.hits.items() if kind in answers),
@@ -170,10 +193,10 @@ def fight(campaign: Campaign, plans: Plans, answers: tuple[str, ...] = JUDGE) ->
         "samples": len(samples),
         "failed": sum(s.finish_reason == "failed" for s in samples),
         "turns": sum(len(s.trajectories[0].turns) for s in samples),
-        "tokens": num_tokens,
         "given": sum(s.num_given_tokens for s in samples),
-        "worst": worst,
-        "betrayed": round(betrayed, 3),
+        "tokens": asdict(tokens),
+        "routes": asdict(routes),
+        "refused": campaign.refused.total(),
         "elapsed_s": round(elapsed_s),
         "cpu_s": round(_cpu_s() - began_cpu_s),
         "load": round(os.getloadavg()[0], 1),
@@ -189,6 +212,7 @@ def _cpu_s() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.integration.campaign_runs")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--routes", action="store_true", help="a mixture, in one mode")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--count", type=int, default=12, help="number of seeds")
     options = parser.parse_args()
@@ -201,8 +225,9 @@ def main() -> int:
         with pytest.MonkeyPatch.context() as monkeypatch:
             vain = chosen_deadlines(folder, monkeypatch)
             try:
-                with opened(Embedded(), 3, folder, vain, Turns) as campaign:
-                    row = fight(campaign, dict(zip(LEGS, deal(len(LEGS), seed), strict=True)), ENVIRONMENT)
+                model, plans = ("moe", routed_plans(seed)) if options.routes else ("demo", dense_plans(seed))
+                with opened(Embedded(), 3, folder, vain, Turns, model) as campaign:
+                    row = fight(campaign, plans, ENVIRONMENT)
             except AssertionError as error:
                 num_failed += 1
                 row = {"error": str(error)[-4000:] or repr(error)}

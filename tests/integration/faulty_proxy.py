@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 from collections import Counter
@@ -35,6 +36,13 @@ CALL_FAULTS = {  # faults of the whole reply
     "silence": "no answer within",
 }
 FAULTS = RESULT_FAULTS | CALL_FAULTS
+ROUTE_FAULTS = {  # faults of a mixture's routes, of which the client says that asking again would not help
+    "no routes": "the reply has no rows for it",
+    "routes of the wrong length": "bytes are not rows|rows of shape",
+    "expert out of range": "has 200, not <= 7",
+    "missing expert": "has 255, not <= 7",
+    "expert twice": "has . twice",
+}
 
 Answer = Callable[[], Awaitable[web.StreamResponse]]
 """Forwards the call and returns what came back."""
@@ -224,5 +232,19 @@ def _spoil_result(result: dict[str, Any], fault: str) -> None:
             meta["prompt_tokens"] -= 1
         case "bad version":
             meta["weight_versions"][0]["version"] = float("inf")
+        case "no routes":
+            del meta["rows"]["routes"]
+        case "routes of the wrong length" | "expert out of range" | "missing expert" | "expert twice":
+            routes = bytearray(base64.b64decode(meta["rows"]["routes"]))
+            match fault:
+                case "routes of the wrong length":
+                    del routes[len(routes) // 2 :]
+                case "expert out of range":
+                    routes[-1] = 200
+                case "missing expert":
+                    routes[-1] = 255
+                case _:
+                    routes[-1] = routes[-2]
+            meta["rows"]["routes"] = base64.b64encode(routes).decode()
         case _:
             raise AssertionError(fault)

@@ -38,9 +38,8 @@ from bapo_megatron.rollout.recorded import read_groups
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.restarts import restart_of
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
-from bapo_megatron.types import Sample
 from tests.distributed import HANG_S
-from tests.integration.campaign import TOLERANCE, response_logprobs
+from tests.integration.campaign_oracle import check_logprobs
 from tests.integration.gates import Gates
 from tests.integration.killable import SMALL
 from tests.integration.nursery import stop
@@ -212,16 +211,13 @@ def check_labels(run: Path) -> tuple[int, float]:
     samples = [s for step in range(1, NUM_STEPS + 1) for g in read_groups(run / "rollouts", step) for s in g.samples]
     weights = dict(pushed(run))
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
-    num_tokens, worst = 0, 0.0
-    for version in sorted({v for sample in samples for v in sample.versions}):
-        mine: list[Sample] = [sample for sample in samples if version in sample.versions]
-        for sample, right_N in zip(mine, response_logprobs(model, weights[version], mine, 1.0), strict=True):
-            is_mine_N = torch.tensor(sample.versions) == version
-            difference = float((torch.tensor(sample.behaviour_logprobs) - right_N).abs()[is_mine_N].max())
-            assert difference < TOLERANCE, f"{sample.sample_id}: tokens of version {version} are off by {difference}"
-            num_tokens += int(is_mine_N.sum())
-            worst = max(worst, difference)
-    return num_tokens, worst
+
+    def model_of(version: int) -> Any:
+        model.load_state_dict(weights[version])
+        return model
+
+    checked = check_logprobs(model_of, samples, 1.0)
+    return checked.num_tokens, checked.worst
 
 
 def pushed(run: Path) -> list[tuple[int, dict[str, Tensor]]]:

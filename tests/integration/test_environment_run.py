@@ -3,50 +3,38 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.cli import main
 from bapo_megatron.runtime.files import read_jsonl
 from tests.hang import PATIENT
-from tests.integration.killable import Engine
-from tests.integration.turn_kills import (
-    NUM_STEPS,
-    TALK,
-    Case,
-    fight,
-    finished,
-    is_within_turn,
-    kept_in,
-    new_engine,
-    tool_run,
-)
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    engine = new_engine(tmp_path_factory.mktemp("engine"))
-    yield engine
-    engine.kill()
+from tests.integration.partial_kills import NUM_STEPS, Campaign, finished, new_engine, tool_run
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_turns_is_repeated_bit_for_bit(engine: Engine, tmp_path: Path) -> None:
-    """Two of the ten moments of turn_kills.py: before a request for tokens, and before a question."""
-    reference = finished(tool_run(tmp_path, "alone", *TALK), engine)
-    assert any(map(is_within_turn, kept_in(reference, 1))), "otherwise nothing is resumed within a later turn"
-    cases = [Case.draw(0), Case.draw(1)]
-    assert {case.place.partition("-")[0] for case in cases} == {"sample", "answer"}
-    rows = [fight(tmp_path, case, reference) for case in cases]
-    assert any(row["within_turns_in_checkpoint"] for row in rows)
+@pytest.mark.parametrize("kind", ["turns", "routes"])
+def test_a_run_killed_in_the_middle_of_turns_is_repeated_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    """Two of the ten moments of partial_kills.py: before a request for tokens, and before a question."""
+    campaign = Campaign(tmp_path, kind)
+    rows = [campaign.fight(seed) for seed in (0, 1)]
+    assert {row["place"].partition("-")[0] for row in rows} == {"sample", "answer"}
+    assert any(row["resumed"]["within_turns"] for row in rows)
+    if kind == "routes":
+        metrics = read_jsonl(campaign.reference / "metrics.jsonl")
+        assert metrics[-1]["routes/other_share"] > 0, "newer weights choose other experts than those replayed"
 
 
 @pytest.mark.slow
-def test_an_overlapped_run_uses_its_environment_and_says_so(engine: Engine, tmp_path: Path) -> None:
+def test_an_overlapped_run_uses_its_environment_and_says_so(tmp_path: Path) -> None:
     settings = ("rollout.overlap=true", "rollout.max_staleness=6", "eval.interval_steps=3")
     held_out = 'eval.sets=[{name="new",source="bapo_megatron.prompts.sums:sums",options={seed=1},num_prompts=8}]'
-    run = finished(tool_run(tmp_path, "overlapped", *settings, held_out), engine)
+    engine = new_engine(tmp_path / "engine", shipped_model_path("tool"))
+    try:
+        run = finished(tool_run(tmp_path, "overlapped", *settings, held_out), engine)
+    finally:
+        engine.kill()
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["rollout/num_samples"] for row in rows] == [16] * NUM_STEPS
     for row in rows:

@@ -10,15 +10,15 @@ from tests.integration.campaign_answers import Turns
 from tests.integration.campaign_faults import JUDGE, PUSHES, SAMPLING, SPOILT, spoilt
 from tests.integration.campaign_runs import (
     ENVIRONMENT,
-    LEGS,
     Embedded,
     Plans,
     SGLang,
     chosen_deadlines,
-    deal,
+    dense_plans,
     fight,
     opened,
 )
+from tests.integration.faulty_proxy import ROUTE_FAULTS
 from tests.integration.vain import Vain
 
 SEED = 5
@@ -44,8 +44,7 @@ def test_no_fault_makes_a_run_hang_lose_samples_or_train_what_is_not_as_claimed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], vain: Vain
 ) -> None:
     with opened(Embedded(), 3, tmp_path, vain) as campaign:
-        plans = dict(zip(LEGS, deal(len(LEGS), SEED), strict=True))
-        assert shown(campaign, plans, capsys) >= 30
+        assert shown(campaign, dense_plans(SEED), capsys) >= 30
         assert campaign.kinds == {fault.kind for fault in (*SAMPLING, *PUSHES)} | {*SPOILT, *JUDGE}
 
 
@@ -64,6 +63,20 @@ def test_environments_that_fail_under_fire(tmp_path: Path, capsys: pytest.Captur
     }
     with opened(Embedded(), 2, tmp_path, vain, Turns) as campaign:
         assert shown(campaign, plans, capsys, ENVIRONMENT) >= 30
+
+
+@pytest.mark.slow
+def test_a_mixture_under_fire_trains_no_wrong_routes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], vain: Vain
+) -> None:
+    """A part of the long campaign of routes: every kind of wrong routes, and engines that die, hang and restart."""
+    fault = {fault.kind: fault for fault in (*SAMPLING, *PUSHES)}
+    events = ("killed, restarted", "hung until fenced", "restarted unnoticed, older version")
+    steps = [[spoilt(kind, 1)] for kind in ROUTE_FAULTS] + [[fault[kind]] for kind in events]
+    steps[1].append(fault["push: torn, killed between buckets"])
+    with opened(Embedded(), 2, tmp_path, vain, Turns, "moe") as campaign:
+        assert shown(campaign, {"both, 9": steps}, capsys, ENVIRONMENT) >= 30
+        assert campaign.refused == dict.fromkeys(ROUTE_FAULTS, 1)
 
 
 @pytest.mark.slow

@@ -175,8 +175,8 @@ def test_each_sampled_token_is_trained_in_one_trajectory(
         (ROUTES, "AAAA", "3 bytes are not rows of 6"),
         (ROUTES, [1, 2], r"rows of shape \[3, 2\] must be base64"),
         (CHOICES, np.array([[3, 7], [6, 6]], np.uint8), "row 1 has 6 twice"),
-        (CHOICES, np.array([[3, 9], [8, 6]], np.uint8), "row 0 is not <= 8"),
-        (CHOICES, np.array([[3, 7], [255, 255]], np.uint8), "row 1 is not <= 8"),
+        (CHOICES, np.array([[3, 9], [8, 6]], np.uint8), "row 0 has 9, not <= 8"),
+        (CHOICES, np.array([[3, 7], [255, 255]], np.uint8), "row 1 has 255, not <= 8"),
         (SCORES, [1.0], r"rows of shape \[1\], not \[2\]"),
         (SCORES, [1.0, True], "row 1 is not a number"),
         (SCORES, None, "must be a list of numbers"),
@@ -191,7 +191,7 @@ def test_missing_rows_are_valid_where_rows_may_be_filled() -> None:
     rows = np.array([[255, 255], [3, 7]], np.uint8)
     assert CHOICES.checked(rows.copy(), 2, filled=True).tolist() == rows.tolist()
     rows[0, 0] = 4
-    with pytest.raises(ValueError, match="row 0 is not <= 8"):
+    with pytest.raises(ValueError, match="row 0 has 255, not <= 8"):
         CHOICES.checked(rows, 2, filled=True)
 
 
