@@ -103,16 +103,16 @@ def _existing(folder: Path) -> Path:
 _OPEN_FILES = (  # what `open_files_needed` reads
     *("reward.concurrency", "parallel", "rollout.overlap", "rollout.abort_tail", "rollout.groups_in_flight"),
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_concurrent_requests"),
-    *("rollout.num_servers", "rollout.urls"),
+    *("rollout.num_servers", "rollout.urls", "model.replay_routes"),
 )
 
 
 def open_files_needed(config: Config) -> int:
     """Return how many files and connections a process of a run may have open at a time: rank 0 has the most."""
     r = config.rollout
-    num_requests = 0  # rounds send one request to each engine
+    num_samples = (r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt
+    num_requests = num_samples if config.model.replay_routes else 0  # otherwise rounds send each engine one
     if r.overlap or r.abort_tail:
-        num_samples = (r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt
         num_requests = min(num_samples, r.max_concurrent_requests * max(1, num_started(r) or len(r.urls)))
     num_judges = config.reward.concurrency or num_cores()
     return _BASE_OPEN_FILES + num_requests + _FILES_OF_JUDGE * num_judges + _FILES_OF_RANK * config.parallel.size
