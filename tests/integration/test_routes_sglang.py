@@ -94,15 +94,27 @@ def models_of(run: Path, mixture: Path) -> Iterator[PreTrainedModel]:
 
 
 @torch.no_grad()
-def logits_of(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    """Return the routers' logits for each token, [T, layers, experts]."""
+def passed(model: PreTrainedModel, ids: list[int], rows_TLK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return each token's log-prob after those before it, and the routers' logits, [T, layers, experts].
+
+    Args:
+        rows_TLK: the experts that the layers take, with the router's shares, instead of its own choice.
+    """
     logits: list[Tensor] = []
-    routers = [layer.mlp.gate for layer in model.model.layers]
-    hooks = [router.register_forward_hook(lambda *seen: logits.append(seen[-1][0])) for router in routers]
-    model(torch.tensor([ids]))
+
+    def see(router: torch.nn.Module, args: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        logits.append(output[0])
+        if rows_TLK is None:
+            return None
+        chosen_TK = rows_TLK[:, len(logits) - 1]
+        return output[0], output[0].gather(1, chosen_TK).softmax(-1), chosen_TK
+
+    hooks = [layer.mlp.gate.register_forward_hook(see) for layer in model.model.layers]
+    log_probs_TV = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     for hook in hooks:
         hook.remove()
-    return torch.stack(logits, 1)
+    log_probs_T = torch.cat([torch.zeros(1), log_probs_TV.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]])
+    return log_probs_T, torch.stack(logits, 1)
 
 
 def are_others(logits_TLX: Tensor, rows_TLK: Tensor) -> Tensor:
@@ -144,15 +156,33 @@ def test_every_row_of_a_run_is_the_choice_of_the_weights_of_its_time(tmp_path: P
     assert max(len({origin.version for origin, _ in t.sampled_segments}) for t in trajectories) >= NUM_VERSIONS
     models = [*models_of(run, mixture)]
     num_rows = num_different = 0
+    errors: dict[str, list[Tensor]] = {"own": [], "replayed": [], "replayed after others": []}
     for trajectory in trajectories:
         ids = trajectory.token_ids.tolist()
-        logits = [logits_of(model, ids) for model in models]
-        for version, first, rows_TLK in rows_by_version(trajectory, routes):
-            is_other_TL = [are_others(each_TLX[first : first + len(rows_TLK)], rows_TLK) for each_TLX in logits]
+        passes = [passed(model, ids) for model in models]
+        rows_TLK = passes[0][1].topk(routes.shape[1]).indices  # the last token's own row is never read
+        versions_T = torch.full((len(ids),), -1)
+        for version, start, rows in rows_by_version(trajectory, routes):
+            here = slice(start, start + len(rows))
+            rows_TLK[here], versions_T[here] = rows, version
+            is_other_TL = [are_others(logits_TLX[here], rows) for _, logits_TLX in passes]
             assert not is_other_TL[version].any(), "the routers of this version choose other experts"
-            num_rows += len(rows_TLK)
+            num_rows += len(rows)
             num_different += int(is_other_TL[version - 1 if version else 1].any(1).sum())
+        start = 0
+        for segment in trajectory.segments:
+            here, start = slice(start, start + segment.num_tokens), start + segment.num_tokens
+            if isinstance(origin := segment.origin, Sampled):
+                served_T = torch.from_numpy(origin.behaviour_logprobs.copy())
+                replayed_T, _ = passed(models[origin.version], ids, rows_TLK)
+                is_one = bool((versions_T[: here.stop - 1] == origin.version).all())
+                errors["own"].append((passes[origin.version][0][here] - served_T).abs())
+                errors["replayed" if is_one else "replayed after others"].append((replayed_T[here] - served_T).abs())
     assert num_different > num_rows / 5, "the versions must differ for this to mean much"
+    found = {name: torch.cat(parts) for name, parts in errors.items()}
+    print({name: (len(each), float(each.mean()), float(each.max())) for name, each in found.items()})
+    assert max(found["own"].max(), found["replayed"].max()) < ROUNDING
+    assert found["replayed after others"].max() > ROUNDING, "the server chose again for tokens of earlier versions"
     first, *_ = read_jsonl(run / "metrics.jsonl")
     assert first["mismatch/tokens"] > 0
     assert first["mismatch/logprob_max"] < ROUNDING, "in the first step, all rows are of the version that is trained"
