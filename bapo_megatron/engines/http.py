@@ -211,6 +211,7 @@ class HttpEngine:
         """Return a result with the rows of its prompt, which came with the reply to the first such request.
 
         The server read both prompts with the same weights; otherwise the rows are missing, and the result is an error.
+        It would return the same ones: equal prompts are computed once, or share SGLang's cache (srt/mem_cache).
         """
         if isinstance(result, EngineError) or not result.spans:
             return result
