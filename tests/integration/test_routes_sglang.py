@@ -68,7 +68,7 @@ def save_mixture(folder: Path) -> None:
 
 
 def prepare() -> None:
-    """Let the first prompts' samples take one piece from each of three weight versions."""
+    """Let the first prompts' samples take one piece from each of three weight versions, unless the trainer waits."""
     from bapo_megatron.rollout.continuous import ContinuousSampling
 
     os.environ[KEY_VARIABLE] = KEY
@@ -76,7 +76,8 @@ def prepare() -> None:
 
     def is_due(self: ContinuousSampling, sample: Sample) -> bool:
         seen = {*sample.versions}
-        return sample.prompt.prompt_id >= NUM_HELD or len(seen) >= NUM_VERSIONS or self.version not in seen
+        is_free = sample.prompt.prompt_id >= NUM_HELD or len(seen) >= NUM_VERSIONS or self.version not in seen
+        return is_free or self._book.is_urgent(sample, self.next_version)
 
     def enqueue_due(self: ContinuousSampling, samples: Iterable[Sample]) -> None:
         enqueue(self, [sample for sample in samples if is_due(self, sample)])
