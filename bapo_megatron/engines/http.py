@@ -12,6 +12,7 @@ import reprlib
 import sys
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypedDict, TypeVar
 
@@ -122,7 +123,7 @@ class HttpEngine:
         self._vocab_size = vocab_size
         self._headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         self._session: aiohttp.ClientSession | None = None
-        self._has_own_routes: bool | None = None  # it returns routes in SGLang's fields; None means not asked yet
+        self._is_sglang: bool | None = None  # it returns routes in SGLang's fields; None means not asked yet
         self._asking = asyncio.Lock()
         self.transport = HttpTransport(self.url, self._call)
 
@@ -134,19 +135,49 @@ class HttpEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self._check_vocabulary(request)
         what, max_bytes = f"request {request.rid}", max_reply_bytes([request])
-        start = await self._routes_start([request])
-        body = _generate_body(request, start)
+        own_routes = await self._has_own_routes(request)
+        body = _generate_body(request, own_routes=own_routes)
         raw = await self.send_request("POST", "/generate", body, what=what, max_bytes=max_bytes)
-        result = await _decoded(lambda: self._result(decode(raw, REPLY), request, start), request)
+        result = await _decoded(lambda: self._result(decode(raw, REPLY), request, own_routes=own_routes), request)
         if isinstance(result, EngineError):
             raise result
         return result
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+        """Sample as `Engine.generate_many` does. Rows of a prompt that several requests begin with come once.
+
+        A call to SGLang has one number that says where routes begin, so requests that differ in it are sent in several.
+        """
         for request in requests:
             self._check_vocabulary(request)
-        start = await self._routes_start(requests)
-        bodies = [_generate_body(request, start) for request in requests]
+        firsts, own_routes = _firsts(requests), await self._has_own_routes(requests[0])
+        asked = [
+            request if requests[first] is request else replace(request, num_fed=len(request.token_ids))
+            for request, first in zip(requests, firsts, strict=True)
+        ]
+        calls: dict[int, list[int]] = {}
+        for index, request in enumerate(asked):
+            calls.setdefault(request.num_fed if own_routes else 0, []).append(index)
+        calling = (self._generate_together([asked[i] for i in call], own_routes=own_routes) for call in calls.values())
+        results: dict[int, GenerateResult | EngineError] = {}
+        for call, replies in zip(calls.values(), await asyncio.gather(*calling, return_exceptions=True), strict=True):
+            if isinstance(replies, BaseException):
+                raise replies
+            results.update(zip(call, replies, strict=True))
+
+        def complete() -> list[GenerateResult | EngineError]:
+            return [
+                results[index] if asked[index] is request else self._with_rows(results[index], results[first], request)
+                for index, (request, first) in enumerate(zip(requests, firsts, strict=True))
+            ]
+
+        return await _decoded(complete, requests[0])
+
+    async def _generate_together(
+        self, requests: Sequence[GenerateRequest], *, own_routes: bool
+    ) -> list[GenerateResult | EngineError]:
+        """Send one call for all requests."""
+        bodies = [_generate_body(request, own_routes=own_routes) for request in requests]
         body: dict[str, Any] = {name: [b[name] for b in bodies] for name in ("rid", "input_ids", "sampling_params")}
         what = f"{plural(len(requests), 'request')} from {requests[0].rid} to {requests[-1].rid}"
         body["return_logprob"] = True
@@ -161,25 +192,40 @@ class HttpEngine:
             decoded = decode(raw, REPLIES)
             if not isinstance(decoded, list) or len(decoded) != len(requests):
                 raise EngineError(f"{self.url}, {what}: the reply is not a list of {plural(len(requests), 'result')}")
-            return [self._result(reply, request, start) for reply, request in zip(decoded, requests, strict=True)]
+            return [self._result(*one, own_routes=own_routes) for one in zip(decoded, requests, strict=True)]
 
         return await _decoded(read, requests[0])
 
-    async def _routes_start(self, requests: Sequence[GenerateRequest]) -> int | None:
-        """Return the first input token whose routes SGLang shall return, one number for all requests of a call.
-
-        None means that no routes are wanted, or that the server returns them as it does every stream.
-        """
-        if not any(stream.name == ROUTES for stream in requests[0].streams):
-            return None
+    async def _has_own_routes(self, request: GenerateRequest) -> bool:
+        """Return whether the request wants routes that the server returns in SGLang's fields, not as every stream."""
+        if not any(stream.name == ROUTES for stream in request.streams):
+            return False
         async with self._asking:
-            if self._has_own_routes is None:
-                self._has_own_routes = "streams" not in await self.server_info()
-        return min(request.num_fed for request in requests) - 1 if self._has_own_routes else None
+            if self._is_sglang is None:
+                self._is_sglang = "streams" not in await self.server_info()
+        return self._is_sglang
 
-    def _result(self, reply: Any, request: GenerateRequest, start: int | None) -> GenerateResult | EngineError:
+    def _with_rows(
+        self, result: GenerateResult | EngineError, first: GenerateResult | EngineError, request: GenerateRequest
+    ) -> GenerateResult | EngineError:
+        """Return a result with the rows of its prompt, which came with the reply to the first such request.
+
+        The server read both prompts with the same weights; otherwise the rows are missing, and the result is an error.
+        It would return the same ones: equal prompts are computed once, or share SGLang's cache (srt/mem_cache).
+        """
+        if isinstance(result, EngineError) or not result.spans:
+            return result
+        if isinstance(first, EngineError) or not first.spans or first.spans[0].version != result.spans[0].version:
+            return EngineError(
+                f"{self.url}, request {result.rid}: no reply has its prompt's rows from the same weights"
+            )
+        num, rows = len(request.token_ids) - request.num_fed, dict(result.rows)
+        rows |= {s: s.joined([first.rows[s][:num], values]) for s, values in rows.items() if s.on == "fed"}
+        return replace(result, rows=rows)
+
+    def _result(self, reply: Any, request: GenerateRequest, *, own_routes: bool) -> GenerateResult | EngineError:
         try:
-            return parse_reply(reply, request, self._vocab_size, routes_start=start)
+            return parse_reply(reply, request, self._vocab_size, own_routes=own_routes)
         except _UnfitServerError as problem:  # asking again, or later, would not help
             raise RequestRefusedError(f"{self.url}, request {request.rid}: {problem}") from None
         except _BadReplyError as problem:
@@ -412,7 +458,17 @@ async def _decoded(read: Callable[[], _T], request: GenerateRequest) -> _T:
     return await asyncio.to_thread(read) if request.streams else read()
 
 
-def _generate_body(request: GenerateRequest, routes_start: int | None = None) -> dict[str, Any]:
+def _firsts(requests: Sequence[GenerateRequest]) -> list[int]:
+    """Return for each request the index of the first one that lacks rows of the same tokens; mostly its own."""
+    first: dict[tuple[int, tuple[int, ...]], int] = {}
+    lacks_rows = any(stream.on == "fed" for stream in requests[0].streams)
+    return [
+        first.setdefault((r.num_fed, r.token_ids), index) if lacks_rows and r.num_fed < len(r.token_ids) else index
+        for index, r in enumerate(requests)
+    ]
+
+
+def _generate_body(request: GenerateRequest, *, own_routes: bool) -> dict[str, Any]:
     sampling: dict[str, Any] = {
         "temperature": request.temperature,
         "max_new_tokens": request.max_new_tokens,
@@ -423,10 +479,10 @@ def _generate_body(request: GenerateRequest, routes_start: int | None = None) ->
     if request.is_cut:
         sampling |= {"top_p": request.top_p, "top_k": -1 if request.top_k is None else request.top_k}
         body["return_sampling_mask"] = True
-    if names := [s.name for s in request.streams if s.name != ROUTES or routes_start is None]:
+    if names := [s.name for s in request.streams if not (own_routes and s.name == ROUTES)]:
         body |= {"return_rows": names, "num_fed": request.num_fed}
-    if routes_start is not None:
-        body |= dict(zip(_OWN_ROUTES, (True, routes_start), strict=True))
+    if own_routes:
+        body |= dict(zip(_OWN_ROUTES, (True, request.num_fed - 1), strict=True))
     return body
 
 
@@ -439,12 +495,12 @@ class _UnfitServerError(_BadReplyError):
 
 
 def parse_reply(
-    reply: Any, request: GenerateRequest, vocab_size: int | None, *, routes_start: int | None = None
+    reply: Any, request: GenerateRequest, vocab_size: int | None, *, own_routes: bool = False
 ) -> GenerateResult:
     """Check a /generate reply, typed or plain JSON, field by field.
 
     Args:
-        routes_start: the input token with which SGLang's own field of routes begins. None means they are in `rows`.
+        own_routes: whether routes are in SGLang's own field, rather than in `rows`.
 
     Raises:
         _BadReplyError (a ValueError): names the first fault.
@@ -482,18 +538,17 @@ def parse_reply(
         finish_reason=reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=_count(meta, "cached_tokens", 0),
-        rows=_rows(meta, request, len(token_ids), routes_start),
+        rows=_rows(meta, request, len(token_ids), own_routes=own_routes),
     )
 
 
-def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int, routes_start: int | None) -> Rows:
+def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int, *, own_routes: bool) -> Rows:
     """Return the rows of the request's streams; fed ones start at input token `num_fed`."""
     sent, rows = dict(as_dict(meta.get("rows"))), {}
     for stream in request.streams if num_new else ():
         num_rows = num_new + (len(request.token_ids) - request.num_fed if stream.on == "fed" else 0)
-        if stream.name == ROUTES and routes_start is not None:
-            num_known = request.num_fed - 1 - routes_start
-            sent[ROUTES] = _own_routes(meta, stream, routes_start, num_known + num_rows)[num_known:]
+        if own_routes and stream.name == ROUTES:
+            sent[ROUTES] = _own_routes(meta, stream, request.num_fed - 1, num_rows)
         if stream.name not in sent:
             if stream.is_needed:
                 raise _UnfitServerError(f"stream {stream.name}: the reply has no rows for it")

@@ -265,6 +265,9 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
         yield f"not used   {', '.join(plan.unused)}"
     if plan.host_bytes:
         yield f"host       {plan.host_bytes / 1e9:.0f} GB of each trainer node's memory, for copies of checkpoints"
+    if plan.routes_bytes:
+        of_server = f", {plan.server.routes / 1e9:.1f} GB for each server GPU" if plan.server else ""
+        yield f"routes     {plan.routes_bytes / 1e9:.1f} GB of memory on trainer rank 0's node{of_server}"
     yield from _balance(config, plan)
     yield f"sync       {plan.sync_bytes / 1e9:.1f} GB, {_span(plan.sync)}"
     yield (
@@ -296,7 +299,7 @@ def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
         *([("reference", memory.reference, "weights of the KL term's reference")] if memory.reference else []),
         *([("critic", memory.critic, "its weights, gradients and optimizer")] if memory.critic else []),
         *([("FP8 operands", memory.fp8, "assumed")] if memory.fp8 else []),
-        ("batch", memory.batch, "token ids, log-probs, advantages"),
+        ("batch", memory.batch, "ids, log-probs and other values of its tokens"),
         ("CUDA, NCCL", memory.context, "assumed"),
         ("activations", memory.activations, "kept for the backward pass"),
         ("working", memory.working, "for the layer, or rows, being differentiated"),

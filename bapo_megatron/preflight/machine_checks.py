@@ -16,7 +16,7 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import checkpoint_bytes, host_bytes
+from bapo_megatron.preflight.memory import checkpoint_bytes, host_bytes, routes_host_bytes
 from bapo_megatron.preflight.plan import LAYOUT
 from bapo_megatron.runtime import num_cores
 
@@ -67,17 +67,23 @@ def check_room(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]
         yield warning(_ROOM, f"{problem}, of which there are up to {num_kept}", remedy)
 
 
-_COPIES = ("checkpoint.asynchronous", "checkpoint.interval_steps", "slurm.options", *LAYOUT)
+_HOST = (  # what `check_host_memory` reads
+    *("checkpoint.asynchronous", "checkpoint.interval_steps", "slurm.options", *LAYOUT),
+    *("model.replay_routes", "rollout.groups_in_flight", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
+    *("rollout.overlap", "rollout.max_staleness", "rollout.max_response_tokens", "data.max_prompt_tokens"),
+    *("environment", "train.epochs_per_step"),
+)
 _MEMORY_OPTION = re.compile(r"--mem[= ](\d+)([KMGT]?)")
 
 
 def check_host_memory(config: Config, hf_config: dict[str, Any], *, starts_here: bool) -> Iterator[Violation]:
-    """Check that CPU memory holds the copies of checkpoints: what a job asks for on a node, or this machine's.
+    """Check that CPU memory holds routes and copies of checkpoints: what a job asks for on a node, or this machine's.
 
     Args:
         starts_here: whether the run takes place on this machine.
     """
-    needed = host_bytes(config, model_shape(hf_config, own=own_family(config.model.family)))
+    shape = model_shape(hf_config, own=own_family(config.model.family))
+    copies, routes = host_bytes(config, shape), routes_host_bytes(config, shape)
     asked = next((found for option in config.slurm.options if (found := _MEMORY_OPTION.fullmatch(option))), None)
     if starts_here:
         have, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine has"
@@ -86,13 +92,18 @@ def check_host_memory(config: Config, hf_config: dict[str, Any], *, starts_here:
         where = f"{asked[0]} of slurm.options is"
     else:
         return
-    if needed > have:
-        yield Violation(
-            _COPIES,
-            f"checkpoint.asynchronous=true copies {needed / GIB:.2f} GiB to the memory of each node that trains, and "
-            f"{where} {have / GIB:.2f} GiB",
-            "set it to false" if starts_here else "set it to false, or ask for more",
-        )
+    if copies + routes <= have:
+        return
+    what = {
+        f"checkpoint.asynchronous=true copies {copies / GIB:.2f} GiB to the memory of each node that trains": copies,
+        f"model.replay_routes=true keeps {routes / GIB:.2f} GiB in the memory of trainer rank 0's node": routes,
+    }
+    yield Violation(
+        _HOST,
+        f"{', and '.join(text for text, num in what.items() if num)}, and {where} {have / GIB:.2f} GiB",
+        ("set checkpoint.asynchronous=false" if copies else "take fewer or shorter samples")
+        + ("" if starts_here else ", or ask for more"),
+    )
 
 
 def _existing(folder: Path) -> Path:
@@ -103,16 +114,16 @@ def _existing(folder: Path) -> Path:
 _OPEN_FILES = (  # what `open_files_needed` reads
     *("reward.concurrency", "parallel", "rollout.overlap", "rollout.abort_tail", "rollout.groups_in_flight"),
     *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_concurrent_requests"),
-    *("rollout.num_servers", "rollout.urls"),
+    *("rollout.num_servers", "rollout.urls", "model.replay_routes"),
 )
 
 
 def open_files_needed(config: Config) -> int:
     """Return how many files and connections a process of a run may have open at a time: rank 0 has the most."""
     r = config.rollout
-    num_requests = 0  # rounds send one request to each engine
+    num_samples = (r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt
+    num_requests = num_samples if config.model.replay_routes else 0  # otherwise rounds send each engine one
     if r.overlap or r.abort_tail:
-        num_samples = (r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt
         num_requests = min(num_samples, r.max_concurrent_requests * max(1, num_started(r) or len(r.urls)))
     num_judges = config.reward.concurrency or num_cores()
     return _BASE_OPEN_FILES + num_requests + _FILES_OF_JUDGE * num_judges + _FILES_OF_RANK * config.parallel.size

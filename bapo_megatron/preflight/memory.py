@@ -18,9 +18,11 @@ from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, layer_entries, runs
 from bapo_megatron.hf.splits import Entry
+from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.placement import place
+from bapo_megatron.rollout.staleness import StalenessBound
 
 _CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
 
@@ -135,6 +137,25 @@ def host_bytes(config: Config, shape: ModelShape) -> int:
     return -(-checkpoint_bytes(config, shape) // (place(config).trainer_nodes if config.cluster.nodes > 1 else 1))
 
 
+def routes_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of one token's routes, of all layers; 0 without replay."""
+    return routes(shape).row_bytes if config.model.replay_routes and shape.experts else 0
+
+
+def routes_host_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the CPU memory of trainer rank 0 for routes, if all samples are as long as allowed.
+
+    Untrained groups hold them, one step's more than are in flight or, with overlap, as many as the bound of staleness
+    allows. The batch, or a checkpoint, repeats them.
+    """
+    r, t = config.rollout, config.train
+    num_groups: float = (r.groups_in_flight or r.prompts_per_step) + r.prompts_per_step
+    if r.overlap and r.max_staleness is not None:
+        num_updates = t.minibatches_per_step * t.epochs_per_step
+        num_groups = StalenessBound(r.max_staleness, num_updates, r.prompts_per_step).capacity(0, 0)
+    return 2 * int(num_groups) * r.samples_per_prompt * config.longest_trained * routes_bytes(config, shape)
+
+
 def active_parameters(shape: ModelShape) -> int:
     """Count the parameters that one token uses: only the experts that are chosen for it."""
     idle = 0
@@ -205,6 +226,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
     """
     on_gpu = gpu_bytes is not None
     p, item = config.parallel, ITEM_BYTES[config.model.dtype]
+    of_stage = p.stage_sizes(shape.num_layers)[stage]
     held = rank_parameters(shape, p, stage)
     count, owned = held.total, held.owned(config)
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
@@ -227,7 +249,7 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
         reference=count * item if config.loss.kl_coef else 0,
         critic=critic,
         fp8=FP8_BYTES * count if config.precision.uses_fp8 and not config.precision.fp8_params else 0,
-        batch=_tokens_of_update(config) * BATCH_BYTES,
+        batch=_tokens_of_update(config) * (BATCH_BYTES + of_stage * routes_bytes(config, shape) // shape.num_layers),
         context=CONTEXT_BYTES + NCCL_BYTES if on_gpu else 0,
         activations=layers.kept(stage),
         working=working,

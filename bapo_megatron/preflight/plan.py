@@ -31,6 +31,7 @@ from bapo_megatron.preflight.memory import (
     model_parameters,
     plans_forwards_first,
     recomputed_layers,
+    routes_host_bytes,
     searches_exactly,
 )
 from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
@@ -73,6 +74,7 @@ MEMORY = (
     "model.path",
     "model.family",
     "model.dtype",
+    "model.replay_routes",
     "precision.fp8",
     "precision.fp8_params",
     "parallel.virtual_pipeline",
@@ -148,6 +150,7 @@ class RunPlan:
     mfu: float  # expected while training, as `perf/mfu` counts it
     unused: tuple[str, ...]  # settings that would make training faster
     host_bytes: int  # copies of a checkpoint, on each node that trains
+    routes_bytes: int  # of routes in trainer rank 0's CPU memory
     train: Seconds  # per step
     rollout: Seconds | None
     sync: Seconds
@@ -216,6 +219,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
         mfu=work.model_flops(config, shape, tokens) / (train.expected * peak_flops),
         unused=tuple(_unused(given, shape, scores=passes > 0)),
         host_bytes=host_bytes(config, shape),
+        routes_bytes=routes_host_bytes(config, shape),
         train=train,
         rollout=rollout,
         sync=_sync_seconds(config, shape, gpu),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.hf.streams import routes
 from bapo_megatron.preflight.known import GIB, GPU
 from bapo_megatron.preflight.memory import (
     ITEM_BYTES,
@@ -22,6 +23,7 @@ from bapo_megatron.preflight.memory import (
     num_copies,
     num_expert_copies,
     recomputed_layers,
+    routes_bytes,
     searches_exactly,
 )
 from bapo_megatron.preflight.placement import place
@@ -187,22 +189,29 @@ def spans_nodes(config: Config, num_consecutive: int) -> bool:
     return on_node < config.parallel.size and on_node % num_consecutive != 0
 
 
+_ROUTES_ITEM_BYTES = 4  # SGLang keeps int32, on each GPU's rank (srt/state_capturer/routed_experts.py)
 DEFAULT_MEM_FRACTION = 0.85  # if [sglang.extra] lacks mem_fraction_static, SGLang chooses 0.8 to 0.9, by GPU
 
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Bytes on one GPU of a server, and the number of concurrent responses."""
+    """Bytes for one GPU of a server, and the number of concurrent responses."""
 
     weights: int
     kv_cache: int  # negative if the weights alone are too large
     kv_bytes_per_token: int
+    routes_bytes_per_token: int  # in CPU memory, for each token in the cache; 0 without replay
     concurrency: int  # concurrent full-length responses, limited by memory, settings and work; 0 if not even one fits
 
     @property
     def kv_tokens(self) -> int:
         """Number of tokens whose keys and values fit."""
         return max(0, self.kv_cache) // self.kv_bytes_per_token
+
+    @property
+    def routes(self) -> int:
+        """Bytes of CPU memory that hold the routes of all these tokens."""
+        return self.kv_tokens * self.routes_bytes_per_token
 
 
 def server_memory(config: Config, shape: ModelShape, gpu_memory_gib: float) -> ServerMemory:
@@ -215,7 +224,9 @@ def server_memory(config: Config, shape: ModelShape, gpu_memory_gib: float) -> S
     per_token = 2 * shape.num_layers * heads * shape.head_dim * item
     kv_cache = int(fraction * gpu_memory_gib * GIB) - weights
     context = config.longest_sequence
-    return ServerMemory(weights, kv_cache, per_token, _concurrency(config, max(0, kv_cache) // per_token, context))
+    concurrency = _concurrency(config, max(0, kv_cache) // per_token, context)
+    routes_per_token = _ROUTES_ITEM_BYTES * math.prod(routes(shape).shape) if routes_bytes(config, shape) else 0
+    return ServerMemory(weights, kv_cache, per_token, routes_per_token, concurrency)
 
 
 def _concurrency(config: Config, kv_tokens: int, length: int) -> int:

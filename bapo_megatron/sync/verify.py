@@ -20,7 +20,7 @@ from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _OF_EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 _HELD = (".weight", ".bias", ".experts.w13_weight", ".experts.w2_weight")
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 async def check_model(engine: Engine, manifest: Sequence[TensorSpec]) -> dict[str, Any]:
@@ -115,8 +115,14 @@ def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> 
     """
     fused = {_fused(name): name for name in sent}
     held = {name for rank in checksum.get("ranks", ()) for name in rank["checksums"] if name.endswith(_HELD)}
-    if "lm_head.weight" not in fused:
-        held.discard("lm_head.weight")  # tied to the embedding
+    if _OUTPUT not in fused:  # the embedding's values, which SGLang ties in most families
+        held.discard(_OUTPUT)
+        for of_rank in (rank["checksums"] for rank in checksum.get("ranks", ())):
+            if {_EMBEDDING, _OUTPUT} <= of_rank.keys() and of_rank[_EMBEDDING] != of_rank[_OUTPUT]:
+                raise EngineError(
+                    f"{url} serves another model: its {_OUTPUT} is not the embedding, as the policy's is: SGLang does "
+                    "not tie them in this family; set tie_word_embeddings=false and save both"
+                )
     lacking, extra = (fused[name] for name in fused.keys() - held), held - fused.keys()
     for names, fault in ((sorted(lacking), "lacks"), (sorted(extra), "has, unlike the policy,")):
         if names:

@@ -33,4 +33,5 @@ def test_names_of_other_frameworks_mean_settings() -> None:
     assert settings <= {".".join(path) for path in schema()}
     assert meant_by("actor_rollout_ref.rollout.n") == meant_by("--n-samples-per-prompt") == "rollout.samples_per_prompt"
     assert meant_by("actor.lr") == meant_by("lr") == "optimizer.lr"
+    assert meant_by("--use-rollout-routing-replay") == "model.replay_routes"
     assert meant_by("actor.lr", whole=True) is None

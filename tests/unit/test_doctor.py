@@ -22,7 +22,8 @@ from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
 from bapo_megatron import cli
-from bapo_megatron.assets import demo_model_path
+from bapo_megatron.assets import demo_model_path, shipped_model_path
+from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.errors import UserError
@@ -325,6 +326,22 @@ def test_copies_of_checkpoints_fit_the_memory(monkeypatch, options: list[str], s
     assert [problem in v.problem for v in found] == [True] * bool(problem)
     off = Config.model_validate({"slurm": {"options": options}})
     assert not list(machine.check_host_memory(off, load_hf_config(demo_model_path()), starts_here=starts_here))
+
+
+def test_routes_fit_the_memory(monkeypatch) -> None:
+    """The mixture that ships has 2 layers x 2 experts: 4 bytes for each of 40 x 8 x (16 + 48) tokens, twice."""
+    mixture = load_hf_config(shipped_model_path("moe"))
+    monkeypatch.setattr(machine.os, "sysconf", {"SC_PHYS_PAGES": 40, "SC_PAGE_SIZE": 4096}.__getitem__)
+    config = load_config(["demo"], ["model.path=moe", "model.replay_routes=true"])
+    assert not list(machine.check_host_memory(config, mixture, starts_here=True)), "163,840 bytes are there"
+    monkeypatch.setattr(machine.os, "sysconf", {"SC_PHYS_PAGES": 39, "SC_PAGE_SIZE": 4096}.__getitem__)
+    (found,) = machine.check_host_memory(config, mixture, starts_here=True)
+    assert "model.replay_routes=true keeps 0.00 GiB in the memory of trainer rank 0's node, and this" in found.problem
+    both = config.model_copy(update={"checkpoint": CheckpointConfig(asynchronous=True)})
+    (found,) = machine.check_host_memory(both, mixture, starts_here=True)
+    assert found.problem.startswith("checkpoint.asynchronous=true copies 0.00 GiB to the memory of each node that")
+    assert ", and model.replay_routes=true keeps 0.00 GiB" in found.problem
+    assert found.remedy == "set checkpoint.asynchronous=false"
 
 
 def test_gpus() -> None:

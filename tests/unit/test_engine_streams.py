@@ -23,7 +23,7 @@ from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.server import Server
 from bapo_megatron.engines.http import HttpEngine
-from bapo_megatron.errors import RequestRefusedError, UserError
+from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
 from bapo_megatron.hf.families import FAMILIES, Family
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.streams import ModelStream, ServedTokens, model_streams
@@ -267,25 +267,96 @@ def of_sglang(request: GenerateRequest, rows: Any) -> dict[str, Any]:
     return {"output_ids": [7, 9], "meta_info": meta}
 
 
+class Served(Scripted):
+    """A client of an SGLang server with these routes for the inputs of each request, by rid."""
+
+    def __init__(self, routes: dict[str, Any]) -> None:
+        super().__init__(None, SGLANG)
+        self.routes = routes
+        self.versions = dict.fromkeys(routes, "3")  # by rid
+        self.failing: set[str] = set()  # rids
+
+    async def send_request(self, method: str, path: str, body: Any = None, **_: Any) -> bytes:
+        if path == "/generate":
+            several = isinstance(body["rid"], list)
+            rids, prompts = (body[name] if several else [body[name]] for name in ("rid", "input_ids"))
+            replies = []
+            for rid, prompt in zip(rids, prompts, strict=True):
+                reply = of_sglang(routed(rid, len(prompt), 1), self.routes[rid][body["routed_experts_start_len"] :])
+                reply["meta_info"]["weight_versions"][0]["version"] = self.versions[rid]
+                replies.append({} if rid in self.failing else reply)
+            self.reply = replies if several else replies[0]
+        return await super().send_request(method, path, body)
+
+    def calls(self) -> list[tuple[Any, int]]:
+        """Return the requests of each call, and the input token from which it wants routes."""
+        return [(body["rid"], body["routed_experts_start_len"]) for path, body in self.asked if path == "/generate"]
+
+
+def any_routes(num_inputs: int) -> Any:
+    return np.random.default_rng(num_inputs).permuted(np.tile(np.arange(200), (num_inputs, 3, 1)), axis=2)[..., :2]
+
+
 def test_the_routes_of_sglang_become_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All requests of a call ask from the same token on; what a client knows already is cut."""
+    """Only rows that the client lacks are sent: requests that have different numbers of rows are in different calls."""
     monkeypatch.setattr(http, "_ROUTES_PIECE", 16)  # 3 numbers
-    requests = [routed("whole", 4, 1), routed("grown", 6, 5)]
-    generator = np.random.default_rng(3)
-    sent = [generator.permuted(np.tile(np.arange(200), (n, 3, 1)), axis=2)[..., :2] for n in (5, 7)]
-    replies = [of_sglang(request, rows) for request, rows in zip(requests, sent, strict=True)]
-    client = Scripted(replies, SGLANG)
-    first, second = asyncio.run(client.generate_many(requests))
-    assert first.rows[ROUTED].tolist() == sent[0].tolist()
-    assert second.rows[ROUTED].tolist() == sent[1][4:].tolist()
-    assert first.rows[ROUTED].dtype == np.uint8
-    client.reply = of_sglang(requests[1], sent[1][4:])
-    alone = asyncio.run(client.generate(requests[1]))
-    assert alone.rows[ROUTED].tolist() == sent[1][4:].tolist()
-    assert [path for path, _ in client.asked] == ["/server_info", "/model_info", "/generate", "/generate"]
-    bodies = [body for path, body in client.asked if path == "/generate"]
-    assert [body["routed_experts_start_len"] for body in bodies] == [0, 4]
-    assert all(body["return_routed_experts"] is True and "return_rows" not in body for body in bodies)
+    requests = [routed("whole", 4, 1), routed("grown", 6, 5), routed("as long", 5, 1)]
+    client = Served({"whole": any_routes(5), "grown": any_routes(7), "as long": any_routes(6)})
+    results = asyncio.run(client.generate_many(requests))
+    for request, result in zip(requests, results, strict=True):
+        assert result.rows[ROUTED].tolist() == client.routes[request.rid][request.num_fed - 1 :].tolist()
+        assert result.rows[ROUTED].dtype == np.uint8
+    assert asyncio.run(client.generate(requests[1])).rows[ROUTED].tolist() == results[1].rows[ROUTED].tolist()
+    assert [path for path, _ in client.asked] == ["/server_info", "/model_info"] + ["/generate"] * 3
+    assert client.calls() == [(["whole", "as long"], 0), (["grown"], 4), ("grown", 4)]
+    assert all("return_rows" not in body for path, body in client.asked if path == "/generate")
+
+
+def test_the_rows_of_a_groups_prompt_come_once() -> None:
+    group = [routed(f"1.{i}", 6, 1) for i in range(3)]
+    others = [routed("2.0", 5, 1), routed("1.3", 8, 7)]
+    routes = {request.rid: any_routes(len(request.token_ids) + 1) for request in (*group, *others)}
+    for request in group[1:]:
+        routes[request.rid] = np.concatenate([routes["1.0"][:5], any_routes(9)[:2]])
+    client = Served(routes)
+    results = asyncio.run(client.generate_many([*group, *others]))
+    for request, result in zip([*group, *others], results, strict=True):
+        assert result.rows[ROUTED].tolist() == routes[request.rid][request.num_fed - 1 :].tolist()
+    assert client.calls() == [(["1.0", "2.0"], 0), (["1.1", "1.2"], 5), (["1.3"], 6)]
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_rows_of_a_prompt_are_not_shared_over_weight_versions_or_a_failure(is_newer: bool) -> None:
+    """The dispatcher repeats a request whose result is an error."""
+    group = [routed(f"1.{i}", 6, 1) for i in range(3)]
+    client = Served(dict.fromkeys(["1.0", "1.1", "1.2"], any_routes(7)))
+    client.versions["1.1"] = "4"
+    client.failing = set() if is_newer else {"1.0"}
+    first, *others = asyncio.run(client.generate_many(group))
+    assert isinstance(first, EngineError) is not is_newer
+    for other in others[: 1 if is_newer else 2]:
+        assert isinstance(other, EngineError)
+        assert re.search("request 1.[12]: no reply has its prompt's rows from the same weights", str(other))
+    if is_newer:
+        assert others[1].rows[ROUTED].tolist() == client.routes["1.2"].tolist()
+
+
+def test_a_call_that_fails_ends_the_others_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request may outlive the calls: it is about to be repeated."""
+    client, ended = Served({"whole": any_routes(5), "grown": any_routes(7)}), []
+    send = client.send_request
+
+    async def send_some(method: str, path: str, body: Any = None, **limits: Any) -> bytes:
+        if path == "/generate" and body["rid"] == ["whole"]:
+            raise EngineError("lost")
+        await asyncio.sleep(0)
+        ended.append(path)
+        return await send(method, path, body, **limits)
+
+    monkeypatch.setattr(client, "send_request", send_some)
+    with pytest.raises(EngineError, match="lost"):
+        asyncio.run(client.generate_many([routed("whole", 4, 1), routed("grown", 6, 5)]))
+    assert ended.count("/generate") == 1
 
 
 GOOD = np.tile([4, 9], (3, 3, 1))

@@ -1,5 +1,6 @@
 """Mixtures of experts on paper: config.json, tensor names, conversion; and shared experts, which are refused."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -173,6 +174,16 @@ def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen3-32B"]))
     with pytest.raises(UserError, match="qwen3 models have no stream 'routes', which the run needs"):
         token_streams("auto", tmp_path, {"routes"})
+
+
+@pytest.mark.parametrize("held", [{"lm_head.weight": "7"}, {"lm_head.weight": "8"}, {}])
+def test_an_output_layer_that_sglang_does_not_tie_is_refused(held: dict[str, str]) -> None:
+    """Its qwen3_moe would sample with random weights (srt/models/qwen3_moe.py)."""
+    sent, checksum = ["model.embed_tokens.weight"], {"model.embed_tokens.weight": "7"} | held
+    said = "http://engine:1 serves another model: its lm_head.weight is not the embedding"
+    is_refused = held.get("lm_head.weight") == "8"
+    with pytest.raises(EngineError, match=said) if is_refused else contextlib.nullcontext():
+        _check_names("http://engine:1", sent, {"ranks": [{"checksums": checksum}]})
 
 
 def test_names_are_compared_although_sglang_stacks_experts() -> None:

@@ -396,6 +396,37 @@ def test_the_plan_of_a_mixture_says_what_a_token_uses_and_what_is_assumed(
     assert "precision.fp8" not in told, "it is refused with experts"
 
 
+def test_the_plan_has_room_for_routes(capsys: pytest.CaptureFixture[str]) -> None:
+    """48 layers x 8 experts: a byte for each in the trainer, four in SGLang, for every token of its cache."""
+    given = ["model.path=models/Qwen3-30B-A3B", "parallel.tensor=4", "parallel.expert=8", "parallel.sequence=true"]
+    given += ["parallel.pipeline=2", "parallel.data=2", "model.dtype=bfloat16"]
+    shape = model_shape(KNOWN_MODELS["Qwen3-30B-A3B"])
+    without, config = recipe(*given), recipe(*given, "model.replay_routes=true")
+    before, memory = (trainer_memory(one, shape, stage=1, gpu_bytes=GPU_BYTES) for one in (without, config))
+    num_tokens = before.batch // 64
+    assert memory.batch == num_tokens * (64 + 24 * 8)
+    assert memory.total == before.total + num_tokens * 24 * 8
+    r = config.rollout
+    num_groups = 2 * r.prompts_per_step
+    made = make_plan(config, shape)
+    assert made.routes_bytes == 2 * num_groups * r.samples_per_prompt * config.longest_trained * 384
+    assert made.server.routes == made.server.kv_tokens * 48 * 8 * 4
+    overlapped = recipe(*given, "model.replay_routes=true", "rollout.overlap=true", "rollout.max_staleness=11")
+    num_updates = config.train.minibatches_per_step * config.train.epochs_per_step
+    steps = 12 // num_updates
+    assert make_plan(overlapped, shape).routes_bytes == made.routes_bytes // num_groups * r.prompts_per_step * steps
+    dense = make_plan(recipe(), SHAPE)
+    assert dense.routes_bytes == dense.server.routes == 0
+    files = ["recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100", "train.recompute=true"]
+    for one, said in (
+        (["model.replay_routes=true"], f"routes     {made.routes_bytes / 1e9:.1f} GB of memory on trainer rank 0"),
+        ([], ""),
+    ):
+        assert main(["plan", *files, *given, *one]) == 0
+        told = capsys.readouterr().out
+        assert said in told if said else "routes" not in told
+
+
 BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h100"]
 SMALL = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"]
 OVERLAPPED = ("rollout.overlap=true", "rollout.max_staleness=8")
