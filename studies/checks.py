@@ -9,13 +9,14 @@ from bapo_megatron.metrics import METRICS
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.inputs import Findings
 from studies.identity import inputs
+from studies.pool import ENGINES
 from studies.results import COMPARISONS, DERIVED, HEADLINE, PROFILE
 from studies.study import Run, Study
 
-# A study's runs (pool.py) have one embedded engine and one trainer rank.
-_ONLY: dict[str, dict[str, Any]] = {
-    "rollout": {"engine": "embedded", "num_servers": 1},
-    "parallel": {"tensor": 1, "pipeline": 1, "context": 1, "data": 1},
+# A study's runs (pool.py) have one engine and one trainer rank.
+_ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "rollout": {"engine": tuple(ENGINES), "num_servers": (1,)},
+    "parallel": {"tensor": (1,), "pipeline": (1,), "context": (1,), "data": (1,)},
 }
 
 
@@ -42,10 +43,11 @@ def _plots(study: Study) -> Iterator[str]:
 
 
 def _settings(config: Config, read: Findings) -> Iterator[str]:
-    for section, wanted in _ONLY.items():
-        for setting, only in wanted.items():
-            if (got := getattr(getattr(config, section), setting)) != only:
-                yield f"{section}.{setting} is {got!r}; each run of a study has {only!r} there: leave the setting out"
+    for section, settings in _ONLY.items():
+        for setting, allowed in settings.items():
+            if (got := getattr(getattr(config, section), setting)) not in allowed:
+                known = " or ".join(map(repr, allowed))
+                yield f"{section}.{setting} is {got!r}; each run of a study has {known} there: leave it out"
     for setting, path in inputs(config):
         if setting not in ("model.path", "loss.reference_path") and not path.exists():
             yield f"{setting}: there is nothing at {path.absolute()}"

@@ -131,8 +131,9 @@ def _table(result: StudyResult) -> list[str]:
 def _cell(number: FinalFigure | None) -> str:
     if number is None:
         return ""
-    digits = 3 if abs(number.mean) < 10 else 1
-    return f"{number.mean:.{digits}f}" + (f" ± {number.std:.{digits}f}" if number.std else "")
+    size = abs(number.mean)
+    form = ".2g" if 0 < size < 0.01 else ".3f" if size < 10 else ".1f"
+    return f"{number.mean:{form}}" + (f" ± {number.std:{form}}" if number.std else "")
 
 
 def _draw(study: Study, result: StudyResult) -> str:

@@ -1,7 +1,7 @@
 """Parallel runs of `bapo train`, one core each, without its start-up, which would take longer than a small run.
 
-A fork server imports torch, Megatron and bapo_megatron once. Each run consists of two forks, an embedded engine and a
-trainer with one rank, with the loop, HTTP API and weight sync of `bapo train`.
+A fork server imports torch, Megatron and bapo_megatron once. Each run consists of two forks, an engine and a trainer
+with one rank, with the loop, HTTP API and weight sync of `bapo train`.
 """
 
 import multiprocessing
@@ -23,6 +23,9 @@ from bapo_megatron.engines.key import new_key
 from bapo_megatron.errors import UserError
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.steps import read_metrics
+
+# What rollout.engine may be, and the module whose `main` serves.
+ENGINES = {"embedded": "bapo_megatron.engines.embedded.server", "studies.bfloat16:KIND": "studies.bfloat16"}
 
 _WORKERS = "studies.workers"
 _ROOT = Path(__file__).parents[1]
@@ -52,7 +55,7 @@ def train_all(
     """Train every configuration to its last step; call `tell` with each finished one and its seconds.
 
     Args:
-        configs: checked configurations with the embedded engine and one trainer rank.
+        configs: checked configurations (checks.py), with one engine and one trainer rank.
         num_jobs: how many runs may train at the same time.
         timeout_s: how long one run may take.
         tell: called with the configuration of each finished run and its seconds.
@@ -131,8 +134,8 @@ def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
     key = new_key()
     with RunDir.open(config) as run, processes.reserved_ports(1) as ports:
         engine_log = run.log_path("engine", 0)
-        url = f"http://{processes.LOOPBACK}:{ports[0]}"
-        with forks.running("serve", _engine_arguments(config, ports[0]), engine_log, key) as engine:
+        url, arguments = f"http://{processes.LOOPBACK}:{ports[0]}", _engine_arguments(config, ports[0])
+        with forks.running("serve", ENGINES[config.rollout.engine], arguments, engine_log, key) as engine:
             wait(lambda: is_ready(url, engine))
             with forks.running("train", run.path, url, key) as trainer:
                 wait(lambda: trainer.exitcode is not None)

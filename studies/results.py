@@ -48,6 +48,8 @@ FINALS: dict[str, tuple[str, str]] = {
     "inert": ("bapo/inert_share", "all"),
     "saturated": ("bapo/saturated_share", "all"),
     "age": ("staleness/mean", "all"),
+    "mismatch": ("mismatch/logprob_mean", "all"),
+    "other experts": ("routes/other_share", "all"),
 }
 HEADLINE = "pass rate"  # the figure by which variants are compared
 

@@ -1,29 +1,30 @@
-"""Work of a study's forked processes: serving an embedded engine, or training with one rank.
+"""Work of a study's forked processes: serving an engine, or training with one rank.
 
 The fork server (pool.py) imports this once, with everything that both need, so that a run starts without imports.
 """
 
+import importlib
 import os
 import signal
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import bapo_megatron.engines.embedded.server
 import bapo_megatron.monitor.record
 import bapo_megatron.runtime.ranks
-import bapo_megatron.train  # noqa: F401  run_rank imports these late
-from bapo_megatron.engines.embedded import server
+import bapo_megatron.train  # noqa: F401  `serve` and run_rank import these late
 from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.trainer import redirect_output, run_rank
 
 
-def serve(lifeline: Connection, arguments: list[str], log: Path, key: str) -> None:
-    """Run an embedded engine until SIGTERM."""
+def serve(lifeline: Connection, module: str, arguments: list[str], log: Path, key: str) -> None:
+    """Run the engine whose `main` is in this module until SIGTERM."""
     _end_with(lifeline)
     os.environ[KEY_VARIABLE] = key
     redirect_output(log)
-    server.main(arguments)
+    importlib.import_module(module).main(arguments)
 
 
 def train(lifeline: Connection, run_path: Path, url: str, key: str) -> None:

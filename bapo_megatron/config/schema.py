@@ -75,7 +75,7 @@ class ModelConfig(Section):
     and can be used, otherwise local."""
     replay_routes: bool = False
     """Mixtures of experts: in every pass of the policy, take the experts that the engine chose when it sampled
-    (docs/models.md). The router still learns: its scores of these experts are its own."""
+    (docs/moe.md). The router still learns: its scores of these experts are its own."""
 
     @property
     def requested_streams(self) -> tuple[str, ...]:

@@ -68,16 +68,20 @@ def own_children() -> set[int]:
 
 
 def test_the_verb_trains_writes_and_does_not_repeat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "short.toml").write_text(STUDY)
+    """One of its two runs has an engine in other arithmetic."""
+    bfloat16 = 'loss = { name = "grpo" }, rollout = { engine = "studies.bfloat16:KIND" }'
+    (tmp_path / "short.toml").write_text(STUDY.replace('loss = { name = "grpo" }', bfloat16))
     command = ["reproduce", str(tmp_path / "short.toml"), "--runs", str(tmp_path / "runs"), "--jobs", "2"]
     assert main(command) == 0
     assert "2 of 2 runs to do" in (said := capsys.readouterr().out)
     assert "[2/2, about 0 min left]" in said
     assert own_children() == set()
     results = tmp_path / "runs" / "results"
-    passed = [row for row in csv.DictReader((results / "short.csv").open()) if row["figure"] == "pass rate"]
+    rows = list(csv.DictReader((results / "short.csv").open()))
+    passed, mismatch = ([row for row in rows if row["figure"] == figure] for figure in ("pass rate", "mismatch"))
     assert [row["variant"] for row in passed] == ["GRPO", "BAPO"]
     assert all(0 <= float(row["mean"]) <= 1 for row in passed)
+    assert float(mismatch[0]["mean"]) > 1e-4 > 1e-5 > float(mismatch[1]["mean"]) > 0
     assert (results / "short.svg").is_file()
 
     (first,) = [

@@ -25,6 +25,7 @@ from bapo_megatron.engines.embedded.sampler import uniform
 from bapo_megatron.engines.http import parse_reply
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
+from studies.bfloat16 import RoundedModel
 
 SIZES = {
     "vocab_size": 61,
@@ -111,6 +112,25 @@ def test_prefill_append_and_decode_equal_transformers(name: str, tmp_path: Path)
     logits_BV = torch.cat([logits_BV[:1], model.append(padded, more, lengths_B[1:], cache, 1)])
     lengths_B[1:] += more
     decode(3)
+
+
+def test_the_model_of_a_study_takes_float32_and_computes_in_bfloat16(tmp_path: Path) -> None:
+    """As one in bfloat16 does with the same weights, also after a push."""
+    save(CONFIGS["mixture"], tmp_path)
+    rounded = RoundedModel.from_pretrained(tmp_path, max_len=8)
+    plain = Model.from_pretrained(tmp_path, max_len=8, dtype=torch.bfloat16)
+
+    def logits(model: Model) -> torch.Tensor:
+        return model.prefill(torch.arange(3)[None], torch.tensor([3]), model.new_cache(num_rows=1, max_len=8), 0)
+
+    first = logits(rounded)
+    assert torch.equal(first, logits(plain))
+    for name, weight in rounded.named_weights.items():
+        rounded.check_weight(TensorSpec(name, "float32", tuple(weight.shape)))
+        weight.mul_(1.1)
+        plain.named_weights[name].copy_(weight)
+    assert torch.equal(logits(rounded), logits(plain))
+    assert not torch.equal(logits(rounded), first)
 
 
 def test_padding_may_reach_beyond_the_cache(tmp_path: Path) -> None:

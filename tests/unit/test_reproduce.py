@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.load import load_config
+from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import JsonlWriter
+from studies import bfloat16
 from studies.page import write
 from studies.pool import is_finished, run_path
 from studies.results import DERIVED, gather, value
@@ -97,6 +99,13 @@ settings = { train = { minibatches_per_step = 2 }, loss = { clip_low = 0.7 } }
     assert found == [(4, 0.8, 1.2), (4, 0.8, 2.0), (2, 0.7, 1.2), (2, 0.7, 2.0)]
     with pytest.raises(ConfigError, match="two regimes have the same name"):
         study_from(tmp_path, MINIMAL.replace("[[plots]]", regimes.replace("K = 2", "K = 4") + "[[plots]]", 1))
+
+
+def test_the_bfloat16_engine_starts_in_place_of_the_embedded_one(tmp_path: Path) -> None:
+    config = load_config(["moe_demo"], ["rollout.engine=studies.bfloat16:KIND"])
+    (spec,) = bfloat16.engine_specs(config, tmp_path, [tmp_path / "log"], [30000], EngineShare(1, first_gpu=0))
+    assert spec.command[1:3] == ["-m", "studies.bfloat16"]
+    assert spec.command[-2:] == ["--port", "30000"]
 
 
 def test_equal_settings_are_one_run_and_others_are_not(tmp_path: Path) -> None:

@@ -450,7 +450,7 @@ def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
     _leave(text.engine)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, *, model_type: type[Model] = Model) -> None:
     parser = argparse.ArgumentParser(prog="python -m bapo_megatron.engines.embedded", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face checkpoint folder")
     parser.add_argument("--family", default="auto", help="model.family: the path of a family of your own")
@@ -473,7 +473,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.setswitchinterval(_GIL_SWITCH_S)
     try:
         own, dtype = own_family(args.family), getattr(torch, args.dtype)
-        model = Model.from_pretrained(args.model_path, max_len=args.max_context, dtype=dtype, own=own)
+        model = model_type.from_pretrained(args.model_path, max_len=args.max_context, dtype=dtype, own=own)
     except UserError as problem:
         parser.exit(2, f"{problem}\n")
     engine = BatchingEngine(

@@ -1,0 +1,55 @@
+"""An engine in other arithmetic than its trainer's: weights arrive in float32, and are rounded to compute in bfloat16.
+
+bapo train moe_demo rollout.engine=studies.bfloat16:KIND        in a checkout's root
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.config.engines import EngineKind
+from bapo_megatron.config.schema import Config
+from bapo_megatron.engines.embedded import server
+from bapo_megatron.engines.embedded.model import Attend, Model
+from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams
+from bapo_megatron.engines.processes import EngineShare
+from bapo_megatron.engines.start import embedded_specs
+from bapo_megatron.engines.supervisor import EngineSpec
+from bapo_megatron.hf.shape import ModelShape
+
+KIND = EngineKind("bfloat16 engine", specs="studies.bfloat16:engine_specs", cuts=True)
+
+
+class RoundedModel(Model):
+    """The embedded engine's model in bfloat16, whose named weights are in the trainer's float32."""
+
+    def __init__(self, spec: ModelShape, *, max_len: int, dtype: torch.dtype, streams: Streams | None = None) -> None:
+        super().__init__(spec, max_len=max_len, dtype=torch.bfloat16, streams=streams)
+        self._rounded = self.named_weights
+        self.named_weights = {name: torch.zeros_like(w, dtype=dtype) for name, w in self._rounded.items()}
+
+    def _blocks(self, token_ids_BT: Tensor, cos: Tensor, sin: Tensor, attend: Attend, fed: FedRows | None) -> Tensor:
+        for name, weight in self.named_weights.items():  # before each pass, which takes longer even in a small model
+            self._rounded[name].copy_(weight)
+        return super()._blocks(token_ids_BT, cos, sin, attend, fed)
+
+
+def engine_specs(
+    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
+) -> list[EngineSpec]:
+    """Describe the embedded engines, with this module in their place."""
+    specs = embedded_specs(config, model_path, logs, ports, share)
+    package = server.__package__
+    return [replace(s, command=[__name__ if part == package else part for part in s.command]) for s in specs]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve, with the arguments of the embedded engine."""
+    server.main(argv, model_type=RoundedModel)
+
+
+if __name__ == "__main__":
+    main()
