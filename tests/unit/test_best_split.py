@@ -146,7 +146,7 @@ def first_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> lis
 
 def test_the_first_three_lines_say_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     fits, time, change = first_lines([*SMALL, "train.recompute=true"], capsys)
-    assert fits.startswith("fits       yes: a trainer GPU needs 56.5 of 75.1 GiB; a server holds ")
+    assert fits.startswith("fits       yes: a trainer GPU needs 57.9 of 75.1 GiB; a server holds ")
     assert time.startswith("time       ")
     assert "a step expected (synchronous): training " in time
     setting = change.split()[1]
@@ -155,7 +155,7 @@ def test_the_first_three_lines_say_what_matters(capsys: pytest.CaptureFixture[st
     assert setting not in again, "the suggested change is made"
     ranks = ["parallel.tensor=4", "parallel.pipeline=1"]
     fits, time, change = first_lines([*BIG, *ranks], capsys)
-    assert fits.startswith("fits       no: a trainer GPU needs 170.8 of 75.1 GiB")
+    assert fits.startswith("fits       no: a trainer GPU needs 172.2 of 75.1 GiB")
     assert time == "time       no step is possible"
     assert change == (
         "change     no layout fits on 8 GPUs; the smallest cluster that does is 3 nodes: set cluster.nodes=3"

@@ -138,7 +138,7 @@ def test_jobs_and_local_runs_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(local.RunDir, "open", keep)
     with pytest.raises(TypeError):  # what `keep` returns is not a run's folder
         local.train_locally(load_config(["demo"], [f"run.dir={tmp_path}", "cluster.gpu=h100"]))
-    assert [(c.train.recompute, c.train.recompute_layers) for c in kept] == [(True, 22), (False, None)]
+    assert [(c.train.recompute, c.train.recompute_layers) for c in kept] == [(True, 23), (False, None)]
 
 
 def test_the_page_has_a_plan_of_every_combination() -> None:
