@@ -74,8 +74,13 @@ SPREAD = 0.02  # standard deviation of random weights, as models are initialised
 _QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131_072}
 _SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
 _1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151_936}
+_FEW_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": _QWEN2 | _SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "tiny-experts": _QWEN2
+    | _SMALL
+    | _FEW_EXPERTS
+    | {"model_type": "qwen3_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "1.5b": _QWEN2 | _1_5B | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "7b-half": KNOWN_MODELS["Qwen2.5-Math-7B-64k"] | {"num_hidden_layers": 14},  # half of the layers, at full size
     "30b-a3b-3l": KNOWN_MODELS["Qwen3-30B-A3B"] | {"num_hidden_layers": 3},  # three of 48 layers, all experts
@@ -369,7 +374,8 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for every variant")
     options = parser.parse_intermixed_args()
     if options.tiny:
-        vars(options).update(TINY)
+        has_experts = "num_experts" in MODELS[options.model]
+        vars(options).update(TINY | ({"model": "tiny-experts"} if has_experts else {}))
     if options.deterministic:  # as a rank does
         sum_in_fixed_order()
     began_s, longest_s = time.monotonic(), 0.0

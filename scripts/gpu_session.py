@@ -118,12 +118,17 @@ STAGES: dict[str, tuple[Step, ...]] = {
     "te": (
         Step("install", (), needs=("GPU", "built")),
         Step("attention", ("-c", _ATTENTION), ENGINE, rows="attention.json"),
-        Step("tests", (*PYTEST, "tests/gpu/test_precision_gpu.py", "tests/gpu/test_train_gpu.py"), ENGINE),
+        Step(
+            "tests", (*PYTEST, *(f"tests/gpu/test_{name}_gpu.py" for name in ("precision", "experts", "train"))), ENGINE
+        ),
     ),
     "speed": (
         updates("1.5b", "--model 1.5b --turns 3 --variants te 'te tensorwise' local"),
         updates("7b-half", f"--model 7b-half --variants {OF_7B}"),
         updates("profile", "--model 7b-half --turns 1 --profile --variants te", ENGINE),
+        # apart, since Megatron-Core's dispatcher of tokens keeps a model alive until its process ends
+        updates("experts", "--model 30b-a3b-3l --turns 3 --variants te", ENGINE),
+        updates("replay", "--model 30b-a3b-3l --turns 3 --variants 'te replay'", ENGINE, rows="experts.json"),
     ),
     "bits": (
         updates("transfers", "--model 1.5b --transfers --variants"),

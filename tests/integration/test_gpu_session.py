@@ -79,7 +79,7 @@ def test_the_dry_run_needs_neither_gpu_nor_network(tmp_path: Path, monkeypatch: 
     done = session(tmp_path, "--dry-run", "te", "speed", "bits", "two-gpus")
     assert done.returncode == 0, done.stdout + done.stderr
     assert states(tmp_path, "te") == dict.fromkeys(("install", "attention", "tests"), "missing")
-    assert states(tmp_path, "speed") == dict.fromkeys(("1.5b", "7b-half", "profile"), "done")
+    assert states(tmp_path, "speed") == dict.fromkeys(("1.5b", "7b-half", "profile", "experts", "replay"), "done")
     assert states(tmp_path, "bits") == dict.fromkeys(("transfers", "deterministic"), "done")
     assert "install: missing, no GPU: torch" in done.stdout
     whole = json.loads((tmp_path / "speed.json").read_text())
@@ -90,6 +90,8 @@ def test_the_dry_run_needs_neither_gpu_nor_network(tmp_path: Path, monkeypatch: 
     assert "needs a GPU" in rows["1.5b"]["local tensorwise"]["missing"]
     assert rows["7b-half"].keys() == {"local", *(f"local {way}" for way in OF_7B)}
     assert len(rows["profile"]["local, profile"]["operators"]) == 20
+    assert rows["replay"].keys() == {"local", "local replay"}
+    assert "seconds" in rows["replay"]["local replay"]
     assert rows["transfers"]["transfers"]["weights_gib"] > 0
     repeated = rows["deterministic"]["local, deterministic"]
     assert repeated["num_equal_gradients"] > 20
@@ -159,7 +161,7 @@ def test_the_steps_follow_the_plan() -> None:
     assert {stage: [step.name for step in steps] for stage, steps in gpu_session.STAGES.items()} == {
         "correctness": ["doctor", "build", "tests", "kernels", "logprobs-7b", "logprobs-1.5b", "logprobs-32b-tp8"],
         "te": ["install", "attention", "tests"],
-        "speed": ["1.5b", "7b-half", "profile"],
+        "speed": ["1.5b", "7b-half", "profile", "experts", "replay"],
         "bits": ["transfers", "deterministic"],
         "train": ["train"],
         "two-gpus": ["sglang"],
@@ -217,6 +219,8 @@ def test_packing_downloads_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     gpu_packing.pack(tmp_path, "3.12", ["numpy"])
     source, wheels = calls
     assert source[-1] == "transformer-engine-torch==2.11.0"
+    assert any(one.startswith("megatron-core") for one in wheels)
+    assert not any(";" in one for one in wheels), "markers, which pip evaluates for its own Python"
     assert {"transformer-engine==2.11.0", "transformer-engine-cu13==2.11.0", "3.12"} <= set(wheels)
     assert [file.name for file in tmp_path.iterdir()] == ["msgspec-0.22.0-py3-none-any.whl"]
 
