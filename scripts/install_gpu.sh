@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up a machine with GPUs: the trainer and SGLang in one environment, and what is compiled against the torch that
-# SGLang pins. Not run on a GPU yet: docs/status.md.
+# SGLang pins. Not run as a whole on a GPU machine yet: docs/status.md.
 #
 #   scripts/install_gpu.sh             all three steps
 #   scripts/install_gpu.sh packages    torch, SGLang, Megatron-Core, transformers
