@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables
 from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.runtime import num_cores
 from bapo_megatron.runtime.environment import nccl_variables
 
@@ -81,6 +83,8 @@ def command(
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
+    if missing := _missing_settings(config, model_path):
+        arguments["json_model_override_args"] = missing
     if config.model.replay_routes:
         arguments["enable_return_routed_experts"] = True
     if has_gpu:
@@ -110,6 +114,7 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
     variables = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack: positions past the model's own are not used
+        "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # else bfloat16: in float32, log-probs are up to 0.035 off
     }
     if share.host == LOOPBACK:
         variables |= loopback_variables()
@@ -126,6 +131,17 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",  # ranks and other processes share this machine's memory
     }
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
+
+
+def _missing_settings(config: Config, model_path: Path) -> dict[str, Any]:
+    """Return that every n-th layer has full attention, if only layer_types say so: SGLang does not read these."""
+    hf_config = load_hf_config(model_path)
+    shape = model_shape(hf_config, model_path, own=own_family(config.model.family))
+    if shape.linear is None or hf_config.get("full_attention_interval") is not None:
+        return {}
+    is_full = [layer.linear is None for layer in shape.layers]
+    found = {"full_attention_interval": [*is_full, True].index(True) + 1}
+    return {"text_config": found} if "text_config" in hf_config else found
 
 
 def check_installed(has_gpu: bool) -> None:

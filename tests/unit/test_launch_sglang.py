@@ -1,6 +1,7 @@
 """How SGLang servers are started: command line, placing on CPUs, and what a user without SGLang is told."""
 
 import importlib.metadata
+import json
 import signal
 import socket
 import subprocess
@@ -10,17 +11,19 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import EngineError, UserError
 from tests.distributed import HANG_S
+from tests.hybrid_model import save_hybrid
 
 SHARE = EngineShare(count=1, first_gpu=0)
 
 
 def command(extra: dict[str, Any] | None = None, *, has_gpu: bool = False, **rollout: Any) -> list[str]:
-    return sglang.command(settings(extra, **rollout), Path("model"), SHARE, 0, 1234, has_gpu=has_gpu)
+    return sglang.command(settings(extra, **rollout), demo_model_path(), SHARE, 0, 1234, has_gpu=has_gpu)
 
 
 def settings(extra: dict[str, Any] | None = None, **rollout: Any) -> Config:
@@ -44,8 +47,8 @@ def test_a_response_may_fill_the_context() -> None:
 def test_servers_of_a_run_that_replays_routes_return_them() -> None:
     flag, plain = "--enable-return-routed-experts", settings()
     replaying = plain.model_copy(update={"model": plain.model.model_copy(update={"replay_routes": True})})
-    assert flag in sglang.command(replaying, Path("model"), SHARE, 0, 1234, has_gpu=True)
-    assert flag not in sglang.command(plain, Path("model"), SHARE, 0, 1234, has_gpu=True)
+    assert flag in sglang.command(replaying, demo_model_path(), SHARE, 0, 1234, has_gpu=True)
+    assert flag not in sglang.command(plain, demo_model_path(), SHARE, 0, 1234, has_gpu=True)
 
 
 def test_extra_arguments_have_the_last_word() -> None:
@@ -70,6 +73,34 @@ def test_memory_that_others_take_meanwhile_ends_no_server_on_a_cpu() -> None:
     assert float(option(command(), "--mem-fraction-static")) == 1.0
     variables = sglang.environment(settings(server_tensor_parallel=2), SHARE, 0, [])
     assert variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
+
+
+def test_the_inputs_of_convolutions_are_kept_in_the_type_of_the_model() -> None:
+    """SGLang's default is bfloat16."""
+    variables = sglang.environment(settings(), SHARE, 0, [])
+    assert variables["SGLANG_MAMBA_CONV_DTYPE"] == settings().model.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, '{"full_attention_interval": 2}'),  # as transformers saves it
+        ({"full_attention_interval": 2}, None),
+        ({"full_attention_interval": 2, "layer_types": None}, None),
+        (None, '{"text_config": {"full_attention_interval": 2}}'),
+    ],
+)
+def test_servers_are_told_which_layers_have_full_attention(
+    change: dict[str, Any] | None, expected: str | None, tmp_path: Path
+) -> None:
+    save_hybrid(tmp_path, 0, 64)
+    file = tmp_path / "config.json"
+    hf_config = json.loads(file.read_text())
+    whole = {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": hf_config}
+    file.write_text(json.dumps(whole if change is None else hf_config | change))
+    arguments = sglang.command(settings(), tmp_path, SHARE, 0, 1234, has_gpu=True)
+    flag = "--json-model-override-args"
+    assert (option(arguments, flag) if flag in arguments else None) == expected
 
 
 def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:
