@@ -83,8 +83,8 @@ def command(
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
-    if missing := _missing_settings(config, model_path):
-        arguments["json_model_override_args"] = missing
+    if overrides := _overrides(config, model_path):
+        arguments["json_model_override_args"] = overrides
     if config.model.replay_routes:
         arguments["enable_return_routed_experts"] = True
     if has_gpu:
@@ -133,15 +133,20 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
 
 
-def _missing_settings(config: Config, model_path: Path) -> dict[str, Any]:
-    """Return that every n-th layer has full attention, if only layer_types say so: SGLang does not read these."""
+def _overrides(config: Config, model_path: Path) -> dict[str, Any]:
+    """Return settings that SGLang reads from config.json and must find other than they are.
+
+    It does not read layer_types, and wants the images' part of a model, for which nothing is sent, left out by name.
+    """
     hf_config = load_hf_config(model_path)
     shape = model_shape(hf_config, model_path, own=own_family(config.model.family))
-    if shape.linear is None or hf_config.get("full_attention_interval") is not None:
-        return {}
-    is_full = [layer.linear is None for layer in shape.layers]
-    found = {"full_attention_interval": [*is_full, True].index(True) + 1}
-    return {"text_config": found} if "text_config" in hf_config else found
+    text: dict[str, Any] = {}
+    if shape.linear is not None and hf_config.get("full_attention_interval") is None:
+        is_full = [layer.linear is None for layer in shape.layers]
+        text["full_attention_interval"] = [*is_full, True].index(True) + 1
+    if "text_config" not in hf_config:
+        return text
+    return {"language_model_only": True} | ({"text_config": text} if text else {})
 
 
 def check_installed(has_gpu: bool) -> None:

@@ -11,12 +11,12 @@ _STACKED = {
 _OF_EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 _LEFT_OUT = re.compile(r"(?<=\.)(language_model|self_attn)\.")  # by Qwen3.5, in the names that it reports
 _HELD = (".weight", ".bias", ".experts.w13_weight", ".experts.w2_weight", ".A_log", ".dt_bias")
-_OTHER_PARTS = ("visual.", "model.visual.", "mtp.")  # which the policy does not have
+_IMAGES = "visual."  # a part that the policy does not have
 
 
 def held(name: str) -> str | None:
     """Return the common name of a tensor that a server reports, or None if the policy has none like it."""
-    return _LEFT_OUT.sub("", name) if name.endswith(_HELD) and not name.startswith(_OTHER_PARTS) else None
+    return _LEFT_OUT.sub("", name) if name.endswith(_HELD) and not name.startswith(_IMAGES) else None
 
 
 def stacked(name: str) -> str:

@@ -173,7 +173,7 @@ def fused_rmsnorm_gated_cpu(x: Tensor, weight: Tensor, z: Tensor, eps: float) ->
     return (weight.float() * _normed(x, eps) * F.silu(z.float())).to(x.dtype)
 
 
-_OPERATORS: dict[Callable[..., Any], tuple[str, ...]] = {  # and the arguments that each changes
+OPERATORS: dict[Callable[..., Any], tuple[str, ...]] = {  # and the arguments that each changes
     fused_sigmoid_gating_delta_rule_update_cpu: ("initial_state_source",),
     fused_gdn_gating_cpu: (),
     fused_qk_gemma_rmsnorm_cpu: (),
@@ -188,7 +188,7 @@ def register(library: torch.library.Library) -> None:
     """Define the operators in the namespace `sgl_kernel`, unless a real one has, and use the norm on any CPU."""
     from sglang.kernels.ops.attention.fla import layernorm_gated
 
-    for function, changed in _OPERATORS.items():
+    for function, changed in OPERATORS.items():
         name = function.__name__
         if not hasattr(torch.ops.sgl_kernel, name):
             library.define(name + torch.library.infer_schema(function, mutates_args=changed))

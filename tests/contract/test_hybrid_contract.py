@@ -5,6 +5,7 @@ A response is continued from its state if nothing has dropped it; otherwise all 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ ONE_SERVER = {"embedded": LAUNCHERS["embedded"], "sglang": sglang_servers(num_se
 @pytest.fixture(scope="module", params=[pytest.param("embedded"), pytest.param("sglang", marks=pytest.mark.slow)])
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp(request.param)
-    with started(request.param, ONE_SERVER[request.param], save_hybrid, folder) as servers:
+    make_model = partial(save_hybrid, published=True)
+    with started(request.param, ONE_SERVER[request.param], make_model, folder) as servers:
         yield servers
 
 
@@ -148,7 +150,8 @@ def test_names_of_no_weight_are_refused_before_anything_is_sent(servers: Servers
     """SGLang would pass over them with a warning."""
     right = servers.manifest("a")
     wrong = [replace(spec, name=spec.name.replace("in_proj_z", "in_proj_gate")) for spec in right]
-    for manifest in (wrong, [*right, TensorSpec("model.layers.0.linear_attn.D", "float32", (4,))], right):
+    more = TensorSpec("model.language_model.layers.0.linear_attn.D", "float32", (4,))
+    for manifest in (wrong, [*right, more], right):
         channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit)
         if manifest is right:
             channel.connect(manifest)

@@ -82,25 +82,25 @@ def test_the_inputs_of_convolutions_are_kept_in_the_type_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("published", "interval", "expected"),
     [
-        ({}, '{"full_attention_interval": 2}'),  # as transformers saves it
-        ({"full_attention_interval": 2}, None),
-        ({"full_attention_interval": 2, "layer_types": None}, None),
-        (None, '{"text_config": {"full_attention_interval": 2}}'),
+        (False, {}, {"full_attention_interval": 2}),
+        (False, {"full_attention_interval": 2}, None),
+        (True, {}, {"language_model_only": True, "text_config": {"full_attention_interval": 2}}),
+        (True, {"full_attention_interval": 2}, {"language_model_only": True}),
     ],
 )
-def test_servers_are_told_which_layers_have_full_attention(
-    change: dict[str, Any] | None, expected: str | None, tmp_path: Path
+def test_servers_are_told_what_transformers_does_not_save(
+    published: bool, interval: dict[str, int], expected: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    save_hybrid(tmp_path, 0, 64)
+    save_hybrid(tmp_path, 0, 64, published=published)
     file = tmp_path / "config.json"
     hf_config = json.loads(file.read_text())
-    whole = {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": hf_config}
-    file.write_text(json.dumps(whole if change is None else hf_config | change))
+    (hf_config["text_config"] if published else hf_config).update(interval)
+    file.write_text(json.dumps(hf_config))
     arguments = sglang.command(settings(), tmp_path, SHARE, 0, 1234, has_gpu=True)
     flag = "--json-model-override-args"
-    assert (option(arguments, flag) if flag in arguments else None) == expected
+    assert (json.loads(option(arguments, flag)) if flag in arguments else None) == expected
 
 
 def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:
