@@ -1,7 +1,6 @@
 """Operations that have a faster version on CPUs; the results equal torch's, up to rounding.
 
 `kernels_of` is the only place that chooses. `base.py` has torch's own operations, and `cpu.py` the versions for CPUs.
-`delta_rule.py` has one version, for any device.
 """
 
 from torch import Tensor

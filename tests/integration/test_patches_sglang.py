@@ -13,7 +13,7 @@ import pytest
 import torch
 from bapo_megatron_patches.sglang import v0_5_23, v0_5_23_linear
 
-from bapo_megatron.kernels.delta_rule import delta_rule
+from bapo_megatron.engines.embedded.delta_rule import delta_rule
 from tests.distributed import HANG_S
 
 needs_sglang = pytest.mark.skipif(

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bapo_megatron.engines.embedded.delta_rule import delta_rule, delta_step
 from bapo_megatron.hf.shape import LinearAttention
-from bapo_megatron.kernels.delta_rule import delta_rule, delta_step
 
 
 def linear_attention(

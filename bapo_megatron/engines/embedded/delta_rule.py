@@ -23,7 +23,7 @@ def delta_rule(
     beta_BTN: Tensor,
     state_BNDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule to whole rows; differentiable. Tokens with decay and beta 0 leave the state as it is.
+    """Apply the rule to whole rows. Tokens with decay and beta 0 leave the state as it is.
 
     Args:
         decay_BTN: logarithm of the state's decay, float32 and at most 0.
