@@ -37,6 +37,7 @@ OWN_ARGUMENTS = {
 """Arguments of SGLang that the launcher sets, and where to set them instead."""
 
 _CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
+_STATES_PER_REQUEST = 4  # of linear attention: SGLang holds 3 for a running request, and the others at ends of prefixes
 _MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait
 
 
@@ -98,6 +99,7 @@ def command(
             "disable_overlap_schedule": True,
             "mem_fraction_static": 1.0,  # max_total_tokens bounds the cache, whatever memory other processes take
             "max_total_tokens": max(kv_tokens, context + _CONTEXT_SLACK),
+            "max_mamba_cache_size": _STATES_PER_REQUEST * r.max_concurrent_requests,
             "enable_deterministic_inference": True,  # otherwise seeds have no effect
         }
     rendered = [part for name, value in (arguments | config.sglang.extra).items() for part in _render(name, value)]

@@ -71,6 +71,7 @@ def test_extra_arguments_have_the_last_word() -> None:
 def test_memory_that_others_take_meanwhile_ends_no_server_on_a_cpu() -> None:
     """SGLang compares the machine's free memory before and after it loads the weights, and between ranks."""
     assert float(option(command(), "--mem-fraction-static")) == 1.0
+    assert option(command(), "--max-mamba-cache-size") == "32", "states would fill all memory"
     variables = sglang.environment(settings(server_tensor_parallel=2), SHARE, 0, [])
     assert variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
 
