@@ -110,6 +110,16 @@ class LinearAttention:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
+    def state_bytes(self, item: int) -> int:
+        """Return what an engine keeps for a sequence, whatever its length: the state in float32, and the inputs of the
+        convolution.
+
+        Args:
+            item: bytes of a value of the model's type.
+        """
+        state = self.num_value_heads * self.key_dim * self.value_dim
+        return 4 * state + item * self.conv_channels * (self.conv_width - 1)
+
     def products_of_token(self, hidden_size: int) -> int:
         """Count the products of one token: projections, convolution, and the rule in chunks of `RULE_CHUNK` tokens."""
         projections = hidden_size * (self.conv_channels + 2 * self.values + 2 * self.num_value_heads)
@@ -175,6 +185,11 @@ class ModelShape:
     def linear(self) -> LinearAttention | None:
         """Linear attention, the same in all layers that have it; None if no layer has."""
         return next((layer.linear for layer in self.layers if layer.linear is not None), None)
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers that keep keys and values of all earlier tokens."""
+        return sum(layer.linear is None for layer in self.layers)
 
     @property
     def rotary_dim(self) -> int:

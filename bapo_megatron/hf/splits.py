@@ -172,7 +172,8 @@ def _even_rows(entry: Entry, parts: tuple[str, ...] | None, rank: int, size: int
     """Yield (tensor, first row, number of rows) of a rank's even rows of each part of each tensor."""
     for tensor, shape in enumerate(entry.hf_shapes):
         first = 0
-        for length in shape[:1] if parts is None else [entry.sizes[letter] for letter in parts[tensor]]:
+        # a single rank holds all parts, in order
+        for length in shape[:1] if parts is None or size == 1 else [entry.sizes[letter] for letter in parts[tensor]]:
             own = _divided(length, size)
             yield tensor, first + rank * own, own
             first += length
