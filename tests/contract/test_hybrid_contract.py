@@ -146,6 +146,17 @@ def test_pieces_over_pushes_have_the_log_probs_of_their_weights(servers: Servers
             place += segment.num_tokens
 
 
+def test_scores_are_log_probs_of_one_pass(servers: Servers) -> None:
+    """Also where the state of a prefix is kept."""
+    request = asked("scored")
+    result = servers.loop.run(servers.engine.generate(request))
+    ids = [*request.token_ids, *result.token_ids, 4, 6]
+    scores = servers.loop.run(servers.engine.score(ids, 1, 0))
+    torch.testing.assert_close(
+        torch.tensor(scores.logprobs_N), of_transformers(servers, "a", ids), atol=TOLERANCE, rtol=0
+    )
+
+
 def test_names_of_no_weight_are_refused_before_anything_is_sent(servers: Servers) -> None:
     """SGLang would pass over them with a warning."""
     right = servers.manifest("a")

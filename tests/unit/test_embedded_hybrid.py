@@ -142,6 +142,35 @@ def test_equal_tokens_are_computed_once_and_rows_have_their_own_states(
     assert shapes == [(1, len(PROMPTS[2])), (num_different, 3)]
 
 
+def test_weights_replaced_in_place_continue_from_the_states_of_the_earlier_ones(
+    engine: BatchingEngine, policies: dict[str, PreTrainedModel]
+) -> None:
+    """As transformers does with the cache of one model and the weights of another."""
+
+    def replace() -> None:
+        engine.pause("in_place")
+        push(engine, policies, "2")
+        engine.resume()
+
+    (sequence,) = submitted(engine, [PROMPTS[0]], 12, lambda n: n == 5 and engine.call(replace))
+    sequence.done.result(HANG_S)
+    assert sequence.spans == [{"version": "1", "start": 0, "end": 5}, {"version": "2", "start": 5, "end": 12}]
+    ids = torch.tensor([sequence.token_ids])
+    first_new = len(PROMPTS[0]) + 4  # the last token of version 1 had not been fed
+    with torch.no_grad():
+        before = policies["1"](ids[:, :first_new], use_cache=True)
+        after = [
+            policies["2"](ids[:, i : i + 1], past_key_values=before.past_key_values, use_cache=True).logits
+            for i in range(first_new, ids.shape[1] - 1)
+        ]
+    logprobs_TV = torch.cat([before.logits, *after], 1)[0].log_softmax(-1)
+    expected = logprobs_TV.gather(1, ids[0, 1:, None])[len(PROMPTS[0]) - 1 :, 0]
+    torch.testing.assert_close(torch.tensor(sequence.logprobs), expected, atol=TOLERANCE, rtol=0)
+    (again,) = submitted(engine, [sequence.token_ids], 2)
+    assert again.done.result(HANG_S).num_cached == 0
+    assert_logprobs(policies, again)
+
+
 def test_scores_leave_states_alone(engine: BatchingEngine, policies: dict[str, PreTrainedModel]) -> None:
     scores: list[TokenScores | None] = []
     (sequence,) = submitted(engine, [PROMPTS[0]], 6, lambda _: scores.append(engine.score(PROMPTS[2], 1, 0)))
