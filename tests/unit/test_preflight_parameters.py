@@ -190,6 +190,8 @@ def test_published_sizes() -> None:
         "OctoThinker-3B-Long-Zero": 3.21,
         "Qwen2.5-Math-7B": 7.62,
         "Qwen3-32B": 32.76,
+        "Qwen3.5-9B": 8.95,
+        "Qwen3.5-27B": 26.9,
     }
     assert {name: round(sizes[name], 2) for name in expected} == expected
     assert len(set(itertools.chain(expected, sizes))) == len(sizes)
