@@ -40,7 +40,7 @@ class Chunk:
     """The next `RULE_CHUNK` tokens of all sequences that have any left."""
 
     places: Ragged
-    from_S: Tensor | None  # int64: these sequences among those of the chunk before; None means the first chunk
+    from_S: Tensor | None  # int64: their numbers within the chunk before; None means the first chunk
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class GatedDeltaNet(torch.nn.Module):
     """Linear attention for a Megatron layer spec, in place of SelfAttention; needs `PackedSequences.sequences`.
 
     Args:
-        sizes: of the whole layer; tensor ranks split its heads.
+        sizes: the whole layer's; tensor ranks split its heads.
         column, row: the classes of the parallel linears.
     """
 

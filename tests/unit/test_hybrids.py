@@ -25,36 +25,12 @@ from bapo_megatron.hf.shape import (
     rotary_frequencies,
 )
 from bapo_megatron.learner.fit import check_split
+from bapo_megatron.preflight.known import KNOWN_MODELS
 from bapo_megatron.preflight.memory import model_parameters
+from bapo_megatron.preflight.work import server_memory
 from tests.hf_models import make_model_config, save_model
 
-# From the text_config of the published models, without the defaults of transformers' class.
-QWEN_9B: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 248320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "full_attention_interval": 4,
-    "attn_output_gate": True,
-    "mamba_ssm_dtype": "float32",
-    "mlp_only_layers": [],
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000000,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10],
-        "mrope_interleaved": True,
-    },
-}
-QWEN_27B = QWEN_9B | {
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 24,
-    "linear_num_value_heads": 48,
-}
+QWEN_9B, QWEN_27B = (KNOWN_MODELS[name]["text_config"] for name in ("Qwen3.5-9B", "Qwen3.5-27B"))
 
 
 def published(text: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +154,17 @@ def test_flops_of_a_linear_layer_do_not_grow_with_the_length() -> None:
     for one, rule in ((linear, 0.0113), (full, 0.0)):
         weights = sum(entry.num_values(1) for entry in layer_entries(one, one.layers[0]))
         assert one.forward_flops(1, 0, 0)[0] == pytest.approx(2 * weights * (1 + rule), rel=1e-4)
+
+
+def test_a_server_keeps_a_state_for_each_response() -> None:
+    """50 MB of state and 1 MB for convolutions in 24 layers, as much as 1572 tokens of the other 8 take."""
+    config, shape = Config.model_validate({"model": {"dtype": "bfloat16"}}), model_shape(QWEN_9B)
+    memory = server_memory(config, shape, 80)
+    assert memory.kv_bytes_per_token == 8 * 2 * 4 * 256 * 2
+    assert memory.state_bytes == 24 * (4 * 32 * 128 * 128 + 2 * 8192 * 3)
+    assert memory.state_tokens == 1572
+    whole = {**KNOWN_MODELS["Qwen3-32B"], "model_type": "qwen3"}
+    assert server_memory(config, model_shape(whole), 80).state_tokens == 0
 
 
 def test_the_agreed_facts_tell_layers_apart() -> None:
