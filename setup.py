@@ -47,6 +47,7 @@ GPU = [
     "transformer-engine[pytorch]>=2.9,<2.12",  # the range that megatron-core 0.16.1 names; compiled when installed
     "nvidia-ml-py",
 ]
+FLA = ["fla-core>=0.6,<0.7"]  # linear attention on GPUs
 # What SGLang needs to serve text models; scripts/install_sglang_cpu.sh installs SGLang itself after it.
 SGLANG = [
     "transformers==5.19.0",
@@ -110,6 +111,7 @@ EXTRAS = {
     "train": TRAIN,
     "sglang": SGLANG,
     "gpu": GPU,
+    "fla": FLA,
     "parquet": PARQUET,
     "datasets": DATASETS,
     "gym": GYM,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the demo's starting point: a Qwen3 model of about 1M parameters, warm-started on noisy demonstrations.
 
-    python scripts/make_demo_model.py [--model demo|study|moe] [--output FOLDER] [--num-updates N] [--seed S]
+    python scripts/make_demo_model.py [--model demo|study|moe|hybrid] [--output FOLDER] [--num-updates N] [--seed S]
 
 The demonstrator writes chains of modular arithmetic as a careless pupil would (scripts/pupils.py):
 
@@ -11,7 +11,8 @@ The demonstrator writes chains of modular arithmetic as a careless pupil would (
   * in 3 answers out of 10 it rambles past the result, so that lengths have a long tail and long answers are bad.
 
 The result is an ordinary Hugging Face checkpoint that solves about 30 % of the task at temperature 1. `--model study`
-makes the smaller model for the studies (docs/reproduction.md), and `--model moe` a mixture of experts.
+makes the smaller model for the studies (docs/reproduction.md), `--model moe` a mixture of experts, and `--model hybrid`
+one with linear attention.
 """
 
 import argparse
@@ -38,6 +39,7 @@ SIZES = {
     "demo": {"num_layers": 4, "hidden_size": 128, "intermediate_size": 512},
     "study": {"num_layers": 2, "hidden_size": 64, "intermediate_size": 256},
     "moe": {"num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_experts": 8},
+    "hybrid": {"num_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_linear_heads": 4},
 }
 
 

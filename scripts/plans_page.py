@@ -21,6 +21,8 @@ EVERY_SIZE = tuple(f"{nodes}x8-{gpu}" for nodes in (1, 4, 16) for gpu in ("h100"
 CLUSTERS = {
     "32b": EVERY_SIZE[2:],
     "30b-a3b": ("1x8-h200-30b-a3b", "2x8-h200", "4x8-h100", "4x8-h200"),
+    "3.5-9b": EVERY_SIZE[:2],
+    "3.5-27b": ("2x8-h200", "4x8-h100", "4x8-h200"),
     "235b-a22b": ("16x8-h200-wide", "32x8-h100", "32x8-h200"),
 }
 """The clusters of models that do not suit all, by a part of the model's name."""

@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -29,7 +31,7 @@ from bapo_megatron.prompts.base import Question
 PAD, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 MAX_POSITIONS = 512
 
-Policy = Qwen3ForCausalLM | Qwen3MoeForCausalLM
+Policy = Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM
 
 
 def build_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -63,8 +65,14 @@ def build_model(
     hidden_size: int,
     intermediate_size: int,
     num_experts: int | None = None,
+    num_linear_heads: int | None = None,
 ) -> Policy:
-    """Build a float32 model with 4 query heads and 2 key-value heads; with `num_experts`, two of them per token."""
+    """Build a float32 model with 4 query heads and 2 key-value heads.
+
+    Args:
+        num_experts: make a mixture of experts, two of which compute each token.
+        num_linear_heads: value heads of linear attention, which all but every fourth layer then has.
+    """
     sizes = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden_size,
@@ -82,7 +90,11 @@ def build_model(
         "dtype": torch.float32,
     }
     model: Policy
-    if num_experts is None:
+    if num_linear_heads is not None:
+        sizes |= {"linear_num_key_heads": num_linear_heads // 2, "linear_num_value_heads": num_linear_heads}
+        sizes |= {"linear_key_head_dim": hidden_size // 4, "linear_value_head_dim": hidden_size // 4}
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))
+    elif num_experts is None:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:
         of_experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "norm_topk_prob": True}

@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -66,9 +67,24 @@ MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
 }
 
+HYBRIDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3.5": (
+        Qwen3_5TextConfig,
+        dict(
+            **SIZES,
+            head_dim=16,
+            full_attention_interval=3,
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            linear_key_head_dim=6,
+            linear_value_head_dim=5,
+        ),
+    )
+}
+
 
 def make_model_config(name: str, **change: Any) -> PreTrainedConfig:
-    cls, options = (MODELS | MIXTURES)[name]
+    cls, options = (MODELS | MIXTURES | HYBRIDS)[name]
     return cls(**options | change)
 
 
@@ -85,7 +101,8 @@ def save_randomised(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            is_one = "norm" in name and config.model_type != "gemma"  # gemma's norms multiply by 1 + weight
+            plus_one = config.model_type == "gemma" or (config.model_type == "qwen3_5_text" and "linear" not in name)
+            is_one = "norm" in name and not plus_one  # otherwise they multiply by 1 + weight
             parameter.copy_(is_one + 0.2 * noise)
     model.save_pretrained(folder)
     return model

@@ -8,6 +8,7 @@ from bapo_megatron.errors import CheckpointError
 # value of model.path -> folder here
 SHIPPED_MODELS = {
     "demo": "demo-model",
+    "hybrid": "hybrid-model",
     "moe": "moe-model",
     "tool": "tool-model",
     "study": "study-model",

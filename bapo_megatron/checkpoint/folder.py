@@ -81,6 +81,15 @@ class StoredBox(NamedTuple):
         return all(a < b + m and b < a + n for a, n, b, m in sides)
 
 
+def stored_key(part: str, name: str, box: StoredBox, boxes: Iterable[StoredBox]) -> str:
+    """Return the name inside its file of one of a tensor's boxes: the tensor's own, except for later boxes of a file.
+
+    A rank has several boxes of a tensor whose rows consist of parts that ranks split one by one.
+    """
+    is_later = any(other.file == box.file and other.start < box.start for other in boxes)
+    return f"{part}/{name}" + (f"@{','.join(map(str, box.start))}" if is_later else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """One whole tensor in a saved model."""

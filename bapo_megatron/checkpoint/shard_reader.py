@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.checkpoint.folder import SQUARES, Index, Saved, StoredBox
+from bapo_megatron.checkpoint.folder import SQUARES, Index, Saved, StoredBox, stored_key
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.reader import EVERYTHING, check_finite, list_some
 from bapo_megatron.hf.shape import ModelShape, hf_tensors
@@ -53,7 +53,7 @@ class ShardReader:
             common = _common(wanted, box)
             if any(a >= b for a, b in common):
                 continue
-            values = self._read(name, saved.dtype, box, _within(common, box.start))
+            values = self._read(name, saved, box, _within(common, box.start))
             if list(values.shape) == shape:
                 tensor = values
                 break
@@ -88,18 +88,18 @@ class ShardReader:
         if found := [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]:
             raise CheckpointError(f"{self._part} in {self._index.folder} does not fit its model; " + "; ".join(found))
 
-    def _read(self, name: str, dtype: str, box: StoredBox, index: tuple[slice, ...]) -> Tensor:
-        file, key = self._index.folder / box.file, f"{self._part}/{name}"
+    def _read(self, name: str, saved: Saved, box: StoredBox, index: tuple[slice, ...]) -> Tensor:
+        file, key = self._index.folder / box.file, stored_key(self._part, name, box, saved.boxes)
         try:
             if box.file not in self._handles:
                 self._handles[box.file] = safe_open(file, framework="pt")
             stored = self._handles[box.file].get_slice(key)
-            if tuple(stored.get_shape()) == box.size and (values := stored[index]).dtype == getattr(torch, dtype):
+            if tuple(stored.get_shape()) == box.size and (values := stored[index]).dtype == getattr(torch, saved.dtype):
                 return values
         except (OSError, SafetensorError) as error:
             raise TornCheckpointError(f"cannot read {key} of {file}: {error}") from error
         raise TornCheckpointError(
-            f"{key} of {file} is {stored.get_shape()}, the index says {list(box.size)}, of type {dtype}"
+            f"{key} of {file} is {stored.get_shape()}, the index says {list(box.size)}, of type {saved.dtype}"
         )
 
 

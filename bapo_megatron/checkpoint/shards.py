@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from bapo_megatron.checkpoint.folder import HF_CONFIG, Manifest, digest_of, write_index
+from bapo_megatron.checkpoint.folder import HF_CONFIG, Manifest, StoredBox, digest_of, stored_key, write_index
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.hf.reader import check_finite
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, copy_companions, save_tensors
@@ -32,11 +33,6 @@ class Piece:
         return cls(part, name, size, (0,) * tensor.dim(), size, tensor)
 
     @property
-    def key(self) -> str:
-        """The piece's name inside a file."""
-        return f"{self.part}/{self.name}"
-
-    @property
     def dtype(self) -> str:
         return str(self.values.dtype).removeprefix("torch.")
 
@@ -45,7 +41,7 @@ class Snapshot:
     """One rank's pieces at one moment, to be written by that rank; all ranks' manifests together form the index.
 
     Args:
-        pieces: each tensor once; consumed once, by `write`.
+        pieces: consumed once, by `write`; several of one tensor come in the order of their rows.
         facts: `folder.Facts`, the same on every rank.
         hf_path: Hugging Face folder whose config.json and tokenizer are saved too.
     """
@@ -85,15 +81,22 @@ class Snapshot:
         manifest: Manifest = {"files": {}, "tensors": {}}
         for number, pieces in enumerate(_in_files(self.pieces, max_file_bytes)):
             name = f"rank-{self._rank:05d}-{number:03d}.safetensors"
-            tensors = {p.key: p.values.detach().cpu().reshape(p.size).contiguous() for p in pieces}
-            assert len(tensors) == len(pieces), "a tensor has two pieces in one file"
-            for key, tensor in tensors.items():
-                check_finite(tensor, key)
+            tensors: dict[str, Tensor] = {}
+            for (part, tensor), group in groupby(pieces, key=lambda p: (p.part, p.name)):
+                of_tensor = [(p, StoredBox(name, p.start, p.size)) for p in group]
+                boxes = [box for _, box in of_tensor]
+                for p, box in of_tensor:
+                    key = stored_key(part, tensor, box, boxes)
+                    tensors[key] = p.values.detach().cpu().reshape(p.size).contiguous()
+                saved = {"dtype": p.dtype, "shape": list(p.shape), "boxes": []}
+                manifest["tensors"].setdefault(part, {}).setdefault(tensor, saved)["boxes"] += [
+                    [box.file, list(box.start), list(box.size)] for box in boxes
+                ]
+            assert len(tensors) == len(pieces), "a file holds a piece twice"
+            for key, values in tensors.items():
+                check_finite(values, key)
             save_tensors(tensors, folder / name)
             manifest["files"][name] = [(folder / name).stat().st_size, digest_of(folder / name)]
-            for p in pieces:
-                saved = {"dtype": p.dtype, "shape": list(p.shape), "boxes": [[name, list(p.start), list(p.size)]]}
-                manifest["tensors"].setdefault(p.part, {})[p.name] = saved
         self.pieces = ()
         return manifest
 

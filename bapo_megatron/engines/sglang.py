@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables
 from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.runtime import num_cores
 from bapo_megatron.runtime.environment import nccl_variables
 
@@ -35,6 +37,7 @@ OWN_ARGUMENTS = {
 """Arguments of SGLang that the launcher sets, and where to set them instead."""
 
 _CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
+_STATES_PER_REQUEST = 4  # of linear attention: SGLang holds 3 for a running request, and the others at ends of prefixes
 _MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait
 
 
@@ -81,6 +84,8 @@ def command(
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
+    if overrides := _overrides(config, model_path):
+        arguments["json_model_override_args"] = overrides
     if config.model.replay_routes:
         arguments["enable_return_routed_experts"] = True
     if has_gpu:
@@ -94,6 +99,7 @@ def command(
             "disable_overlap_schedule": True,
             "mem_fraction_static": 1.0,  # max_total_tokens bounds the cache, whatever memory other processes take
             "max_total_tokens": max(kv_tokens, context + _CONTEXT_SLACK),
+            "max_mamba_cache_size": _STATES_PER_REQUEST * r.max_concurrent_requests,
             "enable_deterministic_inference": True,  # otherwise seeds have no effect
         }
     rendered = [part for name, value in (arguments | config.sglang.extra).items() for part in _render(name, value)]
@@ -110,6 +116,7 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
     variables = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack: positions past the model's own are not used
+        "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # else bfloat16: in float32, log-probs are up to 0.035 off
     }
     if share.host == LOOPBACK:
         variables |= loopback_variables()
@@ -126,6 +133,22 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",  # ranks and other processes share this machine's memory
     }
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
+
+
+def _overrides(config: Config, model_path: Path) -> dict[str, Any]:
+    """Return settings that SGLang reads from config.json and must find other than they are.
+
+    It does not read layer_types, and wants the images' part of a model, for which nothing is sent, left out by name.
+    """
+    hf_config = load_hf_config(model_path)
+    shape = model_shape(hf_config, model_path, own=own_family(config.model.family))
+    text: dict[str, Any] = {}
+    if shape.linear is not None and hf_config.get("full_attention_interval") is None:
+        is_full = [layer.linear is None for layer in shape.layers]
+        text["full_attention_interval"] = [*is_full, True].index(True) + 1
+    if "text_config" not in hf_config:
+        return text
+    return {"language_model_only": True} | ({"text_config": text} if text else {})
 
 
 def check_installed(has_gpu: bool) -> None:

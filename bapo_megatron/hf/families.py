@@ -7,15 +7,26 @@ of them knows a family by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bapo_megatron.hf.splits import Copy, EachExpert, EvenColumns, EvenRows, Interleaved, Split, Vocab
+from bapo_megatron.hf.splits import (
+    Copy,
+    EachExpert,
+    EvenColumns,
+    EvenRows,
+    GatedInterleaved,
+    Interleaved,
+    Split,
+    Vocab,
+)
 from bapo_megatron.hf.streams import ModelStream, chosen_experts, routes
 
 # Letters of sizes: V vocabulary, E hidden size, D head dimension, G key-value heads, Q query heads x D, K = G x D, F
-# feed-forward size, 1 one. With experts: X their number, M one expert's feed-forward size, S the shared experts'.
-LETTERS = frozenset("VEDGQKF1XMS")
+# feed-forward size, 1 one. With experts: X their number, M one expert's feed-forward size, S the shared experts'. With
+# an output gate: P = 2 x Q. With linear attention: n value heads, d dimension of a value head, v = n x d, k dimensions
+# of all key heads, C = 2k + v channels of the convolution, W its width.
+LETTERS = frozenset("VEDGQKF1XMSPndvkCW")
 
 COPY, VOCAB, ROWS, COLUMNS, QKV = Copy(), Vocab(), EvenRows(), EvenColumns(), Interleaved("G")
 
@@ -39,7 +50,7 @@ class Parameter:
 
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", VOCAB, {"model.embed_tokens.weight": "VE"})
-# Trainer names start with "decoder.layers.<i>.", tensor names with "model.layers.<i>.".
+# Trainer names start with "decoder.layers.<i>.", tensor names with "model.layers.<i>."; see also `Family.prefix`.
 ATTENTION = (
     Parameter("input_layernorm.weight", COPY, {"input_layernorm.weight": "E"}),
     Parameter(
@@ -78,6 +89,33 @@ MIXTURE_LAYER = (
         "mlp.experts.local_experts.{}.linear_fc2.weight", EachExpert(COLUMNS), {"mlp.experts.{}.down_proj.weight": "EM"}
     ),
 )
+_GATED_QKV = Parameter(
+    "self_attention.linear_qkv.weight",
+    GatedInterleaved("G"),
+    {"self_attn.q_proj.weight": "PE", "self_attn.k_proj.weight": "KE", "self_attn.v_proj.weight": "KE"},
+)
+GATED_LAYER = tuple(_GATED_QKV if p.name == _GATED_QKV.name else p for p in LAYER)
+_INPUT_NORM, *_, _MLP_NORM = ATTENTION
+LINEAR_LAYER = (
+    _INPUT_NORM,
+    Parameter(
+        "self_attention.in_proj.weight",
+        EvenRows(("kkv", "v", "n", "n")),
+        {
+            "linear_attn.in_proj_qkv.weight": "CE",
+            "linear_attn.in_proj_z.weight": "vE",
+            "linear_attn.in_proj_b.weight": "nE",
+            "linear_attn.in_proj_a.weight": "nE",
+        },
+    ),
+    Parameter("self_attention.conv1d.weight", EvenRows(("kkv",)), {"linear_attn.conv1d.weight": "C1W"}),
+    Parameter("self_attention.A_log", ROWS, {"linear_attn.A_log": "n"}),
+    Parameter("self_attention.dt_bias", ROWS, {"linear_attn.dt_bias": "n"}),
+    Parameter("self_attention.out_norm.weight", COPY, {"linear_attn.norm.weight": "d"}),
+    Parameter("self_attention.out_proj.weight", COLUMNS, {"linear_attn.out_proj.weight": "Ev"}),
+    _MLP_NORM,
+    *LAYER[len(ATTENTION) :],
+)
 FINAL_NORM = Parameter("decoder.final_layernorm.weight", COPY, {"model.norm.weight": "E"})
 OUTPUT = Parameter("output_layer.weight", VOCAB, {"lm_head.weight": "VE"}, only_if="has_output_layer")
 # Named as in transformers' ...ForSequenceClassification.
@@ -106,13 +144,38 @@ class Family:
     norm_plus_one: bool = False  # every norm multiplies by 1 + weight
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden size)
     has_experts: bool = False  # every MLP is a mixture of experts, described by Qwen3-MoE's keys
+    output_gate: bool = False  # each query head comes with a gate of the attention's output
     window_switch: str | None = None  # the key that turns on sliding windows, which are refused
     refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false
     defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys missing in config.json
     layer: tuple[Parameter, ...] = LAYER
+    linear_layer: tuple[Parameter, ...] = ()  # of layers with linear attention, described by Qwen3.5's keys
+    prefix: str = "model."  # tensor names start with it, except the head; another one means a text_config
+    unread: tuple[str, ...] = ()  # how the names of tensors start that belong to other parts, and stay unread
     streams: tuple[ModelStream, ...] = ()  # what its models compute per token, for trainers to learn with
 
 
+_QWEN3_5_TEXT = Family(
+    "qwen3_5_text",
+    qk_norm=True,
+    norm_plus_one=True,
+    output_gate=True,
+    refused=("attention_bias",),
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    layer=GATED_LAYER,
+    linear_layer=LINEAR_LAYER,
+    unread=("mtp.", "model.visual."),
+)
 _FAMILIES = (
     Family(
         "gemma",  # the first generation: Gemma 2 and 3 have another model_type, and layers of other kinds
@@ -184,6 +247,8 @@ _FAMILIES = (
         layer=MIXTURE_LAYER,
         streams=(ModelStream(routes, chosen_experts),),
     ),
+    _QWEN3_5_TEXT,
+    replace(_QWEN3_5_TEXT, model_type="qwen3_5", prefix="model.language_model."),  # with the vision tower
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}
 

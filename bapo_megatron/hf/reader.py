@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import TracebackType
 
@@ -10,9 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.shape import ModelShape, hf_tensors
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
+
+log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -87,7 +90,7 @@ class HFReader:
         return name in self._file_of
 
     def check(self, shape: ModelShape) -> None:
-        """Check names, shapes and types against config.json.
+        """Check names, shapes and types against config.json, and warn of tensors that stay unread.
 
         Raises:
             CheckpointError: lists missing, unexpected, mis-shaped and quantised tensors; or a tied output layer
@@ -95,19 +98,17 @@ class HFReader:
         """
         wanted = hf_tensors(shape)
         slices = {name: self._handles[file].get_slice(name) for name, file in self._file_of.items()}
-        embedding = wanted["model.embed_tokens.weight"]
+        embedding = wanted[shape.embedding_name]
         tied = {"lm_head.weight": embedding} if shape.tied_embeddings else {}
+        unread = [name for name in slices if name.startswith(shape.unread)]
+        known = {*wanted, *tied, *unread}
 
         def named(name: str) -> str:
             return f"{name} ({self._file_of[name]})"
 
         complaints = {
             "missing": [name for name in wanted if name not in slices],
-            "unexpected": [
-                named(name)
-                for name in slices
-                if name not in wanted and name not in tied and not name.endswith(_COMPUTED_SUFFIX)
-            ],
+            "unexpected": [named(name) for name in slices if name not in known and not name.endswith(_COMPUTED_SUFFIX)],
             "of another shape": [
                 f"{named(name)} is {slices[name].get_shape()}, config.json says {list(size)}"
                 for name, size in (wanted | tied).items()
@@ -123,13 +124,20 @@ class HFReader:
         if found:
             raise CheckpointError(f"weights in {self.path} do not fit its config.json; " + "; ".join(found))
         if shape.tied_embeddings and "lm_head.weight" in slices:
-            self._check_tied(shape.vocab_size)
+            self._check_tied(shape)
+        if unread:
+            log.warning(
+                "%s holds %s that are left out, as only text is trained: %s",
+                self.path,
+                plural(len(unread), "tensor"),
+                list_some(sorted({f"{start}*" for start in shape.unread for name in unread if name.startswith(start)})),
+            )
 
-    def _check_tied(self, num_rows: int, chunk_rows: int = 4096) -> None:
+    def _check_tied(self, shape: ModelShape, chunk_rows: int = 4096) -> None:
         """Check that a stored output layer equals the tied embedding: transformers would use one that differs."""
-        for start in range(0, num_rows, chunk_rows):
+        for start in range(0, shape.vocab_size, chunk_rows):
             rows = (slice(start, start + chunk_rows),)
-            if not torch.equal(self("lm_head.weight", rows), self("model.embed_tokens.weight", rows)):
+            if not torch.equal(self("lm_head.weight", rows), self(shape.embedding_name, rows)):
                 raise CheckpointError(
                     f"lm_head.weight in {self.path / self._file_of['lm_head.weight']} differs from the embedding, but "
                     "config.json sets tie_word_embeddings: set it to false, or remove the tensor"

@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _REQUIRED_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # the hub's files have the first, transformers 5 writes the other
+_REQUIRED_OF_LINEAR = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+_FULL_INTERVAL = 4  # transformers' default of full_attention_interval, which a config class does not hold
 _SHARED_EXPERTS = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 
 
@@ -74,12 +82,58 @@ class Experts:
         return hidden_size * (self.num_experts + 3 * self.active_rows)
 
 
+RULE_CHUNK = 64  # tokens that the chunked delta rule takes as one step
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Sizes of a Gated DeltaNet, which keeps one matrix per value head instead of the keys and values of all tokens."""
+
+    num_key_heads: int
+    num_value_heads: int  # consecutive ones share a key head
+    key_dim: int  # for each head
+    value_dim: int  # for each head
+    conv_width: int  # tokens that the convolution of queries, keys and values reads, each token's own included
+
+    @property
+    def keys(self) -> int:
+        """Dimensions of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Dimensions of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def state_bytes(self, item: int) -> int:
+        """Return what an engine keeps for a sequence, whatever its length: the state in float32, and the inputs of the
+        convolution.
+
+        Args:
+            item: bytes of a value of the model's type.
+        """
+        state = self.num_value_heads * self.key_dim * self.value_dim
+        return 4 * state + item * self.conv_channels * (self.conv_width - 1)
+
+    def products_of_token(self, hidden_size: int) -> int:
+        """Count the products of one token: projections, convolution, and the rule in chunks of `RULE_CHUNK` tokens."""
+        projections = hidden_size * (self.conv_channels + 2 * self.values + 2 * self.num_value_heads)
+        rule = 3 * self.key_dim * self.value_dim + RULE_CHUNK * (3 * self.key_dim + 2 * self.value_dim)
+        return projections + self.conv_channels * self.conv_width + self.num_value_heads * rule
+
+
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What may differ from layer to layer."""
 
     mlp: Dense | Experts
     parameters: tuple[Parameter, ...]  # a table of hf/families.py, or of the user's own family
+    linear: LinearAttention | None = None  # None means attention to all earlier tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +160,9 @@ class ModelShape:
     rope: dict[str, Any]  # rope_type, rope_theta and the factors of that type, as in transformers' rope_parameters
     eos_token_ids: frozenset[int] = field(compare=False)  # sampling stops there; not part of the computation
     has_value_head: bool = False  # a critic: one number per token instead of a language-model head
+    output_gate: bool = False  # each query head of full attention comes with a gate of its output
+    prefix: str = field(default="model.", compare=False)  # see `Family`; the family's name tells two of them apart
+    unread: tuple[str, ...] = field(default=(), compare=False)  # see `Family`
 
     @property
     def num_layers(self) -> int:
@@ -125,6 +182,31 @@ class ModelShape:
         return mlp if isinstance(mlp, Experts) and all(layer.mlp == mlp for layer in self.layers) else None
 
     @property
+    def linear(self) -> LinearAttention | None:
+        """Linear attention, the same in all layers that have it; None if no layer has."""
+        return next((layer.linear for layer in self.layers if layer.linear is not None), None)
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers that keep keys and values of all earlier tokens."""
+        return sum(layer.linear is None for layer in self.layers)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of each head that are rotated, the first ones."""
+        return int(self.head_dim * self.rope.get("partial_rotary_factor", 1.0))
+
+    @property
+    def embedding_name(self) -> str:
+        """Hugging Face's name of the embedding."""
+        (name,) = EMBEDDING.tensors
+        return self.tensor_name(name)
+
+    def tensor_name(self, name: str) -> str:
+        """Return a tensor's name in this model's checkpoint, from its name in a table of parameters."""
+        return self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+    @property
     def has_output_layer(self) -> bool:
         """Whether the language-model head has its own weights."""
         return not self.tied_embeddings and not self.has_value_head
@@ -135,17 +217,20 @@ class ModelShape:
 
     def forward_flops(self, num_tokens: int, num_squares: int, num_rows: int) -> tuple[float, float]:
         """Count the FLOPs of (all layers, the output layer) in one pass: two per weight and token, plus causal
-        attention, in which a token attends to half of its sequence on average.
+        attention, in which a token attends to half of its sequence on average, or the delta rule.
 
         Args:
             num_squares: sum of the squared lengths of the sequences.
             num_rows: tokens for which logits are computed.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention, layers = self.hidden_size * (2 * queries + 2 * keys), 0.0
+        full, layers = self.hidden_size * ((3 if self.output_gate else 2) * queries + 2 * keys), 0.0
         for layer, count in runs(self.layers):
+            attention, squares = (full, queries * num_squares)
+            if layer.linear is not None:  # its state has one size, whatever the length
+                attention, squares = layer.linear.products_of_token(self.hidden_size), 0
             matrices = attention + layer.mlp.weights_of_token(self.hidden_size)
-            layers += count * 2.0 * (matrices * num_tokens + queries * num_squares)
+            layers += count * 2.0 * (matrices * num_tokens + squares)
         return layers, 2.0 * self.vocab_size * self.hidden_size * num_rows
 
     @property
@@ -160,7 +245,15 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields in which two checkpoints must agree for one to load the other."""
-        agreed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare and f.name != "layers"}
+        described = ("layers", "output_gate")  # below, and only if present: older checkpoints lack them
+        agreed = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare and f.name not in described
+        }
+        if self.output_gate:
+            agreed["output_gate"] = True
+        if self.linear is not None:
+            agreed["linear_layers"] = [number for number, layer in enumerate(self.layers) if layer.linear is not None]
+            agreed["linear"] = dataclasses.asdict(self.linear)
         mlps = [dataclasses.asdict(layer.mlp) for layer in self.layers]
         same = mlps[0] if all(mlp == mlps[0] for mlp in mlps) else {"mlps": mlps}
         return agreed | {"num_layers": self.num_layers} | same
@@ -172,7 +265,7 @@ def runs(layers: Iterable[LayerShape]) -> list[tuple[LayerShape, int]]:
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
-    """Load the config.json of a checkpoint folder.
+    """Load the config.json of a checkpoint folder. If it has a text_config, see `with_text_settings`.
 
     Raises:
         CheckpointError: the folder or file is missing, or the file does not hold a JSON object.
@@ -188,7 +281,13 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
-    return config
+    return with_text_settings(config)
+
+
+def with_text_settings(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the settings of its text_config, if it has one, at the top too."""
+    text = hf_config.get("text_config")
+    return text | hf_config if isinstance(text, dict) else hf_config
 
 
 def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, own: Family | None = None) -> ModelShape:
@@ -210,9 +309,11 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
         return bool(get(switch)) if isinstance(switch, str) else switch
 
     num_heads, eos = get("num_attention_heads"), get("eos_token_id")
+    mlp, linear = _mlp(get), _linear(get)
+    full = LayerShape(mlp, family.layer)
     return ModelShape(
         family=hf_config["model_type"],
-        layers=(LayerShape(_mlp(get), family.layer),) * get("num_hidden_layers"),
+        layers=tuple(LayerShape(mlp, family.linear_layer, linear) if is_linear else full for is_linear in _kinds(get)),
         hidden_size=get("hidden_size"),
         num_heads=num_heads,
         num_kv_heads=get("num_key_value_heads") or num_heads,
@@ -230,6 +331,9 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
         max_positions=get("max_position_embeddings"),
         rope=_rope(get),
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        output_gate=family.output_gate,
+        prefix=family.prefix,
+        unread=family.unread,
     )
 
 
@@ -238,6 +342,24 @@ def _mlp(get: _Settings) -> Dense | Experts:
         return Dense(get("intermediate_size"))
     chosen, normalised = get("num_experts_per_tok"), bool(get("norm_topk_prob"))
     return Experts(get("num_experts"), chosen, get("moe_intermediate_size"), normalised)
+
+
+def _linear(get: _Settings) -> LinearAttention | None:
+    return LinearAttention(*map(get, _REQUIRED_OF_LINEAR)) if get.family.linear_layer else None
+
+
+def _kinds(get: _Settings) -> list[bool]:
+    """Return of each layer whether its attention is linear: all but every n-th."""
+    step = _full_interval(get) if get.family.linear_layer else 1
+    return [(number + 1) % step != 0 for number in range(get("num_hidden_layers"))]
+
+
+def _full_interval(get: _Settings) -> int:
+    """Return n if every n-th layer has full attention: as config.json says, or as its layer_types show."""
+    if (step := get("full_attention_interval")) is None:
+        kinds = get("layer_types")
+        step = _FULL_INTERVAL if kinds is None else [*kinds, "full_attention"].index("full_attention") + 1
+    return int(step)
 
 
 def unsupported(hf_config: dict[str, Any], own: Family | None = None) -> list[str]:
@@ -272,7 +394,7 @@ class _Settings:
 
     def __init__(self, hf_config: dict[str, Any], own: Family | None) -> None:
         self.family = _families(own)[hf_config["model_type"]]
-        self._values = COMMON_DEFAULTS | self.family.defaults | hf_config
+        self._values = COMMON_DEFAULTS | self.family.defaults | with_text_settings(hf_config)
         self.expert_counts = {key: hf_config[key] for key in _EXPERT_COUNTS if hf_config.get(key) is not None}
         if self.expert_counts:
             self._values["num_experts"] = next(iter(self.expert_counts.values()))
@@ -282,8 +404,13 @@ class _Settings:
 
 
 def _unsupported_options(get: _Settings) -> Iterator[str]:
+    text = get("text_config")
+    if get.family.prefix != "model." and not isinstance(text, dict):
+        yield "config.json has no text_config, which describes the language model"
+        return
     of_mlp = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
-    sizes = {key: get(key) for key in (*_REQUIRED, *of_mlp, "max_position_embeddings")}
+    of_linear = _REQUIRED_OF_LINEAR if get.family.linear_layer else ()
+    sizes = {key: get(key) for key in (*_REQUIRED, *of_mlp, *of_linear, "max_position_embeddings")}
     sizes |= {key: get(key) for key in ("num_key_value_heads", "head_dim") if get(key) is not None}
     if bad := [key for key, value in sizes.items() if type(value) is not int or value < 1]:
         yield "; ".join(f"config.json has no {key!r} that is a positive number" for key in bad)
@@ -291,7 +418,8 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     heads, kv_heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads", sizes["num_attention_heads"])
     if heads % kv_heads:
         yield f"{plural(heads, 'attention head')} cannot share {plural(kv_heads, 'key-value head')}"
-    if (sizes.get("head_dim") or sizes["hidden_size"] // heads) % 2:
+    rotated = sizes.get("head_dim") or sizes["hidden_size"] // heads
+    if rotated % 2:
         yield "an odd head dimension cannot be rotated in pairs"
     if get("hidden_act") not in ACTIVATIONS:
         yield f"activation {get('hidden_act')!r} is not supported; choose from {', '.join(ACTIVATIONS)}"
@@ -300,6 +428,10 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
             yield f"{key} is not supported"
     if get.family.has_experts:
         yield from _unsupported_experts(get)
+    if get.family.linear_layer:
+        yield from _unsupported_linear(get)
+    if isinstance(text, dict) and text.get("tie_word_embeddings", tied := get("tie_word_embeddings")) != tied:
+        yield f"tie_word_embeddings={json.dumps(tied)} contradicts text_config: make them equal"
     if get("quantization_config"):
         yield "config.json sets quantization_config: dequantise the checkpoint first"
     if _has_sliding_window(get):
@@ -313,7 +445,11 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
         for key in (*ROPE_TYPES[rope["rope_type"]], "rope_theta"):
             if not isinstance(rope.get(key), int | float):
                 yield f"rope scaling {rope['rope_type']!r} needs the number {key!r}"
-    if (rope.get("partial_rotary_factor") or get("partial_rotary_factor") or 1.0) != 1.0:
+    if _is_partial(get):
+        factor = rope["partial_rotary_factor"]
+        if not isinstance(factor, int | float) or not 0 < factor <= 1 or int(rotated * factor) % 2:
+            yield f"partial_rotary_factor={factor} does not give an even number of a head's {rotated} dimensions"
+    elif (rope.get("partial_rotary_factor") or get("partial_rotary_factor") or 1.0) != 1.0:
         yield "partial_rotary_factor other than 1 is not supported"
 
 
@@ -336,7 +472,32 @@ def _unsupported_experts(get: _Settings) -> Iterator[str]:
             yield f"{key}={get(key)}: shared experts are not supported, only models without them, as with {key}=0"
 
 
+def _unsupported_linear(get: _Settings) -> Iterator[str]:
+    keys, values = get("linear_num_key_heads"), get("linear_num_value_heads")
+    if values % keys:
+        yield f"linear_num_value_heads={values} cannot share linear_num_key_heads={keys}"
+    # transformers reads neither of these, but servers obey them
+    if get("attn_output_gate") is False:
+        yield "attn_output_gate=false is not supported: full attention needs its gate, as with attn_output_gate=true"
+    if (gate := get("output_gate_type")) not in (None, "silu", "swish"):
+        yield f'output_gate_type={gate!r} is not supported: the gate of linear attention is "swish"'
+    if (state := get("mamba_ssm_dtype")) not in (None, "float32"):
+        yield f'mamba_ssm_dtype={state!r} is not supported: the state of linear attention is "float32"'
+    if (active := get("hidden_act")) in ACTIVATIONS and active != "silu":
+        yield f'hidden_act={active!r} is not supported with linear attention, whose convolution has "silu"'
+    kinds, step = get("layer_types"), get("full_attention_interval")
+    if step is not None and (type(step) is not int or step < 1):
+        yield f"full_attention_interval={step} is not a positive number"
+    elif kinds is not None:
+        wanted = ["linear_attention" if is_linear else "full_attention" for is_linear in _kinds(get)]
+        if kinds != wanted:
+            every = f"full_attention_interval={_full_interval(get)}"
+            yield f"layer_types do not have full attention in every n-th layer alone, as {every} would give it"
+
+
 def _has_sliding_window(get: _Settings) -> bool:
+    if get.family.linear_layer:
+        return False
     if layer_types := get("layer_types"):
         return any(kind != "full_attention" for kind in layer_types)
     switch = get.family.window_switch
@@ -348,7 +509,15 @@ def _rope(get: _Settings) -> dict[str, Any]:
     rope = dict(get("rope_parameters") or get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", get("rope_theta"))
-    return rope
+    if _is_partial(get):
+        rope.setdefault("partial_rotary_factor", get("partial_rotary_factor"))
+    # positions of text are equal in all three sections
+    return {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+
+
+def _is_partial(get: _Settings) -> bool:
+    """Return whether the family rotates only the first dimensions of a head."""
+    return "partial_rotary_factor" in get.family.defaults
 
 
 def entries(shape: ModelShape) -> Iterator[Entry]:
@@ -367,14 +536,14 @@ def layer_entries(
     Args:
         experts: the numbers of the experts to include; None means all.
     """
-    return _entries(shape, layer.parameters, layer.mlp, number, experts)
+    return _entries(shape, layer.parameters, layer, number, experts)
 
 
 def _entries(
     shape: ModelShape,
     parameters: Sequence[Parameter],
-    mlp: Dense | Experts | None = None,
-    layer: int | None = None,
+    layer: LayerShape | None = None,
+    number: int | None = None,
     experts: Iterable[int] | None = None,
 ) -> Iterator[Entry]:
     sizes = {
@@ -385,13 +554,18 @@ def _entries(
         "Q": shape.num_heads * shape.head_dim,
         "K": shape.num_kv_heads * shape.head_dim,
         "1": 1,
+        "P": 2 * shape.num_heads * shape.head_dim,
     }
-    match mlp:
-        case Dense():
-            sizes |= {"F": mlp.ffn_size}
-        case Experts():
-            sizes |= {"X": mlp.num_experts, "M": mlp.ffn_size, "S": mlp.shared_ffn_size}
-    ours, theirs = ("", "") if layer is None else (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+    if layer is not None:
+        match layer.mlp:
+            case Dense() as mlp:
+                sizes |= {"F": mlp.ffn_size}
+            case Experts() as mlp:
+                sizes |= {"X": mlp.num_experts, "M": mlp.ffn_size, "S": mlp.shared_ffn_size}
+        if (linear := layer.linear) is not None:
+            sizes |= {"n": linear.num_value_heads, "d": linear.value_dim, "v": linear.values, "k": linear.keys}
+            sizes |= {"C": linear.conv_channels, "W": linear.conv_width}
+    ours, theirs = ("", "") if number is None else (f"decoder.layers.{number}.", f"model.layers.{number}.")
     present = [p for p in parameters if p.only_if is None or getattr(shape, p.only_if)]
     for of_experts, group in groupby(present, key=lambda p: isinstance(p.split, EachExpert)):
         numbers: Iterable[int | None] = [None]
@@ -400,10 +574,10 @@ def _entries(
         for expert, parameter in product(numbers, list(group)):
             yield Entry(
                 ours + parameter.name.format(expert),
-                layer,
+                number,
                 expert,
                 parameter.split,
-                tuple(theirs + name.format(expert) for name in parameter.tensors),
+                tuple(shape.tensor_name(theirs + name.format(expert)) for name in parameter.tensors),
                 tuple(tuple(sizes[letter] for letter in dims) for dims in parameter.tensors.values()),
                 sizes,
             )
@@ -415,7 +589,7 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
-    """Compute inverse frequencies, float32 [head_dim / 2], and the factor on cosine and sine (1 except for yarn).
+    """Compute inverse frequencies, float32 [rotary_dim / 2], and the factor on cosine and sine (1 except for yarn).
 
     Source: transformers/modeling_rope_utils.py.
     """
@@ -423,7 +597,7 @@ def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
     kind = shape.rope["rope_type"]
     if kind == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+        exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.int64).float() / shape.rotary_dim
         return 1.0 / shape.rope["rope_theta"] ** exponents, 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

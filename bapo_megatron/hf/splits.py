@@ -137,6 +137,26 @@ class Interleaved:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedInterleaved:
+    """Even rows of queries with gates, keys and values, group by group: [queries; their gates; key; value].
+
+    The first tensor holds, for each head, its D rows of queries and then its D rows of gates.
+    """
+
+    groups: str  # letter of their number
+
+    def shard(self, entry: Entry, rank: int, size: int) -> Shard:
+        (queries, *inner), (keys, *_) = entry.hf_shapes[0], entry.hf_shapes[1]
+        num_groups, head = _divided(entry.sizes[self.groups], size), entry.sizes["D"]
+        shard = _stacked(entry, _even_rows(entry, None, rank, size), num_groups)
+        row, heads = prod(inner), _divided(queries, 2 * head * size * num_groups)
+        group = _divided(queries + 2 * keys, size * num_groups) * row
+        of_queries, *others = shard.boxes
+        view, strides = (num_groups, heads, 2, head * row), (group, head * row, heads * head * row, 1)
+        return replace(shard, boxes=(replace(of_queries, view=view, strides=strides), *others))
+
+
+@dataclass(frozen=True, slots=True)
 class EachExpert:
     """One whole parameter per expert, as `inner` gives it to a single rank. Ranks hold equal runs of experts."""
 
@@ -152,7 +172,8 @@ def _even_rows(entry: Entry, parts: tuple[str, ...] | None, rank: int, size: int
     """Yield (tensor, first row, number of rows) of a rank's even rows of each part of each tensor."""
     for tensor, shape in enumerate(entry.hf_shapes):
         first = 0
-        for length in shape[:1] if parts is None else [entry.sizes[letter] for letter in parts[tensor]]:
+        # a single rank holds all parts, in order
+        for length in shape[:1] if parts is None or size == 1 else [entry.sizes[letter] for letter in parts[tensor]]:
             own = _divided(length, size)
             yield tensor, first + rank * own, own
             first += length

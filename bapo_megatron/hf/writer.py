@@ -123,8 +123,10 @@ def copy_companions(source: Path, target: Path, dtypes: set[str]) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot copy {source} to {target}: {error}") from error
     if len(dtypes) == 1:
-        config.pop("torch_dtype", None)  # the name before transformers 5
-        config["dtype"] = next(iter(dtypes))
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict):
+                part.pop("torch_dtype", None)  # the name before transformers 5
+                part["dtype"] = next(iter(dtypes))
     write_durably(target / _CONFIG, json.dumps(config, indent=2) + "\n")
 
 

@@ -30,6 +30,7 @@ from bapo_megatron.buffer.packing import context_tokens
 from bapo_megatron.learner.elementwise import Rotation, rotate
 
 if TYPE_CHECKING:
+    from bapo_megatron.learner.linear_attention import Sequences
     from bapo_megatron.learner.replay import PackRoutes
 
 # an argument of Transformer Engine's attention; without it, each layer compares lengths with and without padding, which
@@ -66,13 +67,13 @@ class Ragged:
 
     def pad(self, x_TND: Tensor) -> Tensor:
         """Pad packed [T, heads, D] with zeros to [S, heads, length, D]."""
-        padded = _Place.apply(x_TND, self.packed_B, self.padded_B, self.num_sequences * self.length)
+        padded = place(x_TND, self.packed_B, self.padded_B, self.num_sequences * self.length)
         return padded.unflatten(0, (self.num_sequences, self.length)).transpose(1, 2)
 
     def unpad(self, x_SNLD: Tensor, num_tokens: int) -> Tensor:
         """Pack [S, heads, length, D] as [T, heads * D], with zeros for tokens of other blocks."""
         x_BX = x_SNLD.transpose(1, 2).reshape(self.num_sequences * self.length, -1)
-        return _Place.apply(x_BX, self.padded_B, self.packed_B, num_tokens)
+        return place(x_BX, self.padded_B, self.packed_B, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ class PackedSequences(PackedSeqParams):
     context_group: dist.ProcessGroup | None = None  # None means that this rank holds whole sequences
     rotation: Rotation | None = None  # to apply to this rank's tokens before attention; None means Megatron has done so
     routes: PackRoutes | None = None  # recorded experts for the routers (replay.py)
+    sequences: Sequences | None = None  # for layers with linear attention (linear_attention.py)
 
     @classmethod
     def of(
@@ -211,11 +213,15 @@ def _place(x: Tensor, of_B: Tensor | None, into_B: Tensor | None, num_rows: int)
     return taken if into_B is None else x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, into_B, taken)
 
 
-class _Place(torch.autograd.Function):
-    """out[into] = x[of], zero elsewhere; None means all rows, in order.
+def place(x: Tensor, of_B: Tensor | None, into_B: Tensor | None, num_rows: int) -> Tensor:
+    """Return `num_rows` rows with out[into] = x[of], zero elsewhere; None means all rows, in order. No row appears
+    twice."""
+    out: Tensor = _Place.apply(x, of_B, into_B, num_rows)
+    return out
 
-    No row appears twice, so the backward is the same operation with `of` and `into` swapped.
-    """
+
+class _Place(torch.autograd.Function):
+    """`place`; as no row appears twice, the backward is the same operation with `of` and `into` swapped."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, of_B: Tensor | None, into_B: Tensor | None, num_rows: int) -> Tensor:

@@ -49,9 +49,10 @@ def rotation_of(angles_TX: Tensor, dtype: torch.dtype) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Apply rotary embeddings to x [T, 1, heads, D]."""
-    out: Tensor = _Rotate.apply(x, *rotation)
-    return out
+    """Apply rotary embeddings to x [T, 1, heads, D], or to the first dimensions of each head if angles are fewer."""
+    rotated, rest = x.tensor_split([rotation[0].shape[-1]], dim=-1)
+    out: Tensor = _Rotate.apply(rotated, *rotation)
+    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

@@ -43,6 +43,8 @@ def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterat
         yield Violation((*(f"parallel.{name}" for name in names.split()), model), problem, remedy)
     if shape.experts is not None:
         yield from _beside_experts(config, model)
+    if shape.linear is not None:
+        yield from _beside_linear_attention(config, model)
 
 
 def check_replay(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
@@ -70,6 +72,8 @@ def check_replay(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
 def _of_tensor(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:
     split = [("attention head", shape.num_heads), ("key-value head", shape.num_kv_heads)]
     split += [("feed-forward row", size) for size in shape.ffn_sizes]
+    if (linear := shape.linear) is not None:
+        split += [("linear key head", linear.num_key_heads), ("linear value head", linear.num_value_heads)]
     heads, of_experts = all(count % p.tensor == 0 for _, count in split), ""
     if shape.experts is not None and p.expert == 1:
         split.append(("feed-forward row", shape.experts.ffn_size))
@@ -164,6 +168,29 @@ def _beside_experts(config: Config, model: str) -> Iterator[Violation]:
                 "gradients of experts would be wrong without an error",
                 "leave it out, and set parallel.expert",
             )
+
+
+def _beside_linear_attention(config: Config, model: str) -> Iterator[Violation]:
+    """Refuse what is not built for layers with linear attention, or would be wrong without an error."""
+    if (context := config.parallel.context) > 1:
+        yield Violation(
+            ("parallel.context", model),
+            f"parallel.context={context} is not supported with linear attention, whose state runs through a whole "
+            "sequence",
+            "set parallel.context=1, and split long sequences by parallel.tensor",
+        )
+    if not config.advantage.compares_responses:
+        yield Violation(
+            ("advantage.kind", model),
+            f'advantage.kind="{config.advantage.kind}": a critic is not supported with linear attention',
+            'set advantage.kind="grpo"',
+        )
+    if config.precision.uses_fp8:
+        yield Violation(
+            ("precision.fp8", model),
+            f'precision.fp8="{config.precision.fp8}" is not supported with linear attention',
+            'set precision.fp8="off"',
+        )
 
 
 def _choices(numbers: Iterable[int]) -> str:

@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import TENorm  # imports, but cannot be built, without the package
+from megatron.core.extensions.transformer_engine import (  # import, but cannot be built, without the package
+    TEColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -33,15 +37,17 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.shape import Experts, ModelShape, rotary_frequencies
+from bapo_megatron.hf.shape import Experts, LinearAttention, ModelShape, rotary_frequencies
 from bapo_megatron.learner.attention import PackedAttention, PackedSequences, TransformerEngineAttention
 from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, rotation_of
 from bapo_megatron.learner.embedding import embed
+from bapo_megatron.learner.linear_attention import GatedDeltaNet, Sequences
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import fp8_fields, fusion_fields, this_machine, uses_transformer_engine
 from bapo_megatron.types import MicroBatch
@@ -82,6 +88,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "add_bias_linear": False,  # applies to all linears: _block_spec chooses for each
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
+        "attention_output_gate": shape.output_gate,
         # yarn scales cosine and sine, for queries and for keys
         "softmax_scale": rotary_frequencies(shape)[1] ** 2 / math.sqrt(shape.head_dim),
         "hidden_dropout": 0.0,
@@ -178,8 +185,21 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None)
     if shape.mlp_bias:
         mlp = _parts_of_mlp(parts.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = _with_bias(mlp.linear_fc1), _with_bias(mlp.linear_fc2)
-    layers = [copy.deepcopy(layer) for _ in range(get_num_layers_to_build(config, vp_stage=chunk))]
+    first, number = get_transformer_layer_offset(config, chunk), get_num_layers_to_build(config, vp_stage=chunk)
+    layers = [copy.deepcopy(layer) for _ in range(number)]
+    for one, described in zip(layers, shape.layers[first : first + number], strict=True):
+        if described.linear is not None:
+            one.submodules.input_layernorm = norm  # Transformer Engine's layers hold it in a linear that goes
+            one.submodules.self_attention = _linear_attention(config, described.linear)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _linear_attention(config: TransformerConfig, sizes: LinearAttention) -> ModuleSpec:
+    is_engine = config.transformer_impl == "transformer_engine"
+    column, row = (
+        (TEColumnParallelLinear, TERowParallelLinear) if is_engine else (ColumnParallelLinear, RowParallelLinear)
+    )
+    return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes, "column": column, "row": row})
 
 
 def _parts_of_mlp(mlp: Any) -> Any:
@@ -286,6 +306,7 @@ class PolicyModel(GPTModel):
         )
         self.embedding_scale = shape.embedding_scale
         self.context_group = layout.context_group
+        self._conv_gap = None if shape.linear is None else shape.linear.conv_width - 1
         in_blocks = not uses_engine_attention(config)
         self._describe_pack = PackedSequences.of if in_blocks else PackedSequences.for_transformer_engine
         self.rotates_in_attention = in_blocks and not config.apply_rope_fusion
@@ -344,7 +365,10 @@ class PolicyModel(GPTModel):
 
     def describe(self, batch: MicroBatch) -> PackedSequences:
         """Describe a pack for all layers, which get it again when they are recomputed."""
-        return self._describe_pack(batch.cu_seqlens_S1, self.context_group, device())
+        pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device())
+        if self._conv_gap is not None:
+            pack.sequences = Sequences.of(batch.cu_seqlens_S1, self._conv_gap, device())
+        return pack
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Run this part's layers on the tokens, or on the previous part's hidden states: [T or T / tensor, 1, H]."""

@@ -31,7 +31,7 @@ _MAX_MASK_GIB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The facts about a machine that FP8 depends on; None means absent.
+    """The facts about a machine that layers depend on; None means absent.
 
     Example: Machine((9, 0), (12, 9), (2, 11, 0)) is a Hopper GPU, CUDA 12.9 and Transformer Engine 2.11.0.
     """
@@ -39,6 +39,7 @@ class Machine:
     compute_capability: tuple[int, int] | None = None
     cuda: Version | None = None
     transformer_engine: Version | None = None
+    has_fla: bool = False  # flash-linear-attention is installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def check_precision(config: Config, *, shape: ModelShape | None, machine: Machin
         shape: the model's shape; None leaves its sizes unchecked.
         machine: the machine that runs it; None leaves hardware and packages unchecked.
     """
-    found = [*_implementation(config, machine), *_masks(config, machine)]
+    found = [*_implementation(config, machine), *_masks(config, machine), *_linear_attention(shape, machine)]
     if config.precision.uses_fp8:
         found += _settings(config)
         if shape is not None:
@@ -141,6 +142,18 @@ def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
             f"Engine's attention would keep a mask of {mask_gib:.1f} GiB each",
             'set model.dtype="bfloat16", model.implementation="transformer_engine" and run.deterministic=false, or '
             "parallel.context=1",
+        )
+
+
+def _linear_attention(shape: ModelShape | None, machine: Machine | None) -> Iterator[Violation]:
+    """Refuse linear attention in plain torch on a GPU: it takes the chunks of a sequence one after the other."""
+    if shape is None or shape.linear is None or machine is None:
+        return
+    if machine.compute_capability is not None and not machine.has_fla:
+        yield Violation(
+            ("model.path", "cluster.gpu"),
+            f"model.path holds a {shape.family} model, whose linear attention needs flash-linear-attention on a GPU",
+            "run pip install 'bapo-megatron[fla]'",
         )
 
 
@@ -271,10 +284,11 @@ def this_machine() -> Machine:
     """Read what FP8 depends on: the current CUDA device, if any, and the installed packages."""
     import torch  # takes seconds to import, and most checks need only facts
 
+    engine, has_fla = _transformer_engine(), importlib.util.find_spec("fla") is not None
     if not torch.cuda.is_available():
-        return Machine(transformer_engine=_transformer_engine())
+        return Machine(transformer_engine=engine, has_fla=has_fla)
     cuda = version_numbers(torch.version.cuda or "")
-    return Machine(torch.cuda.get_device_capability(), cuda, _transformer_engine())
+    return Machine(torch.cuda.get_device_capability(), cuda, engine, has_fla)
 
 
 def version_numbers(text: str) -> Version:

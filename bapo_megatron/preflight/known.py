@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.hf.shape import load_hf_config, with_text_settings
 
 GIB = 2**30
 
@@ -66,9 +66,10 @@ def device_peak_flops(dtype: str) -> float | None:
     return 2 * size**3 / best_s
 
 
-KNOWN_MODELS: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8")
-)
+_FILE = Path(__file__).with_name("known_models.toml")
+KNOWN_MODELS: dict[str, dict[str, Any]] = {
+    name: with_text_settings(config) for name, config in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
+}
 
 
 def known_config(path: str) -> dict[str, Any] | None:
@@ -89,6 +90,8 @@ _SOURCES = {
     "Qwen3-32B": "Qwen/Qwen3-32B",
     "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
     "Qwen3-235B-A22B": "Qwen/Qwen3-235B-A22B",
+    "Qwen3.5-9B": "Qwen/Qwen3.5-9B",
+    "Qwen3.5-27B": "Qwen/Qwen3.5-27B",
     "Llama-3.3-70B-Instruct": "meta-llama/Llama-3.3-70B-Instruct",
 }
 

@@ -9,6 +9,7 @@ Shape legend: T packed tokens of this rank, U in the whole pack (T x context), H
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ from dataclasses import dataclass
 from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config, ParallelConfig
-from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, layer_entries, runs
+from bapo_megatron.hf.shape import (
+    RULE_CHUNK,
+    Experts,
+    LayerShape,
+    LinearAttention,
+    ModelShape,
+    entries,
+    layer_entries,
+    runs,
+)
 from bapo_megatron.hf.splits import Entry
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
@@ -86,9 +96,7 @@ def rank_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> Held:
 
     Tied embeddings exist twice if the first and the last stage are different ranks.
     """
-    sizes = p.stage_sizes(shape.num_layers)
-    before = sum(sizes[:stage])
-    held = _in_layers(shape, shape.layers[before : before + sizes[stage]], p)
+    held = _in_layers(shape, _layers_of_stage(shape, p, stage), p)
     outside, first, last = 0, stage == 0, stage == p.pipeline - 1
     if first:
         outside += embedding_parameters(shape, p.tensor)
@@ -97,6 +105,14 @@ def rank_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> Held:
         if not (first and shape.tied_embeddings):
             outside += embedding_parameters(shape, p.tensor)
     return dataclasses.replace(held, dense=held.dense + outside)
+
+
+def _layers_of_stage(shape: ModelShape, p: ParallelConfig, stage: int) -> list[LayerShape]:
+    """Return the layers that a stage holds: chunks of layers are dealt to the stages in turn."""
+    sizes = [size // p.virtual_pipeline for size in p.stage_sizes(shape.num_layers)] * p.virtual_pipeline
+    ends = list(itertools.accumulate(sizes))
+    mine = range(stage, len(sizes), p.pipeline)
+    return [layer for chunk in mine for layer in shape.layers[ends[chunk] - sizes[chunk] : ends[chunk]]]
 
 
 def critic_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> int:
@@ -368,7 +384,7 @@ class _Activations:
         self._V = shape.padded_vocab_size(p.tensor) // p.tensor
         each = layers_per_chunk(config, shape)
         chunks = (shape.layers[first : first + each] for first in range(0, shape.num_layers, each))
-        self._chunk = max(chunks, key=lambda chunk: sum(layer.mlp.active_rows for layer in chunk))
+        self._chunk = max(chunks, key=lambda chunk: sum(map(self.layer, chunk)))
 
     def kept(self, stage: int) -> int:
         """Count the bytes kept for all micro-batches between their forward and backward on a stage."""
@@ -396,19 +412,39 @@ class _Activations:
 
     def layer(self, layer: LayerShape) -> int:
         """Count the bytes of a layer for one micro-batch: two norms, attention, and the gated MLP."""
-        hidden, num_heads = self._rows * self._H * self._item, self._heads()
+        hidden = self._rows * self._H * self._item
         norm = hidden + 4 * self._rows  # the input and 1 / rms
         if self._shape.norm_plus_one and self._item < MASTER_BYTES:
             norm += MASTER_BYTES * self._rows * self._H  # the input in float32
-        per_token = self._item * self._Q  # input of proj
+        attention = self._full_attention() if layer.linear is None else self._linear_attention(layer.linear)
+        return int(2 * (norm + hidden) + attention + self._mlp(layer))
+
+    def _full_attention(self) -> float:
+        """Count the bytes of attention to all earlier tokens, without its input."""
+        per_token: float = self._item * self._Q  # input of proj
         if self._on_gpu:
             per_token += self._item * 4 * self._shape.head_dim  # cos and sin of q and k
         if self._shape.qk_norm:
             copies = self._Q + self._Q + 2 * self._K
-            per_token += self._item * copies + 4 * (num_heads + self._K // self._shape.head_dim)
+            per_token += self._item * copies + 4 * (self._heads() + self._K // self._shape.head_dim)
+        if self._shape.output_gate:
+            per_token += (2 * self._item + MASTER_BYTES) * self._Q  # gate, gated output, and sigmoid in float32
         queries_keys_values = self._T * self._item * (self._Q + 2 * self._K)
-        parts = self._core_attention() + self._mlp(layer)
-        return int(2 * (norm + hidden) + queries_keys_values + per_token * self._T + parts)
+        return queries_keys_values + per_token * self._T + self._core_attention()
+
+    def _linear_attention(self, linear: LinearAttention) -> float:
+        """Count the bytes of linear attention without its input: the projections, what the convolution returns, the
+        answers before and after their norm, and decays. On a CPU states between chunks; flash-linear-attention keeps
+        normalised queries and keys, and a matrix for each chunk, instead."""
+        tensor = self._config.parallel.tensor
+        keys, values, heads = linear.keys // tensor, linear.values // tensor, linear.num_value_heads // tensor
+        channels = linear.conv_channels // tensor
+        widths = (channels + values + 2 * heads) + channels + 2 * values
+        if self._on_gpu:
+            rule: float = self._item * (2 * keys + RULE_CHUNK * heads)
+        else:
+            rule = MASTER_BYTES * heads * linear.key_dim * linear.value_dim / RULE_CHUNK
+        return self._T * (self._item * widths + 4 * MASTER_BYTES * heads + rule)
 
     def _core_attention(self) -> float:
         """Count the bytes of attention besides queries, keys and values: output, log-sum-exp, gathered tensors."""
@@ -449,7 +485,10 @@ class _Activations:
 
     def _recomputed_parts(self, layer: LayerShape) -> int:
         """Count the bytes of the parts of a layer that `train.recompute_modules` recomputes."""
-        parts = {"core_attn": self._core_attention, "mlp": lambda: self._mlp(layer)}
+        attention = (
+            self._core_attention if layer.linear is None else lambda: 0.0
+        )  # which has no core that Megatron knows
+        parts = {"core_attn": attention, "mlp": lambda: self._mlp(layer)}
         chosen = self._config.train.recompute_modules if self._config.train.recompute else ()
         return int(sum(parts[name]() for name in chosen))
 
@@ -467,7 +506,9 @@ class _Activations:
         context = self._config.parallel.context
         indices = 8 * self._T * (2 + 2 + 2 * (context + 0.5 if context > 1 else 1))
         hidden = self._rows * self._H * self._item
-        rotation = 0 if self._on_gpu else 2 * self._shape.head_dim * self._T * self._item  # cos and sin for all layers
+        rotation = (
+            0 if self._on_gpu else 2 * self._shape.rotary_dim * self._T * self._item
+        )  # cos and sin for all layers
         return int(2 * hidden + indices + rotation + (self._mask() if context > 1 else 0))
 
     def backward(self) -> int:
@@ -481,7 +522,7 @@ class _Activations:
         if self._config.parallel.sequence:
             gradients += 2 * self._T * self._H * self._item  # gathered input of a linear, and its gradient
         if recomputed_layers(self._config, self._shape) == len(self._chunk):
-            return gradients + self.layer(widest)
+            return gradients + max(map(self.layer, self._chunk))
         return gradients + self._recomputed_parts(
             widest
         )  # layers that keep their activations are differentiated first, and have freed them

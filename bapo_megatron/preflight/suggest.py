@@ -218,10 +218,12 @@ def _servers(config: Config, ranks: int) -> Iterator[dict[str, int]]:
 
 def _layouts(config: Config, shape: ModelShape, ranks: int) -> Iterator[Change]:
     c = config.cluster
-    split = (shape.num_heads, shape.num_kv_heads, *shape.ffn_sizes)
+    split: tuple[int, ...] = (shape.num_heads, shape.num_kv_heads, *shape.ffn_sizes)
+    contexts = [2**n for n in range(5)]
+    if shape.linear is not None:
+        split, contexts = (*split, shape.linear.num_key_heads, shape.linear.num_value_heads), [1]
     tensors = [t for t in range(1, c.gpus_per_node + 1) if not any(n % t for n in split)]
     stages = _stages(shape.num_layers)
-    contexts = [2**n for n in range(5)]
     r, t = config.rollout, config.train
     per_update = r.prompts_per_step * r.samples_per_prompt // t.minibatches_per_step
     for tensor, pipeline, context, recompute in itertools.product(tensors, stages, contexts, (False, True)):

@@ -7,7 +7,7 @@ matrix products.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
@@ -80,7 +80,7 @@ def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_pa
 def recomputed_share(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
     """Return the share of the layers' forward FLOPs that the backward pass repeats."""
     whole = recomputed_layers(config, shape) / layers_per_chunk(config, shape)
-    attention = shape.num_layers * 2 * shape.num_heads * shape.head_dim * tokens.per_sequence
+    attention = shape.num_full_layers * 2 * shape.num_heads * shape.head_dim * tokens.per_sequence
     mlp = sum(2 * layer.mlp.weights_of_token(shape.hidden_size) for layer in shape.layers)
     of_layers = {"core_attn": attention, "mlp": mlp}
     parts = sum(of_layers[name] for name in _recomputed_modules(config))
@@ -136,7 +136,7 @@ def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens
     heads = 2 * shape.num_kv_heads * shape.head_dim / p.tensor * ITEM_BYTES[config.model.dtype]
     pack = tokens.total / p.data * heads * (p.context - 1) / p.context
     recomputed = float("core_attn" in _recomputed_modules(config))
-    return pack * shape.num_layers / p.pipeline * _passes(config, shape, scoring_passes, recomputed)
+    return pack * shape.num_full_layers / p.pipeline * _passes(config, shape, scoring_passes, recomputed)
 
 
 def pipeline_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
@@ -202,6 +202,12 @@ class ServerMemory:
     kv_bytes_per_token: int
     routes_bytes_per_token: int  # in CPU memory, for each token in the cache; 0 without replay
     concurrency: int  # concurrent full-length responses, limited by memory, settings and work; 0 if not even one fits
+    state_bytes: int = 0  # of linear attention, for one response of any length
+
+    @property
+    def state_tokens(self) -> int:
+        """Number of tokens whose keys and values take as much as a response's states."""
+        return -(-self.state_bytes // self.kv_bytes_per_token)
 
     @property
     def kv_tokens(self) -> int:
@@ -221,24 +227,24 @@ def server_memory(config: Config, shape: ModelShape, gpu_memory_gib: float) -> S
     fraction = float(config.sglang.extra.get("mem_fraction_static", DEFAULT_MEM_FRACTION))
     weights = model_parameters(shape) * item // tensor
     heads = max(1, shape.num_kv_heads // tensor)  # fewer heads than ranks: each rank keeps a copy
-    per_token = 2 * shape.num_layers * heads * shape.head_dim * item
+    per_token = max(1, 2 * shape.num_full_layers * heads * shape.head_dim * item)
     kv_cache = int(fraction * gpu_memory_gib * GIB) - weights
-    context = config.longest_sequence
-    concurrency = _concurrency(config, max(0, kv_cache) // per_token, context)
     routes_per_token = _ROUTES_ITEM_BYTES * math.prod(routes(shape).shape) if routes_bytes(config, shape) else 0
-    return ServerMemory(weights, kv_cache, per_token, routes_per_token, concurrency)
+    states = sum(layer.linear.state_bytes(item) // tensor for layer in shape.layers if layer.linear is not None)
+    memory = ServerMemory(weights, kv_cache, per_token, routes_per_token, 0, states)
+    return replace(memory, concurrency=_concurrency(config, memory, config.longest_sequence))
 
 
-def _concurrency(config: Config, kv_tokens: int, length: int) -> int:
-    """Count the responses that one server samples at the same time."""
+def _concurrency(config: Config, memory: ServerMemory, length: int) -> int:
+    """Count the responses of a length that one server samples at the same time."""
     r = config.rollout
     waiting = -(-(r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt // r.num_servers)
-    return min(kv_tokens // length, r.max_concurrent_requests, waiting)
+    return min(memory.kv_tokens // (length + memory.state_tokens), r.max_concurrent_requests, waiting)
 
 
 def decode_steps(config: Config, memory: ServerMemory, tokens: StepTokens) -> float:
     """Count the tokens that a server samples one after the other in a step; infinite if no response fits."""
-    concurrency = _concurrency(config, memory.kv_tokens, tokens.per_sequence)
+    concurrency = _concurrency(config, memory, tokens.per_sequence)
     if concurrency == 0:
         return math.inf
     waves = tokens.num_sequences / config.rollout.num_servers / concurrency
@@ -249,10 +255,11 @@ def decode_steps(config: Config, memory: ServerMemory, tokens: StepTokens) -> fl
 
 def decode_seconds(config: Config, shape: ModelShape, gpu: GPU, memory: ServerMemory, tokens: StepTokens) -> float:
     """Bound the decoding time from below: each token reads the weights once for all responses, and its own cache."""
-    concurrency = _concurrency(config, memory.kv_tokens, tokens.per_sequence)
+    concurrency = _concurrency(config, memory, tokens.per_sequence)
     r, item = config.rollout, ITEM_BYTES[config.model.dtype]
     parameters, active = (count(shape) / r.server_tensor_parallel for count in (model_parameters, active_parameters))
     cached = (tokens.prompt + tokens.response / 2) * memory.kv_bytes_per_token
+    cached += 2 * memory.state_bytes  # read and written
     reading = (parameters * item + concurrency * cached) / gpu.memory_bytes_per_s
     multiplying = 2 * active * concurrency / gpu.flops(config.model.dtype)
     return decode_steps(config, memory, tokens) * max(reading, multiplying)

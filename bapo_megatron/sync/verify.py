@@ -5,21 +5,18 @@ An SGLang server reports the names of its fused weights and has its own checksum
 sent, shapes with its config.json (if this machine can read it), checksums between servers.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.engines import sglang_names
 from bapo_megatron.engines.base import Capabilities, Engine
 from bapo_megatron.engines.http import shortened
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError, plural
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 
-_STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_OF_EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj\.weight")
-_HELD = (".weight", ".bias", ".experts.w13_weight", ".experts.w2_weight")
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -113,32 +110,20 @@ def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> 
     Raises:
         EngineError: the server lacks a weight that is sent, or has one that is not.
     """
-    fused = {_fused(name): name for name in sent}
-    held = {name for rank in checksum.get("ranks", ()) for name in rank["checksums"] if name.endswith(_HELD)}
-    if _OUTPUT not in fused:  # the embedding's values, which SGLang ties in most families
-        held.discard(_OUTPUT)
+    wanted = {sglang_names.stacked(name): name for name in sent}
+    reported = (sglang_names.held(name) for rank in checksum.get("ranks", ()) for name in rank["checksums"])
+    found = {name for name in reported if name is not None}
+    if _OUTPUT not in wanted:  # the embedding's values, which SGLang ties in most families
+        found.discard(_OUTPUT)
         for of_rank in (rank["checksums"] for rank in checksum.get("ranks", ())):
             if {_EMBEDDING, _OUTPUT} <= of_rank.keys() and of_rank[_EMBEDDING] != of_rank[_OUTPUT]:
                 raise EngineError(
                     f"{url} serves another model: its {_OUTPUT} is not the embedding, as the policy's is: SGLang does "
                     "not tie them in this family; set tie_word_embeddings=false and save both"
                 )
-    lacking, extra = (fused[name] for name in fused.keys() - held), held - fused.keys()
+    lacking, extra = (wanted[name] for name in wanted.keys() - found), found - wanted.keys()
     for names, fault in ((sorted(lacking), "lacks"), (sorted(extra), "has, unlike the policy,")):
         if names:
             raise EngineError(
                 f"{url} serves another model: it {fault} {plural(len(names), 'weight')}, such as {names[0]!r}"
             )
-
-
-def _fused(name: str) -> str:
-    """Return SGLang's name of a weight: q, k, v and gate, up are stacked (srt/models/qwen3.py), and so are experts.
-
-    Experts that are stacked already, as transformers has them in memory, have no name there: SGLang skips them.
-    """
-    if expert := _OF_EXPERT.search(name):
-        return name.replace(expert[0], f"{expert[1]}.{'w2' if expert[2] == 'down' else 'w13'}_weight")
-    for whole, parts in _STACKED.items():
-        for part in parts:
-            name = name.replace(f".{part}.", f".{whole}.")
-    return name

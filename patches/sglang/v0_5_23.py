@@ -20,6 +20,8 @@ computes the same logits.
 With --enable-return-routed-experts, SGLang keeps the experts of each token in host memory that it registers with CUDA,
 also for a CPU (srt/mem_cache/pool_host/common.py:453). `_keep_routes` allocates plain memory.
 
+Linear attention needs operators of `sgl_kernel` that compute: `v0_5_23_linear.py`.
+
 When it can go: when SGLang's CPU build can be installed from the package index with its own triton and kernels, or
 imports these three lazily.
 """
@@ -36,6 +38,7 @@ from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from typing import Any
 
 import torch
+from bapo_megatron_patches.sglang import v0_5_23_linear
 
 # Package that is missing on a CPU -> modules below `sglang` that import it (a test checks that they still do).
 STUBS: dict[str, tuple[str, ...]] = {
@@ -118,6 +121,7 @@ def _next_power_of_2(n: int) -> int:
 _CONTENTS: dict[str, dict[str, Any]] = {
     "triton": {"cdiv": _cdiv, "next_power_of_2": _next_power_of_2},
     "triton.language": {"constexpr": _Constexpr, "dtype": _Placeholder},
+    "sgl_kernel.mamba": v0_5_23_linear.MAMBA,
 }
 
 
@@ -195,7 +199,11 @@ def _keep_routes() -> None:
 
 @functools.cache
 def apply() -> None:
-    """Answer imports of packages in `STUBS` that are missing, heed seeds and keep routes (once per process)."""
+    """Answer imports of packages in `STUBS` that are missing, heed seeds, keep routes and compute linear attention.
+
+    Once per process.
+    """
     sys.meta_path.append(StubFinder())
     _heed_seeds()
     _keep_routes()
+    v0_5_23_linear.register(_OPS)

@@ -1,4 +1,4 @@
-"""Every layout against one process, and with experts against transformers, measured.
+"""Every layout against one process, and with experts or linear attention against transformers, measured.
 
 scripts/layouts_page.py shows the figures of layouts.json.
 
@@ -8,7 +8,7 @@ python -m tests.integration.layouts        measures, and writes layouts.json
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from bapo_megatron.types import Batch, ClipBounds
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import (
     ADAM_EPS,
+    HYBRID,
     MIXTURE,
     SEARCH,
     TEMPERATURE,
@@ -136,24 +137,65 @@ EXPERT_LAYOUTS = (
     Layout("PP2 x VPP2 x EP2, distributed optimizer", VPP | DP | EP, distributed=True),
     Layout("TP2 + SP x PP2 x EP2, recompute", SP | PP | EP, recompute=True),
 )
-EXPERT_RHO0 = 0.25
+# Packs of 147 and 74 tokens; or all in one
+HYBRID_LAYOUTS = tuple(
+    replace(layout, max_tokens=max(layout.max_tokens, 150))
+    for layout in (
+        Layout("one process"),
+        Layout("one process, one pack", max_tokens=400),
+        Layout("recompute", recompute=True),
+        Layout("TP2", TP),
+        Layout("TP2, one pack", TP, max_tokens=400),
+        Layout("TP2 + SP", SP),
+        Layout("PP2", PP),
+        Layout("PP2 x VPP2", VPP),
+        Layout("DP2", DP),
+        Layout("DP2, distributed optimizer", DP, distributed=True),
+        Layout("TP2 x PP2", TP | PP),
+        Layout("TP2 + SP x PP2 x VPP2, recompute", SP | VPP, recompute=True),
+        Layout("TP2 x DP2, distributed optimizer, overlapped", TP | DP | {"overlap_communication": True}, True),
+        Layout("TP2 + SP x PP2 x DP2, distributed optimizer", SP | PP | DP, distributed=True),
+    )
+)
 
 
-def measure(rank: int, world_size: int, root: Path) -> None:
+@dataclass(frozen=True)
+class Table:
+    """The layouts of some models, and what each is compared with."""
+
+    name: str  # in layouts.json
+    layouts: Sequence[Layout]
+    families: dict[str, float]  # with the target of the search for bounds
+    seq_lens: Sequence[int] | None = None  # see `random_batch`
+    with_transformers: bool = True  # instead of the first layout
+
+    @property
+    def batch(self) -> Batch:
+        return random_batch(seq_lens=self.seq_lens)
+
+
+TABLES = (
+    Table("rows", LAYOUTS, FAMILIES, with_transformers=False),
+    Table("rows_with_experts", EXPERT_LAYOUTS, {MIXTURE: 0.25}),
+    Table("rows_with_linear_attention", HYBRID_LAYOUTS, {HYBRID: 0.35}, (70, 1, 3, 130, 17)),
+)
+
+
+def measure(rank: int, world_size: int, root: Path, tables: Sequence[Table]) -> None:
     """Save what NUM_UPDATES updates of every layout with `world_size` processes give, one file per model."""
-    for layouts, families in ((LAYOUTS, FAMILIES), (EXPERT_LAYOUTS, {MIXTURE: EXPERT_RHO0})):
-        for number, layout in enumerate(layouts):
+    for table in tables:
+        for number, layout in enumerate(table.layouts):
             if layout.num_processes == world_size:
-                for family, rho0 in families.items():
-                    result = _updates(layout.config(rho0), root / family)
+                for family, rho0 in table.families.items():
+                    result = _updates(layout.config(rho0), root / family, table.batch)
                     if rank == 0:
                         torch.save(result, root / f"{family}-{number}.pt")
 
 
-def _updates(config: Config, model: Path) -> dict[str, list[Any]]:
+def _updates(config: Config, model: Path, batch: Batch) -> dict[str, list[Any]]:
     learner = MegatronLearner(config, model)
     finder = BoundsFinder(config, learner)
-    minibatch = one_minibatch(random_batch(), max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
+    minibatch = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "bounds": []}
     for _ in range(NUM_UPDATES):
         bounds = finder.find(minibatch)
@@ -169,9 +211,9 @@ def _updates(config: Config, model: Path) -> dict[str, list[Any]]:
     return result
 
 
-def _transformers_updates(folder: Path) -> dict[str, list[Any]]:
-    """Return the same updates of the mixture as transformers makes them, in float64, with literal formulas."""
-    model, search = load_float64(folder), SEARCH.model_copy(update={"rho0": EXPERT_RHO0})
+def _transformers_updates(folder: Path, rho0: float, batch: Batch) -> dict[str, list[Any]]:
+    """Return the same updates as transformers makes them, in float64, one sequence at a time, with literal formulas."""
+    model, search = load_float64(folder), SEARCH.model_copy(update={"rho0": rho0})
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "bounds": []}
 
@@ -182,7 +224,7 @@ def _transformers_updates(folder: Path) -> dict[str, list[Any]]:
         return literal_loss(log_probs_T, batch, ClipBounds(low, high, share, saturated=False, num_moves=num_moves))
 
     for _ in range(NUM_UPDATES):
-        update = reference_update(model, random_batch(), loss_of=loss_of)
+        update = reference_update(model, batch, loss_of=loss_of)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
         scale = min(1.0, CLIP_GRAD / (update.grad_norm + 1e-6))
@@ -223,31 +265,32 @@ def compare(got: dict[str, list[Any]], single: dict[str, list[Any]]) -> Differen
 Differences = dict[str, dict[str, Difference]]  # by title and model
 
 
-def measure_all(root: Path) -> tuple[Differences, Differences]:
-    """Return the differences of all dense layouts but the first (one process) from that one, and of all layouts with
-    experts from transformers; runs up to 8 processes."""
-    for family in (*FAMILIES, MIXTURE):
-        save_random_model(family, root / family)
-    for world_size in sorted({layout.num_processes for layout in LAYOUTS}):
-        run_distributed(measure, world_size, root)
+def measure_all(root: Path, tables: Sequence[Table] = TABLES) -> dict[str, Differences]:
+    """Return the differences of each table's layouts from what they are compared with; runs up to 8 processes."""
+    for table in tables:
+        for family in table.families:
+            save_random_model(family, root / family)
+    for world_size in sorted({layout.num_processes for table in tables for layout in table.layouts}):
+        run_distributed(measure, world_size, root, tables)
+    return {table.name: _differences(table, root) for table in tables}
 
+
+def _differences(table: Table, root: Path) -> Differences:
     def load(family: str, number: int) -> dict[str, list[Any]]:
         return torch.load(root / f"{family}-{number}.pt", weights_only=True)
 
-    singles = {family: load(family, 0) for family in FAMILIES}
-    mixture = _transformers_updates(root / MIXTURE)
-    for single in (*singles.values(), mixture):
+    singles = {
+        family: _transformers_updates(root / family, rho0, table.batch) if table.with_transformers else load(family, 0)
+        for family, rho0 in table.families.items()
+    }
+    for single in singles.values():
         assert min(single["norms"]) > 2 * CLIP_GRAD, f"clipping would not act on gradients of norm {single['norms']}"
         assert len({bounds for (bounds,) in single["bounds"]}) == NUM_UPDATES, "the bounds should move between updates"
-    dense = {
-        layout.title: {family: compare(load(family, number), singles[family]) for family in FAMILIES}
-        for number, layout in enumerate(LAYOUTS)
-        if number > 0
+    return {
+        layout.title: {family: compare(load(family, number), single) for family, single in singles.items()}
+        for number, layout in enumerate(table.layouts)
+        if number > 0 or table.with_transformers
     }
-    with_experts = {
-        layout.title: {MIXTURE: compare(load(MIXTURE, number), mixture)} for number, layout in enumerate(EXPERT_LAYOUTS)
-    }
-    return dense, with_experts
 
 
 def rows(differences: Differences, layouts: Sequence[Layout]) -> list[dict[str, Any]]:
@@ -266,8 +309,8 @@ def rows(differences: Differences, layouts: Sequence[Layout]) -> list[dict[str, 
 def main() -> None:
     """Measure, and write the figures."""
     with tempfile.TemporaryDirectory() as folder:
-        dense, with_experts = measure_all(Path(folder))
-    tables = {"rows": rows(dense, LAYOUTS), "rows_with_experts": rows(with_experts, EXPERT_LAYOUTS)}
+        measured = measure_all(Path(folder))
+    tables = {table.name: rows(measured[table.name], table.layouts) for table in TABLES}
     result = {"date": f"{datetime.now(UTC):%Y-%m-%d}", **tables}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """A single-process float64 reference for the learner: plain transformers, one sequence at a time, literal formulas."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ FAMILIES = {
     "gemma": lambda: transformers.GemmaConfig(**_SIZES, head_dim=16),
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-MIXTURE = "qwen3_moe"
+MIXTURE, HYBRID = "qwen3_moe", "qwen3_5_text"
 
 
 def make_mixture() -> transformers.Qwen3MoeConfig:
@@ -58,16 +58,29 @@ def make_mixture() -> transformers.Qwen3MoeConfig:
     return transformers.Qwen3MoeConfig(**_SIZES | heads | _EXPERTS, norm_topk_prob=True)
 
 
+def make_hybrid() -> transformers.Qwen3_5TextConfig:
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    dims = {"head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    return transformers.Qwen3_5TextConfig(
+        **_SIZES | heads | dims | {"max_position_embeddings": 256}, full_attention_interval=2
+    )
+
+
 def save_random_model(family: str, folder: Path) -> None:
     """Save a tiny checkpoint with no weight value that a mistake in the name map could hit by chance."""
     torch.manual_seed(5)
-    config = make_mixture() if family == MIXTURE else FAMILIES[family]()
+    config = {MIXTURE: make_mixture, HYBRID: make_hybrid, **FAMILIES}[family]()
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            centre = 1 if "norm" in name and family != "gemma" else 0  # gemma's norms multiply by 1 + weight
-            parameter.copy_(centre + (0.2 if "norm" in name else 0.15) * noise)
+            plus_one = family == "gemma" or (family == HYBRID and "linear" not in name)
+            centre = 1 if "norm" in name and not plus_one else 0  # the others multiply by 1 + weight
+            scale = 0.2 if "norm" in name else 0.15
+            if family == HYBRID and ("embed" in name or "conv1d" in name):
+                # as small as the others, they would leave norms that multiply rounding
+                scale = 1.5 if "embed" in name else 0.25
+            parameter.copy_(centre + scale * noise)
     model.save_pretrained(folder)
 
 
@@ -80,16 +93,16 @@ def load_float64(folder: Path) -> torch.nn.Module:
     return model
 
 
-def random_batch(num_sequences: int = 9) -> Batch:
-    """Return sequences of very different lengths; `versions_T` holds minus each token's index, so that results can be
-    matched and ages are positive."""
+def random_batch(num_sequences: int = 9, seq_lens: Sequence[int] | None = None) -> Batch:
+    """Return sequences of very different lengths, or given ones; `versions_T` holds minus each token's index, so that
+    results can be matched and ages are positive."""
     generator = torch.Generator().manual_seed(11)
 
     def integers(low: int, high: int, size: int) -> Tensor:
         return torch.randint(low, high, (size,), generator=generator)
 
-    seq_lens_S = integers(4, 40, num_sequences)
-    prompt_lens = torch.minimum(integers(1, 6, num_sequences), seq_lens_S - 1)
+    seq_lens_S = integers(4, 40, num_sequences) if seq_lens is None else torch.tensor(seq_lens)
+    prompt_lens = torch.minimum(integers(1, 6, seq_lens_S.numel()), seq_lens_S - 1).clamp(min=1)
     num_tokens = int(seq_lens_S.sum())
     is_response_T = torch.cat(
         [torch.arange(n) >= p for n, p in zip(seq_lens_S.tolist(), prompt_lens.tolist(), strict=True)]

@@ -30,6 +30,7 @@ from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import Machine
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.integration.learner_reference import (
+    HYBRID,
     MIXTURE,
     Reference,
     literal_loss,
@@ -43,7 +44,7 @@ from tests.integration.test_no_waiting import Reads, watching
 from tests.integration.test_overlap_communication import SmallBuckets
 
 WIDE = ClipBounds(low=0.0, high=1e3, positive_share=0.5, saturated=False, num_moves=0)  # rounding clips no token
-CPU, GPU = Machine(), Machine(HOPPER, (13, 0), (2, 11, 0))
+CPU, GPU = Machine(), Machine(HOPPER, (13, 0), (2, 11, 0), has_fla=True)
 NUM_LAYERS, LINEARS_OF_A_LAYER = 4, 4  # queries, keys and values; attention's output; gate and up; down
 RECIPES = {"tensorwise": "float8_current_scaling", "blockwise": "float8_block_scaling", "delayed": "delayed"}
 
@@ -202,6 +203,18 @@ def check_mixture(root: Path, **sections: Any) -> None:
         check_near("experts in grouped linears", update(learner), exact)
 
 
+def check_hybrid(root: Path, **sections: Any) -> None:
+    """Compare an update of linear and full attention with transformers, and let the weights leave as they came."""
+    with engine_learner(root / HYBRID, **sections) as learner:
+        kinds = [type(module).__name__ for module in learner.model.modules()]
+        linear, full = kinds.count("GatedDeltaNet"), kinds.count("SelfAttention")
+        assert kinds.count("TEColumnParallelLinear") == linear == full
+        assert kinds.count("TELayerNormColumnParallelLinear") == full + (linear + full), "queries; gate and up"
+        check_weights(learner, root / HYBRID)
+        exact = expected(learner)
+        check_near("linear and full attention", update(learner), exact)
+
+
 def check_schedules(root: Path) -> None:
     """Check that updates are the same in each order of passes, whatever is overwritten or computed again."""
     cases: list[tuple[dict[str, Any], bool, bool]] = [  # [train], a scoring pass comes first, the first pass overwrites
@@ -258,6 +271,7 @@ def check_fp8(root: Path) -> None:
 def check_one_process(rank: int, world_size: int, root: Path) -> None:
     check_families(root)
     check_mixture(root)
+    check_hybrid(root)
     check_schedules(root)
     check_fixed_order(root)
     check_waits(root)
@@ -271,6 +285,9 @@ def check_two_processes(rank: int, world_size: int, root: Path) -> None:
     split_model.DistributedDataParallelConfig = SmallBuckets  # type: ignore[misc]
     check_mixture(root, parallel={"data": 2, "expert": 2}, distributed=True)
     check_mixture(root, parallel={"tensor": 2, "sequence": True})
+    for sequence in (False, True):
+        check_hybrid(root, parallel={"tensor": 2, "sequence": sequence})
+    check_hybrid(root, parallel={"pipeline": 2})
     cases: list[tuple[str, dict[str, Any]]] = [
         ("qwen3", {"tensor": 2, "sequence": True}),
         ("llama_biases", {"tensor": 2, "sequence": True}),

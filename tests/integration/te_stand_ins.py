@@ -290,15 +290,16 @@ def fused_rope_forward(
     cp_rank: int,
     direction: int = 1,
 ) -> Tensor:
-    """Rotate [T, 1, N, D] by float32 angles [T, 1, 1, D], each half of D with the other."""
+    """Rotate [T, 1, N, D] by float32 angles [T, 1, 1, R], each half of the first R dimensions with the other."""
     assert freqs.dtype == torch.float32
-    assert freqs.shape == (input.shape[0], 1, 1, input.shape[-1])
+    assert freqs.shape[:-1] == (input.shape[0], 1, 1)
     assert start_positions is cu_seqlens is None
     assert (qkv_format, interleaved, cp_size, cp_rank) == ("NVTE_SBHD", False, 1, 0)
     _note("fused_rope")
-    x = input.float()
-    first, second = x.chunk(2, dim=-1)
-    return (x * freqs.cos() + direction * torch.cat((-second, first), dim=-1) * freqs.sin()).to(input.dtype)
+    x, rest = input.tensor_split([freqs.shape[-1]], dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    turned = x.float() * freqs.cos() + direction * torch.cat((-second, first), dim=-1) * freqs.sin()
+    return torch.cat((turned.to(input.dtype), rest), dim=-1)
 
 
 def fused_rope_backward(

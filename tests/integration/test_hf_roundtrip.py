@@ -21,7 +21,7 @@ from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.preflight.memory import model_parameters, rank_parameters
 from bapo_megatron.types import ClipBounds
 from tests.distributed import run_distributed
-from tests.hf_models import MIXTURES, MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised
+from tests.hf_models import HYBRIDS, MIXTURES, MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised
 from tests.integration.hf_roundtrip import (
     TOLERANCE,
     check_exported,
@@ -51,6 +51,22 @@ def test_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_tensor_ranks_by_two_stages(tmp_path: Path) -> None:
     check_layout(tmp_path, list(MODELS), {"tensor": 2, "pipeline": 2})
+
+
+def check_hybrids(root: Path, layout: dict[str, Any], **change: Any) -> None:
+    """Compare within 5e-5: transformers' own float32 is up to 3e-5 away from its float64."""
+    for name in HYBRIDS:
+        write_reference(save_model(name, root / name, **change), root / name)
+    check_models(root, list(HYBRIDS), layout, tolerance=5e-5)
+
+
+def test_linear_and_full_attention(tmp_path: Path) -> None:
+    check_hybrids(tmp_path, {}, num_hidden_layers=3)
+
+
+@pytest.mark.slow
+def test_linear_and_full_attention_over_two_tensor_ranks_by_two_stages(tmp_path: Path) -> None:
+    check_hybrids(tmp_path, {"tensor": 2, "pipeline": 2})
 
 
 @pytest.mark.slow

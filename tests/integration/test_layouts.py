@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from layouts_page import layouts_page, table
 from megatron.core import parallel_state
 
@@ -17,15 +19,17 @@ from tests.distributed import run_distributed
 from tests.integration.layouts import (
     EXPERT_LAYOUTS,
     GRADIENT_LIMIT,
+    HYBRID_LAYOUTS,
     LAYOUTS,
     LOSS_LIMIT,
     RESULTS,
+    TABLES,
     Difference,
     Layout,
     measure_all,
     rows,
 )
-from tests.integration.learner_reference import BOUNDS, MIXTURE, random_batch, save_random_model
+from tests.integration.learner_reference import BOUNDS, HYBRID, MIXTURE, random_batch, save_random_model
 
 
 def is_within_limits(d: Difference) -> bool:
@@ -34,10 +38,13 @@ def is_within_limits(d: Difference) -> bool:
 
 @pytest.mark.slow
 def test_every_layout_equals_one_process(tmp_path: Path) -> None:
-    dense, with_experts = measure_all(tmp_path)
-    print(table(rows(dense, LAYOUTS)), table(rows(with_experts, EXPERT_LAYOUTS)), sep="\n")
+    measured = measure_all(tmp_path)
+    print(*(table(rows(measured[one.name], one.layouts)) for one in TABLES), sep="\n")
     far = [
-        (title, d) for title, d in (*dense.items(), *with_experts.items()) if not all(map(is_within_limits, d.values()))
+        (name, title, d)
+        for name, differences in measured.items()
+        for title, d in differences.items()
+        if not all(map(is_within_limits, d.values()))
     ]
     assert not far
 
@@ -45,8 +52,8 @@ def test_every_layout_equals_one_process(tmp_path: Path) -> None:
 def test_the_result_file_has_these_layouts_within_their_limits() -> None:
     """Its figures are rounding errors of one machine; the rows, and that errors are small, hold everywhere."""
     result = json.loads(RESULTS.read_text(encoding="utf-8"))
-    for name, layouts in (("rows", LAYOUTS[1:]), ("rows_with_experts", EXPERT_LAYOUTS)):
-        shown = result[name]
+    for one in TABLES:
+        shown, layouts = result[one.name], one.layouts if one.with_transformers else one.layouts[1:]
         assert [(row["layout"], row["processes"]) for row in shown] == [(x.title, x.num_processes) for x in layouts]
         assert all(is_within_limits(Difference(**d)) for row in shown for d in row["models"].values())
 
@@ -55,7 +62,7 @@ def test_the_page_has_a_row_for_every_layout() -> None:
     text = layouts_page()
     assert [
         layout.title
-        for layout in (*LAYOUTS[1:], *EXPERT_LAYOUTS)
+        for layout in (*LAYOUTS[1:], *EXPERT_LAYOUTS, *HYBRID_LAYOUTS)
         if f"\n| {layout.title} | {layout.num_processes} | " not in text
     ] == []
     assert "<!--" not in text, "a mark that was not filled"
@@ -108,6 +115,41 @@ def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
         assert after[version] == pytest.approx(before[version], rel=LOSS_LIMIT), f"the update at version {version}"
     values = [loss for step in seen for loss in step.values()]
     assert len({round(value, 5) for value in values}) == len(chain), "each update should change the loss"
+
+
+@pytest.mark.slow
+def test_checkpoints_with_linear_attention_move_between_layouts(tmp_path: Path) -> None:
+    """TP2 without sequence parallelism -> PP2: the move does not change the next loss."""
+    save_random_model(HYBRID, tmp_path / "model")
+    run_distributed(check_resumed, 2, tmp_path, Layout("", {"tensor": 2}), None, 2)
+    run_distributed(check_resumed, 2, tmp_path, Layout("", {"pipeline": 2}), 2, 3)
+    first, second = (json.loads((tmp_path / f"losses-{step}.json").read_text()) for step in (2, 3))
+    assert second["2"] == pytest.approx(first["2"], rel=LOSS_LIMIT)
+    assert abs(second["3"] - second["2"]) > 1e-4, "an update should change the loss"
+
+
+def check_replicas(rank: int, world_size: int, root: Path) -> None:
+    """Make 50 updates; then compare every parameter that tensor ranks hold copies of, bit for bit."""
+    config = Layout("", {"tensor": world_size}).config()
+    learner = MegatronLearner(config, root / "model")
+    minibatch = one_minibatch(random_batch(), max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
+    before = {name: parameter.clone() for name, parameter in learner.model.named_parameters()}
+    for _ in range(50):
+        learner.step(minibatch, BOUNDS)
+    copied = {n: p.detach() for n, p in learner.model.named_parameters() if not p.tensor_model_parallel}
+    assert sum("out_norm" in name for name in copied) == 2
+    for name, parameter in copied.items():
+        replicas = [torch.empty_like(parameter) for _ in range(world_size)]
+        dist.all_gather(replicas, parameter)
+        assert torch.equal(*replicas), name
+        assert not torch.equal(parameter, before[name]), f"{name} was not trained"
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.slow
+def test_replicas_stay_equal_without_sequence_parallelism(tmp_path: Path) -> None:
+    save_random_model(HYBRID, tmp_path / "model")
+    run_distributed(check_replicas, 2, tmp_path)
 
 
 @pytest.mark.slow

@@ -42,6 +42,19 @@ EXPERTS_IN_PAIRS = [
     Case("TP2 + SP x EP2", MIXTURE, parallel={"tensor": 2, "sequence": True, "expert": 2}),
 ]
 
+HYBRID = "qwen3_5_text"
+HEADS: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DIMENSIONS: dict[str, Any] = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+HYBRIDS_ALONE = [
+    Case("linear and full attention", HYBRID),
+    Case("linear and full attention, recompute", HYBRID, recompute=True),
+    Case("linear and full attention, recompute core_attn", HYBRID, recompute={"recompute_modules": ["core_attn"]}),
+]
+HYBRIDS_IN_PAIRS = [
+    Case("linear and full attention, TP2 + SP", HYBRID, parallel={"tensor": 2, "sequence": True}),
+    Case("linear and full attention, PP2", HYBRID, parallel={"pipeline": 2}),
+]
+
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
@@ -49,6 +62,8 @@ def models(tmp_path: Path) -> Path:
     save_randomised(transformers.Qwen2Config(**SIZES, tie_word_embeddings=True), tmp_path / "qwen2")
     mixture = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32, norm_topk_prob=True)
     save_randomised(mixture, tmp_path / MIXTURE)
+    hybrid = transformers.Qwen3_5TextConfig(**SIZES, **HEADS, **DIMENSIONS)
+    save_randomised(hybrid, tmp_path / HYBRID)
     return tmp_path
 
 
@@ -87,3 +102,9 @@ def test_every_way_to_split(models: Path) -> None:
 def test_mixtures(models: Path) -> None:
     check_cases(models, EXPERTS_ALONE, 1)
     check_cases(models, EXPERTS_IN_PAIRS, 2, limit=0.15)  # the plan allows for a load that is less even than this one
+
+
+@pytest.mark.slow
+def test_linear_attention(models: Path) -> None:
+    check_cases(models, HYBRIDS_ALONE, 1)
+    check_cases(models, HYBRIDS_IN_PAIRS, 2)

@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
-from bapo_megatron.learner import attention, schedule
+from bapo_megatron.learner import attention, linear_attention, schedule
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import MicroBatch
 from tests.distributed import run_distributed
-from tests.integration.learner_reference import BOUNDS, save_random_model
+from tests.integration.learner_reference import BOUNDS, HYBRID, save_random_model
 from tests.integration.learner_updates import make_config, pack
 
 aten = torch.ops.aten
@@ -119,21 +119,30 @@ def watching(reads: Reads, *apart: tuple[Any, str]) -> Iterator[None]:
         yield
 
 
+DESCRIBING = (
+    (attention.PackedSequences, "of"),
+    (linear_attention.Sequences, "of"),
+    (linear_attention, "make_chunks"),
+)
+
+
 def check(rank: int, world_size: int, root: Path) -> None:
     """Watch passes and losses of an update, except descriptions of packs, which are made of CPU tensors (below)."""
-    for train in ({}, {"schedule": "forwards_first"}, {"recompute": True}):
+    cases = (("qwen3", {}), ("qwen3", {"schedule": "forwards_first"}), ("qwen3", {"recompute": True}), (HYBRID, {}))
+    for family, train in cases:
         config, reads = make_config(train=train, monitor={"token_profile": True}), Reads()
-        with watching(reads, (attention.PackedSequences, "of")):
-            learner = MegatronLearner(config, root / "qwen3")
-        minibatch = pack(learner)
-        learner.score(minibatch)
-        learner.step(minibatch, BOUNDS)
+        with watching(reads, *DESCRIBING):
+            learner = MegatronLearner(config, root / family)
+            minibatch = pack(learner)
+            learner.score(minibatch)
+            learner.step(minibatch, BOUNDS)
         assert not reads.found, reads.found
         parallel_state.destroy_model_parallel()
 
 
 def test_no_micro_batch_reads_from_the_device(tmp_path: Path) -> None:
-    save_random_model("qwen3", tmp_path / "qwen3")
+    for family in ("qwen3", HYBRID):
+        save_random_model(family, tmp_path / family)
     run_distributed(check, 1, tmp_path)
 
 
@@ -149,6 +158,9 @@ def test_packs_are_described_on_the_cpu(context: tuple[int, int]) -> None:
     pack = attention.PackedSequences.for_transformer_engine(cu_seqlens_S1, device=META)
     assert pack.max_seqlen_q == pack.max_seqlen_kv == 16
     assert pack.cu_seqlens_q.device == META
+    sequences = linear_attention.Sequences.of(cu_seqlens_S1, 3, META)
+    assert sequences.cu_seqlens_S1.tolist() == [0, 8, 20, 36]
+    assert sequences.on_device_S1.device == sequences.gapped_T.device == META
 
 
 def test_a_micro_batch_leaves_its_lengths_on_the_cpu() -> None:

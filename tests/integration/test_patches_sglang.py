@@ -1,6 +1,7 @@
 """The CPU compatibility of SGLang: it finds what it replaces, and reports when it no longer applies."""
 
 import importlib.util
+import re
 import struct
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import bapo_megatron_patches.sglang as patches
 import pytest
 import torch
-from bapo_megatron_patches.sglang import v0_5_23
+from bapo_megatron_patches.sglang import v0_5_23, v0_5_23_linear
 
+from bapo_megatron.engines.embedded.delta_rule import delta_rule
 from tests.distributed import HANG_S
 
 needs_sglang = pytest.mark.skipif(
@@ -73,6 +75,73 @@ def test_what_seeds_need_is_still_there(module: str, text: str) -> None:
 )
 def test_the_memory_of_routes_is_still_registered_with_cuda(module: str, text: str) -> None:
     assert text in sglang_source(module)
+
+
+@needs_sglang
+def test_linear_attention_still_takes_these_operators() -> None:
+    folder = "srt/layers/attention/linear"
+    modules = ["srt/models/qwen3_5.py", f"{folder}/gdn_backend.py", f"{folder}/kernels/gdn_triton.py"]
+    norm = sglang_source("kernels/ops/attention/fla/layernorm_gated.py")
+    assert "if _use_cpu:" in norm
+    text = "\n".join([norm, *map(sglang_source, modules)])
+    operators = {*re.findall(r"torch\.ops\.sgl_kernel\.(\w+)", text)} - {"fused_input_proj_cpu"}  # of CPUs with AMX
+    functions = {name for line in re.findall(r"from sgl_kernel\.mamba import (.*)", text) for name in line.split(", ")}
+    assert operators == {function.__name__ for function in v0_5_23_linear.OPERATORS}
+    assert functions == v0_5_23_linear.MAMBA.keys()
+
+
+def test_requests_of_one_batch_keep_their_states_from_piece_to_piece() -> None:
+    """Two prefills and one step of decoding, in slots among others, equal one pass of each request."""
+    torch.manual_seed(0)
+    heads, value_heads, dim, value_dim, width = 2, 4, 8, 6, 4
+    sizes = (heads * dim, heads * dim, value_heads * value_dim)
+    weight, A_log, dt_bias = torch.randn(sum(sizes), width), torch.randn(value_heads), torch.randn(value_heads)
+    inputs = [torch.randn(length, sum(sizes)) for length in (9, 5)]
+    gates = [torch.randn(length, 2, value_heads) for length in (9, 5)]  # a and b
+    conv, states = torch.zeros(5, sum(sizes), width - 1), torch.zeros(5, value_heads, value_dim, dim)
+    slots = torch.tensor([3, 1], dtype=torch.int32)
+
+    def heads_of(mixed_TC: torch.Tensor) -> list[torch.Tensor]:
+        split = zip(mixed_TC.split(sizes, -1), (dim, dim, value_dim), strict=True)
+        return [x.unflatten(-1, (-1, size))[None] for x, size in split]
+
+    def prefill(*pieces: slice) -> list[torch.Tensor]:
+        x_TC, ab = (torch.cat([x[p] for x, p in zip(xs, pieces, strict=True)]) for xs in (inputs, gates))
+        lengths = [p.stop - p.start for p in pieces]
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        mixed_CT = v0_5_23_linear.causal_conv1d_fn_cpu(
+            x_TC.mT,
+            weight,
+            None,
+            activation="silu",
+            conv_states=conv,
+            has_initial_state=torch.tensor([p.start > 0 for p in pieces]),
+            cache_indices=slots,
+            query_start_loc=starts,
+        )
+        gating = v0_5_23_linear.fused_gdn_gating_cpu(A_log, *ab.unbind(1), dt_bias)
+        out, *_ = v0_5_23_linear.chunk_gated_delta_rule_cpu(
+            *heads_of(mixed_CT.mT), *gating, initial_state=states, initial_state_indices=slots, cu_seqlens=starts
+        )
+        return list(out[0].split(lengths))
+
+    def decode() -> list[torch.Tensor]:
+        x_RC, ab = (torch.stack([x[-1] for x in xs]) for xs in (inputs, gates))
+        mixed_RC = v0_5_23_linear.causal_conv1d_update_cpu(x_RC, conv, weight, None, "silu", conv_state_indices=slots)
+        out = v0_5_23_linear.fused_sigmoid_gating_delta_rule_update_cpu(
+            *(A_log, dt_bias, *heads_of(mixed_RC), *ab.unbind(1)), *(states, slots, torch.arange(3), True, 1.0, 20.0)
+        )
+        return list(out[0].split(1))
+
+    found = [prefill(slice(0, 6), slice(0, 1)), prefill(slice(6, 8), slice(1, 4)), decode()]
+    for request, (x_TC, ab) in enumerate(zip(inputs, gates, strict=True)):
+        line_CT = torch.nn.functional.pad(x_TC.mT, (width - 1, 0))
+        mixed_CT = torch.nn.functional.silu(torch.nn.functional.conv1d(line_CT, weight[:, None], groups=sum(sizes)))
+        gating = v0_5_23_linear.fused_gdn_gating_cpu(A_log, *ab.unbind(1), dt_bias)
+        expected, state = delta_rule(*heads_of(mixed_CT.mT), *gating)
+        torch.testing.assert_close(torch.cat([x[request] for x in found]), expected[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(states[slots[request]], state[0].mT, atol=1e-5, rtol=1e-5)
+    assert not any(x[[0, 2, 4]].any() for x in (conv, states)), "slots of others"
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_distributed
-from tests.integration.learner_reference import save_random_model
+from tests.integration.learner_reference import HYBRID, save_random_model
 from tests.integration.learner_updates import assert_close, make_config, updates
 
 WAYS: list[dict[str, Any]] = [
@@ -31,7 +31,7 @@ def check(
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    for family in ("qwen3", "gemma"):
+    for family in ("qwen3", "gemma", HYBRID):
         save_random_model(family, tmp_path / family)
     return tmp_path
 
@@ -42,7 +42,7 @@ def test_a_layer_and_a_part_of_each(root: Path) -> None:
 
 @pytest.mark.slow
 def test_one_process(root: Path) -> None:
-    run_distributed(check, 1, root, ["qwen3", "gemma"], WAYS, {})
+    run_distributed(check, 1, root, ["qwen3", "gemma", HYBRID], WAYS, {})
 
 
 @pytest.mark.slow

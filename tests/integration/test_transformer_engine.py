@@ -54,9 +54,9 @@ def run_check(rank: int, world_size: int, engine: Path, name: str, root: Path) -
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    from tests.integration.learner_reference import MIXTURE, save_random_model
+    from tests.integration.learner_reference import HYBRID, MIXTURE, save_random_model
 
-    for family in (*FAMILIES, MIXTURE):
+    for family in (*FAMILIES, MIXTURE, HYBRID):
         save_random_model(family, tmp_path / family)
     return tmp_path
 

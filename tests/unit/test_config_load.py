@@ -130,7 +130,7 @@ def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    names = "demo, guess_demo, moe_demo, precision/..., recipes/..., smollm2_135m, tool_demo"
+    names = "demo, guess_demo, hybrid_demo, moe_demo, precision/..., recipes/..., smollm2_135m, tool_demo"
     advice = f"give a TOML file or a shipped configuration: algorithms/..., clusters/..., {names} (docs/recipes.md)"
     assert message([tmp_path / "no.toml"]) == f"configuration no.toml does not exist; {advice}"
     (tmp_path / "folder").mkdir()
@@ -224,7 +224,7 @@ def test_dump_loads_back_equal(tmp_path: Path, overrides: list[str]) -> None:
 
 
 def test_shipped_configs_load_by_name() -> None:
-    assert {"demo", "guess_demo", "moe_demo", "smollm2_135m", "tool_demo"} <= set(shipped_configs())
+    assert {"demo", "guess_demo", "hybrid_demo", "moe_demo", "smollm2_135m", "tool_demo"} <= set(shipped_configs())
     assert load_config(["demo"]) == load_config([find_config("demo")])
 
 

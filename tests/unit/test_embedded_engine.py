@@ -29,15 +29,21 @@ from bapo_megatron.engines.embedded.server import serve_engine as serve_http
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from tests.distributed import HANG_S
 from tests.garbage import tensors_in_cycles
+from tests.hybrid_model import save_hybrid
 
 MAX_RUNNING = 6
 GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}
 Sampled = list[tuple[list[int], list[float]]]
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return Model.from_pretrained(demo_model_path(), max_len=64)
+@pytest.fixture(scope="module", params=["full", "hybrid"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Return a model with full attention, or with linear attention too."""
+    folder = demo_model_path()
+    if request.param == "hybrid":
+        folder = tmp_path_factory.mktemp("hybrid")
+        save_hybrid(folder, 0, 64, vocab_size=16)
+    return Model.from_pretrained(folder, max_len=64)
 
 
 def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:

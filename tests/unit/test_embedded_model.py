@@ -15,6 +15,7 @@ from transformers import (
     MistralConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -64,6 +65,15 @@ CONFIGS = {
     "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True),
     "mixture-plain-shares": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=6, num_experts_per_tok=2),
     "mixture-of-one": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=6, num_experts_per_tok=1, attention_bias=True),
+    "hybrid": Qwen3_5TextConfig(
+        **SIZES | {"initializer_range": 0.05},  # with larger weights, transformers itself rounds by more
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+    ),
     "mha": LlamaConfig(**SIZES | {"num_key_value_heads": 6}, head_dim=12),
 }
 
@@ -145,14 +155,16 @@ def test_padding_may_reach_beyond_the_cache(tmp_path: Path) -> None:
     torch.testing.assert_close(found_BV, expected_BV.expand(2, -1), atol=2e-5, rtol=0)
 
 
-def test_a_moved_row_goes_on_as_before(tmp_path: Path) -> None:
-    save(CONFIGS["qwen3"], tmp_path)
+@pytest.mark.parametrize("name", ["qwen3", "hybrid"])
+def test_a_moved_row_continues_as_before(name: str, tmp_path: Path) -> None:
+    save(CONFIGS[name], tmp_path)
     model = Model.from_pretrained(tmp_path, max_len=64)
     cache = model.new_cache(num_rows=3, max_len=64)
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     model.prefill(ids, torch.tensor([4, 4]), cache, 0)
+    cache.arrange([2], [1], 4)
     expected = model.decode(torch.tensor([1, 2]), torch.tensor([4, 4]), cache)[1]
-    cache.arrange([0], [1], 4)
+    cache.arrange([0], [2], 4)
     torch.testing.assert_close(model.decode(torch.tensor([2]), torch.tensor([4]), cache)[0], expected)
 
 

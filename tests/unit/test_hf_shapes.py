@@ -62,7 +62,8 @@ def test_all_problems_come_at_once() -> None:
     [
         (
             {"model_type": "mixtral"},
-            "'mixtral' is not supported; the families are gemma, llama, mistral, qwen2, qwen3, qwen3_moe; docs",
+            "'mixtral' is not supported; the families are gemma, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_5_text, "
+            "qwen3_moe; docs",
         ),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"model_type": None}, "None is not supported"),
@@ -109,8 +110,10 @@ def test_where_a_config_is_silent_transformers_is_believed(family: str, tmp_path
     """transformers and our code read the smallest config.json of each family."""
     sizes = {"vocab_size": 11, "hidden_size": 64, "intermediate_size": 20, "num_hidden_layers": 2}
     silent: dict[str, Any] = {"model_type": family, "num_attention_heads": 32, "sliding_window": None, **sizes}
+    if FAMILIES[family].prefix != "model.":
+        silent = {"model_type": family, "text_config": silent | {"model_type": f"{family}_text"}}
     (tmp_path / "config.json").write_text(json.dumps(silent))
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).get_text_config()
     ours = model_shape(silent)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)

@@ -1,6 +1,7 @@
 """How SGLang servers are started: command line, placing on CPUs, and what a user without SGLang is told."""
 
 import importlib.metadata
+import json
 import signal
 import socket
 import subprocess
@@ -10,17 +11,19 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import EngineError, UserError
 from tests.distributed import HANG_S
+from tests.hybrid_model import save_hybrid
 
 SHARE = EngineShare(count=1, first_gpu=0)
 
 
 def command(extra: dict[str, Any] | None = None, *, has_gpu: bool = False, **rollout: Any) -> list[str]:
-    return sglang.command(settings(extra, **rollout), Path("model"), SHARE, 0, 1234, has_gpu=has_gpu)
+    return sglang.command(settings(extra, **rollout), demo_model_path(), SHARE, 0, 1234, has_gpu=has_gpu)
 
 
 def settings(extra: dict[str, Any] | None = None, **rollout: Any) -> Config:
@@ -44,8 +47,8 @@ def test_a_response_may_fill_the_context() -> None:
 def test_servers_of_a_run_that_replays_routes_return_them() -> None:
     flag, plain = "--enable-return-routed-experts", settings()
     replaying = plain.model_copy(update={"model": plain.model.model_copy(update={"replay_routes": True})})
-    assert flag in sglang.command(replaying, Path("model"), SHARE, 0, 1234, has_gpu=True)
-    assert flag not in sglang.command(plain, Path("model"), SHARE, 0, 1234, has_gpu=True)
+    assert flag in sglang.command(replaying, demo_model_path(), SHARE, 0, 1234, has_gpu=True)
+    assert flag not in sglang.command(plain, demo_model_path(), SHARE, 0, 1234, has_gpu=True)
 
 
 def test_extra_arguments_have_the_last_word() -> None:
@@ -68,8 +71,37 @@ def test_extra_arguments_have_the_last_word() -> None:
 def test_memory_that_others_take_meanwhile_ends_no_server_on_a_cpu() -> None:
     """SGLang compares the machine's free memory before and after it loads the weights, and between ranks."""
     assert float(option(command(), "--mem-fraction-static")) == 1.0
+    assert option(command(), "--max-mamba-cache-size") == "32", "states would fill all memory"
     variables = sglang.environment(settings(server_tensor_parallel=2), SHARE, 0, [])
     assert variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
+
+
+def test_the_inputs_of_convolutions_are_kept_in_the_type_of_the_model() -> None:
+    """SGLang's default is bfloat16."""
+    variables = sglang.environment(settings(), SHARE, 0, [])
+    assert variables["SGLANG_MAMBA_CONV_DTYPE"] == settings().model.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("published", "interval", "expected"),
+    [
+        (False, {}, {"full_attention_interval": 2}),
+        (False, {"full_attention_interval": 2}, None),
+        (True, {}, {"language_model_only": True, "text_config": {"full_attention_interval": 2}}),
+        (True, {"full_attention_interval": 2}, {"language_model_only": True}),
+    ],
+)
+def test_servers_are_told_what_transformers_does_not_save(
+    published: bool, interval: dict[str, int], expected: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    save_hybrid(tmp_path, 0, 64, published=published)
+    file = tmp_path / "config.json"
+    hf_config = json.loads(file.read_text())
+    (hf_config["text_config"] if published else hf_config).update(interval)
+    file.write_text(json.dumps(hf_config))
+    arguments = sglang.command(settings(), tmp_path, SHARE, 0, 1234, has_gpu=True)
+    flag = "--json-model-override-args"
+    assert (json.loads(option(arguments, flag)) if flag in arguments else None) == expected
 
 
 def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:

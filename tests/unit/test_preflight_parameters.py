@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from bapo_megatron.learner.parallel import ParallelLayout, start_processes
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.preflight.known import KNOWN_MODELS
 from bapo_megatron.preflight.memory import Held, critic_parameters, model_parameters, rank_parameters
-from tests.hf_models import MIXTURES, MODELS, make_model_config
+from tests.hf_models import HYBRIDS, MIXTURES, MODELS, make_model_config
+from tests.unit.test_hybrids import QWEN_9B, QWEN_27B, published
 
 SLOW = pytest.mark.slow
 
@@ -102,6 +104,28 @@ def test_every_family_and_option(name: str) -> None:
         check_ranks(shape, config, tensor * pipeline, range(0, tensor * pipeline, tensor))
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_linear_and_full_attention(name: str) -> None:
+    shape = model_shape(make_model_config(name).to_dict())
+    for tensor, pipeline, chunks in ((1, 1, 1), (2, 1, 1), (2, 3, 2), (1, 6, 1)):
+        config = make_config(tensor=tensor, pipeline=pipeline, virtual_pipeline=chunks)
+        check_ranks(shape, config, tensor * pipeline, range(0, tensor * pipeline, tensor))
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "layout"),
+    [
+        (QWEN_9B, 8, {"tensor": 4, "data": 2}),
+        (QWEN_27B, 16, {"tensor": 4, "pipeline": 4}),
+    ],
+    ids=["9B", "27B"],
+)
+def test_every_rank_of_qwen3_5_holds_what_the_plan_says(
+    text: dict[str, Any], world_size: int, layout: dict[str, int]
+) -> None:
+    check_ranks(model_shape(published(text)), make_config(**layout, sequence=True), world_size, range(world_size))
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures(name: str) -> None:
     """Experts on every rank, split over tensor ranks, or shared out; and a last stage of another depth."""
@@ -151,7 +175,7 @@ def test_a_critic(name: str) -> None:
             assert count.total == critic_parameters(shape, config.parallel, stage)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *MIXTURES])
+@pytest.mark.parametrize("name", [*MODELS, *MIXTURES, *HYBRIDS])
 def test_the_ranks_of_a_replica_hold_the_model(name: str) -> None:
     shape = model_shape(make_model_config(name).to_dict())
     assert rank_parameters(shape, ParallelConfig(), 0).total == model_parameters(shape)
@@ -166,6 +190,8 @@ def test_published_sizes() -> None:
         "OctoThinker-3B-Long-Zero": 3.21,
         "Qwen2.5-Math-7B": 7.62,
         "Qwen3-32B": 32.76,
+        "Qwen3.5-9B": 8.95,
+        "Qwen3.5-27B": 26.9,
     }
     assert {name: round(sizes[name], 2) for name in expected} == expected
     assert len(set(itertools.chain(expected, sizes))) == len(sizes)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bapo_megatron.assets import demo_model_path
 from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config, seconds_of
@@ -546,7 +547,9 @@ def test_engines_of_one_machine_stay_on_loopback(
     monkeypatch.setattr(sglang, "check_installed", lambda has_gpu: None)
     make_specs = {"embedded": embedded_specs, "sglang": sglang.engine_specs}[engine]
     config = load_config(["demo"], [])
-    (spec,) = make_specs(config, tmp_path, [tmp_path / "log"], [1], EngineShare(count=1, first_gpu=0, host=host))
+    (spec,) = make_specs(
+        config, demo_model_path(), [tmp_path / "log"], [1], EngineShare(count=1, first_gpu=0, host=host)
+    )
     assert spec.environment.get("GLOO_SOCKET_IFNAME") == spec.environment.get("NCCL_SOCKET_IFNAME") == interface
 
 

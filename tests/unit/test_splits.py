@@ -1,7 +1,6 @@
 """Splits of parameters: whole tensors, shards and pieces of them follow from one description."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import pytest
@@ -12,37 +11,9 @@ from torch import Tensor
 
 from bapo_megatron.hf.families import ATTENTION, COLUMNS, COPY, MIXTURE_LAYER, QKV, ROWS, VOCAB, Parameter
 from bapo_megatron.hf.shape import Dense, Experts, LayerShape, layer_entries
-from bapo_megatron.hf.splits import Box, Copy, EachExpert, Entry, EvenRows, Shard, Split
+from bapo_megatron.hf.splits import Copy, EachExpert, Entry, EvenRows, GatedInterleaved, Shard, Split
 from bapo_megatron.learner.slicing import from_shards, place_shard, to_shard
 from tests.unit.test_hf_convert import make_shape
-
-
-@dataclass(frozen=True, slots=True)
-class GatedQKV:
-    """A user's split, as hybrid models need it: on disk, each head's query stands before its gate; in a shard, the
-    queries of a group come first, then their gates, its key and its value."""
-
-    groups: str
-
-    def shard(self, entry: Entry, rank: int, size: int) -> Shard:
-        num_groups, head = entry.sizes[self.groups] // size, entry.sizes["D"]
-        query, key = entry.hf_shapes[0][0] // size, entry.hf_shapes[1][0] // size
-        heads, group = query // num_groups // (2 * head), (query + 2 * key) // num_groups
-        row = prod(entry.hf_shapes[0][1:])
-        view, strides = (num_groups, heads, 2, head * row), (group * row, head * row, heads * head * row, 1)
-        boxes = [self._box(entry, 0, rank * query, query, 0, view, strides)]
-        for tensor in (1, 2):
-            above = (query + (tensor - 1) * key) // num_groups
-            narrow = ((num_groups, head * row), (group * row, 1))
-            boxes.append(self._box(entry, tensor, rank * key, key, above * row, *narrow))
-        return Shard((query + 2 * key, *entry.hf_shapes[0][1:]), tuple(boxes))
-
-    @staticmethod
-    def _box(
-        entry: Entry, tensor: int, first: int, rows: int, offset: int, view: tuple[int, ...], strides: tuple[int, ...]
-    ) -> Box:
-        inner = entry.hf_shapes[tensor][1:]
-        return Box(tensor, (first, *(0 for _ in inner)), (rows, *inner), offset, view, strides)
 
 
 @st.composite
@@ -72,7 +43,7 @@ def split_entries(draw: st.DrawFn) -> tuple[Entry, int]:
             shapes = [(2 * sizes["k"] + sizes["v"], *inner), (sizes["v"], *inner), (sizes["n"], *inner)]
         case "gated":
             groups, head, each = draw(many), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-            split, sizes = GatedQKV("G"), {"G": groups, "D": head}
+            split, sizes = GatedInterleaved("G"), {"G": groups, "D": head}
             shapes = [(2 * groups * head * each, *inner), (groups * head, *inner), (groups * head, *inner)]
         case _:
             sizes = {"X": draw(many)}
@@ -129,7 +100,7 @@ def test_parts_of_a_fused_tensor_are_split_each() -> None:
 
 def test_gates_stand_behind_the_queries_of_their_group() -> None:
     """With 2 groups of 2 heads of 1 value, rank 0 has queries 1, 3 and gates 2, 4, then the group's key and value."""
-    entry = Entry("p", 0, None, GatedQKV("G"), ("q", "k", "v"), ((8,), (2,), (2,)), {"G": 2, "D": 1})
+    entry = Entry("p", 0, None, GatedInterleaved("G"), ("q", "k", "v"), ((8,), (2,), (2,)), {"G": 2, "D": 1})
     assert [shard.tolist() for shard in shards_of(entry, tensors_of(entry), 2)] == [
         [1, 3, 2, 4, 9, 11],
         [5, 7, 6, 8, 10, 12],

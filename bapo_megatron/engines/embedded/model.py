@@ -1,10 +1,11 @@
-"""Inference for Hugging Face checkpoints of every supported family: batched prefill and decode on a KV cache.
+"""Inference for Hugging Face checkpoints of every supported family: batched prefill and decode on a cache.
 
 Shape legend (suffix of a tensor's name):
     B  rows (sequences)      T  new tokens per row     L  cached tokens per row     V  vocabulary
     E  hidden size           H  query heads            K  key-value heads           D  head dimension
     G  query heads per key-value head (H = K * G)      F  feed-forward size
     N  tokens of all rows    X  experts                C  experts that a token chooses
+    R  rotated dimensions of a head
 
 Weights have the trainer's names (`hf/families.py`). Query-key-value and gate-up are one tensor each, for speed.
 `named_weights` are views into them under Hugging Face names: copying into a view loads or updates its weight.
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bapo_megatron.engines.embedded.linear_attention import linear_attention
 from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
@@ -40,23 +42,52 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class KVCache:
-    """Keys and values of up to `num_rows` sequences of up to `max_len` tokens: data[layer, k or v, B, K, L, D]."""
+class Cache:
+    """What up to `num_rows` sequences of up to `max_len` tokens left in the layers.
+
+    Keys and values of full attention: data[layer, k or v, B, K, L, D]. Of linear attention the last inputs of the
+    convolution, [layer, B, channels, width - 1], and the delta rule's state, float32 [layer, B, heads, key, value].
+    Layers are counted within their kind.
+    """
 
     def __init__(self, spec: ModelShape, *, num_rows: int, max_len: int, dtype: torch.dtype) -> None:
-        shape = (spec.num_layers, 2, num_rows, spec.num_kv_heads, max_len, spec.head_dim)
-        # Zeros, because masked positions are multiplied by 0, and 0 times nan is nan.
-        self.data, self._memory = _mapped_zeros(shape, dtype)
         self.num_rows = num_rows
         self.max_len = max_len
+        self._memory: list[mmap.mmap] = []
+
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype = dtype) -> Tensor:
+            # Zeros, because masked positions are multiplied by 0, and 0 times nan is nan.
+            tensor, memory = _mapped_zeros(shape, dtype)
+            self._memory.append(memory)
+            return tensor
+
+        num_linear = sum(layer.linear is not None for layer in spec.layers)
+        num_full = spec.num_layers - num_linear
+        self.data = allocate((num_full, 2, num_rows, spec.num_kv_heads, max_len, spec.head_dim))
+        self.linear: tuple[Tensor, ...] = ()  # inputs and states
+        if (sizes := spec.linear) is not None:
+            inputs = (num_linear, num_rows, sizes.conv_channels, sizes.conv_width - 1)
+            states = (num_linear, num_rows, sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
+            self.linear = (allocate(inputs), allocate(states, torch.float32))
 
     def release(self) -> None:
         """Return the memory to the operating system; all entries are zero from now on."""
-        self._memory.madvise(mmap.MADV_DONTNEED)
+        for memory in self._memory:
+            memory.madvise(mmap.MADV_DONTNEED)
 
     def arrange(self, targets: Sequence[int], sources: Sequence[int], num_tokens: int) -> None:
-        """Copy rows over others simultaneously, up to `num_tokens`; a row may be both a source and a target."""
+        """Copy rows over others simultaneously; a row may be both a source and a target.
+
+        Args:
+            num_tokens: tokens whose keys and values to copy. States are of all tokens that a row holds.
+        """
         self.data[:, :, list(targets), :, :num_tokens] = self.data[:, :, list(sources), :, :num_tokens]
+        for tensor in self.linear:
+            tensor[:, list(targets)] = tensor[:, list(sources)]
+
+    def states(self, rows: slice) -> tuple[Tensor, ...]:
+        """Return views of the inputs and states of some rows; nothing if there is no linear attention."""
+        return tuple(tensor[:, rows] for tensor in self.linear)
 
 
 class Model:
@@ -78,10 +109,12 @@ class Model:
                 self._layers[entry.layer][entry.megatron_name.split(".", 3)[3]] = weight
         self._embed_VE = self._weights[EMBEDDING.name]
         self._head_VE = self._weights.get(OUTPUT.name, self._embed_VE)
+        kinds = [layer.linear is not None for layer in spec.layers]
+        self._places = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]  # layer -> number in the cache
         inv_freq, rope_scale = rotary_frequencies(spec)
         angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
-        self._cos_LD = (torch.cat((angles, angles), -1).cos() * rope_scale).to(dtype)
-        self._sin_LD = (torch.cat((-angles, angles), -1).sin() * rope_scale).to(dtype)  # includes rotate-half's sign
+        self._cos_LR = (torch.cat((angles, angles), -1).cos() * rope_scale).to(dtype)
+        self._sin_LR = (torch.cat((-angles, angles), -1).sin() * rope_scale).to(dtype)  # includes rotate-half's sign
 
     @classmethod
     def from_pretrained(
@@ -109,10 +142,10 @@ class Model:
                 weight.copy_(read(name))
         return model
 
-    def new_cache(self, *, num_rows: int, max_len: int) -> KVCache:
+    def new_cache(self, *, num_rows: int, max_len: int) -> Cache:
         """Return an empty cache of at most the model's `max_len`."""
-        assert max_len <= self._cos_LD.shape[0], "the cache is longer than the rotary tables"
-        return KVCache(self.spec, num_rows=num_rows, max_len=max_len, dtype=self.dtype)
+        assert max_len <= self._cos_LR.shape[0], "the cache is longer than the rotary tables"
+        return Cache(self.spec, num_rows=num_rows, max_len=max_len, dtype=self.dtype)
 
     def check_weight(self, spec: TensorSpec) -> None:
         """Check that the model has a weight of this name, type and shape. Raises CheckpointError if not."""
@@ -123,7 +156,7 @@ class Model:
 
     @torch.inference_mode()
     def prefill(
-        self, token_ids_BT: Tensor, lengths_B: Tensor, cache: KVCache, first_row: int, fed: FedRows | None = None
+        self, token_ids_BT: Tensor, lengths_B: Tensor, cache: Cache, first_row: int, fed: FedRows | None = None
     ) -> Tensor:
         """Run right-padded sequences from position 0 into cache rows [first_row, first_row + B).
 
@@ -147,8 +180,12 @@ class Model:
             )
             return out_BHTD.transpose(1, 2)
 
-        cos_TD, sin_TD = self._cos_LD[:num_tokens], self._sin_LD[:num_tokens]
-        hidden_BTE = self._blocks(token_ids_BT, cos_TD[None, :, None], sin_TD[None, :, None], attend, fed)
+        cos_TR, sin_TR = self._cos_LR[:num_tokens], self._sin_LR[:num_tokens]
+        states = cache.states(rows)
+        for tensor in states:
+            tensor.zero_()
+        angles = cos_TR[None, :, None], sin_TR[None, :, None]
+        hidden_BTE = self._blocks(token_ids_BT, angles, attend, states, lengths_B, fed)
         last_BE = hidden_BTE[torch.arange(num_rows), lengths_B - 1]
         return self._logits(last_BE)
 
@@ -158,7 +195,7 @@ class Model:
         token_ids_BT: Tensor,
         lengths_B: Tensor,
         starts_B: Tensor,
-        cache: KVCache,
+        cache: Cache,
         first_row: int,
         fed: FedRows | None = None,
     ) -> Tensor:
@@ -173,7 +210,8 @@ class Model:
         Returns: logits float32 [B, V] for the token after each row.
         """
         num_rows, num_tokens = token_ids_BT.shape
-        rows_B1 = torch.arange(first_row, first_row + num_rows)[:, None]
+        rows = slice(first_row, first_row + num_rows)
+        rows_B1 = torch.arange(rows.start, rows.stop)[:, None]
         # Padding may reach beyond the cache, but not the last place, which no token needs.
         positions_BT = (starts_B[:, None] + torch.arange(num_tokens)).clamp(max=cache.max_len - 1)
         length = int(positions_BT.max()) + 1
@@ -183,19 +221,19 @@ class Model:
             keys, values = cache.data[layer, 0], cache.data[layer, 1]
             keys[rows_B1, :, positions_BT] = k_BTKD
             values[rows_B1, :, positions_BT] = v_BTKD
-            rows = slice(first_row, first_row + num_rows)
             k_BKLD, v_BKLD = keys[rows, :, :length], values[rows, :, :length]
             out_BHTD = F.scaled_dot_product_attention(
                 q_BTHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=is_seen_B1TL, enable_gqa=True
             )
             return out_BHTD.transpose(1, 2)
 
-        cos_BTD, sin_BTD = self._cos_LD[positions_BT], self._sin_LD[positions_BT]
-        hidden_BTE = self._blocks(token_ids_BT, cos_BTD[:, :, None], sin_BTD[:, :, None], attend, fed)
+        cos_BTR, sin_BTR = self._cos_LR[positions_BT], self._sin_LR[positions_BT]
+        angles = cos_BTR[:, :, None], sin_BTR[:, :, None]
+        hidden_BTE = self._blocks(token_ids_BT, angles, attend, cache.states(rows), lengths_B, fed)
         return self._logits(hidden_BTE[torch.arange(num_rows), lengths_B - 1])
 
     @torch.inference_mode()
-    def decode(self, token_ids_B: Tensor, positions_B: Tensor, cache: KVCache, fed: FedRows | None = None) -> Tensor:
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, cache: Cache, fed: FedRows | None = None) -> Tensor:
         """Append one token to each of the cache rows [0, B), at the given positions.
 
         Args:
@@ -224,8 +262,9 @@ class Model:
             out_BKGD = torch.matmul(scores_BKGL.softmax(-1), values[:num_rows, :, :length])
             return out_BKGD.reshape(num_rows, 1, self.spec.num_heads, self.spec.head_dim)
 
-        cos_BD, sin_BD = self._cos_LD[positions_B], self._sin_LD[positions_B]
-        hidden_B1E = self._blocks(token_ids_B[:, None], cos_BD[:, None, None], sin_BD[:, None, None], attend, fed)
+        cos_BR, sin_BR = self._cos_LR[positions_B], self._sin_LR[positions_B]
+        angles, states = (cos_BR[:, None, None], sin_BR[:, None, None]), cache.states(slice(0, num_rows))
+        hidden_B1E = self._blocks(token_ids_B[:, None], angles, attend, states, None, fed)
         return self._logits(hidden_B1E[:, 0])
 
     @torch.inference_mode()
@@ -242,8 +281,10 @@ class Model:
             out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
             return out_BHTD.transpose(1, 2)
 
-        cos_TD, sin_TD = self._cos_LD[:num_tokens], self._sin_LD[:num_tokens]
-        hidden_BTE = self._blocks(token_ids_T[None], cos_TD[None, :, None], sin_TD[None, :, None], attend, None)
+        cos_TR, sin_TR = self._cos_LR[:num_tokens], self._sin_LR[:num_tokens]
+        angles = cos_TR[None, :, None], sin_TR[None, :, None]
+        states = Cache(self.spec, num_rows=1, max_len=0, dtype=self.dtype).states(slice(0, 1))
+        hidden_BTE = self._blocks(token_ids_T[None], angles, attend, states, None, None)
         parts = []
         places = zip(hidden_BTE[0, first - 1 : -1].split(_TOGETHER), token_ids_T[first:].split(_TOGETHER), strict=True)
         for rows_NE, ids_N in places:
@@ -258,24 +299,36 @@ class Model:
         for memory in self._memory:
             memory.madvise(mmap.MADV_DONTNEED)
 
-    def _blocks(self, token_ids_BT: Tensor, cos: Tensor, sin: Tensor, attend: Attend, fed: FedRows | None) -> Tensor:
-        """Run all transformer layers; cos and sin broadcast against [B, T, heads, D]."""
+    def _blocks(
+        self,
+        token_ids_BT: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        states: Sequence[Tensor],
+        lengths_B: Tensor | None,
+        fed: FedRows | None,
+    ) -> Tensor:
+        """Run all transformer layers.
+
+        Args:
+            angles: cosine and sine, which broadcast against [B, T, heads, R].
+            states: inputs and states of the rows, as `Cache.states` returns them; changed in place.
+            lengths_B: tokens of each row that are not padding, if some are.
+        """
         spec, activation = self.spec, _ACTIVATIONS[self.spec.activation]
         x_BTE = F.embedding(token_ids_BT, self._embed_VE)
         if spec.embedding_scale != 1:
             x_BTE = x_BTE * x_BTE.new_tensor(spec.embedding_scale)
-        for index, layer in enumerate(self._layers):
+        for index, (shape, place, layer) in enumerate(zip(spec.layers, self._places, self._layers, strict=True)):
             h_BTE = self._rms_norm(x_BTE, layer["input_layernorm.weight"])
-            qkv = _linear(h_BTE, layer, "self_attention.linear_qkv").unflatten(-1, (-1, spec.head_dim))
-            q_BTHD, k_BTKD, v_BTKD = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=2)
-            if spec.qk_norm:
-                q_BTHD = self._rms_norm(q_BTHD, layer["self_attention.q_layernorm.weight"])
-                k_BTKD = self._rms_norm(k_BTKD, layer["self_attention.k_layernorm.weight"])
-            out_BTHD = attend(index, _rotate(q_BTHD, cos, sin), _rotate(k_BTKD, cos, sin), v_BTKD)
-            x_BTE = x_BTE + _linear(out_BTHD.flatten(2), layer, "self_attention.linear_proj")
+            if shape.linear is None:
+                x_BTE = x_BTE + self._attention(h_BTE, layer, angles, partial(attend, place))
+            else:
+                inputs, state = (tensor[place] for tensor in states)
+                x_BTE = x_BTE + linear_attention(h_BTE, layer, shape.linear, spec.norm_eps, inputs, state, lengths_B)
             h_BTE = self._rms_norm(x_BTE, layer["pre_mlp_layernorm.weight"])
             experts_BTC = None
-            if isinstance(mlp := spec.layers[index].mlp, Experts):
+            if isinstance(mlp := shape.mlp, Experts):
                 shares_BTC, experts_BTC = _choose(h_BTE, layer, mlp)
                 x_BTE = x_BTE + _mixed(h_BTE, layer, shares_BTC, experts_BTC, activation)
             else:
@@ -285,6 +338,23 @@ class Model:
         if fed is not None:
             fed.see_end(x_BTE)
         return x_BTE
+
+    def _attention(
+        self, h_BTE: Tensor, layer: dict[str, Tensor], angles: tuple[Tensor, Tensor], attend: Callable[..., Tensor]
+    ) -> Tensor:
+        """Compute full attention, [B, T, E]; `attend` gets queries, keys and values."""
+        spec = self.spec
+        qkv = _linear(h_BTE, layer, "self_attention.linear_qkv").unflatten(-1, (-1, spec.head_dim))
+        q_BTHD, k_BTKD, v_BTKD = qkv.split((qkv.shape[2] - 2 * spec.num_kv_heads, *2 * [spec.num_kv_heads]), dim=2)
+        if spec.output_gate:
+            q_BTHD, gate_BTHD = q_BTHD.unflatten(2, (-1, 2)).unbind(3)
+        if spec.qk_norm:
+            q_BTHD = self._rms_norm(q_BTHD, layer["self_attention.q_layernorm.weight"])
+            k_BTKD = self._rms_norm(k_BTKD, layer["self_attention.k_layernorm.weight"])
+        out_BTHD = attend(_rotate(q_BTHD, *angles), _rotate(k_BTKD, *angles), v_BTKD)
+        if spec.output_gate:
+            out_BTHD = out_BTHD * gate_BTHD.sigmoid()
+        return _linear(out_BTHD.flatten(2), layer, "self_attention.linear_proj")
 
     def _logits(self, hidden_BE: Tensor) -> Tensor:
         return F.linear(self._rms_norm(hidden_BE, self._weights[FINAL_NORM.name]), self._head_VE).float()
@@ -308,9 +378,10 @@ class Model:
 
 def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
     """Return zeros and their memory, mapped so that the system provides only written pages and can take them back."""
-    num_bytes = math.prod(shape) * dtype.itemsize
+    size = math.prod(shape)
+    num_bytes = max(size, 1) * dtype.itemsize  # nothing of size 0 can be mapped
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape), memory
+    return torch.frombuffer(memory, dtype=dtype)[:size].view(shape), memory
 
 
 def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
@@ -352,6 +423,8 @@ def _mixed(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings in Hugging Face's half-split layout; `sin` includes the sign of the first half."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((second, first), dim=-1) * sin
+    """Rotate the first R dimensions in Hugging Face's half-split layout; `sin` includes the sign of the first half."""
+    rotated, rest = x.tensor_split((cos.shape[-1],), dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((second, first), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
