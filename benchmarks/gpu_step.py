@@ -83,6 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen3_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "1.5b": _QWEN2 | _1_5B | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "7b-half": KNOWN_MODELS["Qwen2.5-Math-7B-64k"] | {"num_hidden_layers": 14},  # half of the layers, at full size
+    "qwen3.5-9b-4l": KNOWN_MODELS["Qwen3.5-9B"]["text_config"] | {"num_hidden_layers": 4},  # four of 32 layers
     "30b-a3b-3l": KNOWN_MODELS["Qwen3-30B-A3B"] | {"num_hidden_layers": 3},  # three of 48 layers, all experts
 }
 

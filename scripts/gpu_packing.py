@@ -57,12 +57,17 @@ def source(folder: Path) -> Path | None:
 
 def needs(folder: Path) -> list[str]:
     """Return what a session imports, from setup.py, and what the source in the folder, if there is one, needs."""
-    listed = list(TESTS)
-    for node in ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("BASE", "TRAIN"):
-            listed += ast.literal_eval(node.value)
-    archive = source(folder)
+    listed, archive = [*TESTS, *declared("BASE", "TRAIN")], source(folder)
     return listed if archive is None else [*listed, *WITH_SOURCE, *source_needs(archive)]
+
+
+def declared(*variables: str) -> list[str]:
+    """Return the requirements in these variables of setup.py."""
+    listed: list[str] = []
+    for node in ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in variables:
+            listed += ast.literal_eval(node.value)
+    return listed
 
 
 def source_needs(archive: Path) -> list[str]:
@@ -148,7 +153,7 @@ def pack(folder: Path, python: str, without: Sequence[str]) -> None:
         constraints = Path(scratch, "constraints.txt")
         lines = [f"torch @ {torch.as_uri()}", *(name + versions for name, versions in pinned.items())]
         constraints.write_text("\n".join(lines))
-        wanted = [Requirement(text) for text in needs(folder)]
+        wanted = [Requirement(text) for text in (*needs(folder), *declared("FLA"))]
         fitting = [r for r in wanted if r.marker is None or r.marker.evaluate({"python_version": python})]
         for requirement in fitting:
             requirement.marker = None  # pip would evaluate it for the Python that runs here

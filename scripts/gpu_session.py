@@ -104,6 +104,7 @@ def two_steps() -> Step:
 
 
 GPU_TESTS = (*PYTEST, "-m", "gpu", "tests/gpu")
+LAYER_TESTS = tuple(f"tests/gpu/test_{name}_gpu.py" for name in ("precision", "experts", "hybrid", "train"))
 OF_7B = "te 'te recompute' 'te tensorwise' 'te chunk 4096' 'te triton'"
 STAGES: dict[str, tuple[Step, ...]] = {
     "correctness": (
@@ -118,9 +119,7 @@ STAGES: dict[str, tuple[Step, ...]] = {
     "te": (
         Step("install", (), needs=("GPU", "built")),
         Step("attention", ("-c", _ATTENTION), ENGINE, rows="attention.json"),
-        Step(
-            "tests", (*PYTEST, *(f"tests/gpu/test_{name}_gpu.py" for name in ("precision", "experts", "train"))), ENGINE
-        ),
+        Step("tests", (*PYTEST, *LAYER_TESTS), ENGINE),
     ),
     "speed": (
         updates("1.5b", "--model 1.5b --turns 3 --variants te 'te tensorwise' local"),
@@ -128,6 +127,7 @@ STAGES: dict[str, tuple[Step, ...]] = {
         updates("profile", "--model 7b-half --turns 1 --profile --variants te", ENGINE),
         # apart, since Megatron-Core's dispatcher of tokens keeps a model alive until its process ends
         updates("experts", "--model 30b-a3b-3l --turns 3 --variants te", ENGINE),
+        updates("linear", "--model qwen3.5-9b-4l --turns 3 --variants te local", ("GPU", "linear attention")),
         updates("replay", "--model 30b-a3b-3l --turns 3 --variants 'te replay'", ENGINE, rows="experts.json"),
     ),
     "bits": (
@@ -161,6 +161,7 @@ class Machine:
             "ninja": lambda: "" if shutil.which("ninja") else "no ninja, and one compiler would take 20 minutes",
             "built": built_problem,
             "Transformer Engine": self._transformer_engine,
+            "linear attention": lambda: software.run_python("import fla.ops.gated_delta_rule")[1],
             "Triton": lambda: software.run_python("import triton")[1],
             "SGLang": lambda: software.run_python("import sglang")[1],
         }

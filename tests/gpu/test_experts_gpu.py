@@ -18,7 +18,7 @@ REPLAY = "model.replay_routes=true"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("gpu") / "model", experts=True)
+    return save_model(tmp_path_factory.mktemp("gpu") / "model", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,13 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
+HYBRID: dict[str, Any] = {
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -47,11 +54,15 @@ class Result:
     metrics: dict[str, float]
 
 
-def save_model(folder: Path, *, experts: bool = False) -> Path:
-    """Save a Qwen3 of about 10M parameters in bfloat16, or one with experts, at the scale that training starts from."""
+def save_model(folder: Path, family: str = "qwen3") -> Path:
+    """Save a model of about 10M parameters in bfloat16, at the scale that training starts from."""
     torch.manual_seed(0)
     sizes = SIZES | {"head_dim": 64, "tie_word_embeddings": False}
-    config = transformers.Qwen3MoeConfig(**sizes | EXPERTS) if experts else transformers.Qwen3Config(**sizes)
+    config = {
+        "qwen3": lambda: transformers.Qwen3Config(**sizes),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**sizes | EXPERTS),
+        "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(**sizes | HYBRID),
+    }[family]()
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 

@@ -79,7 +79,8 @@ def test_the_dry_run_needs_neither_gpu_nor_network(tmp_path: Path, monkeypatch: 
     done = session(tmp_path, "--dry-run", "te", "speed", "bits", "two-gpus")
     assert done.returncode == 0, done.stdout + done.stderr
     assert states(tmp_path, "te") == dict.fromkeys(("install", "attention", "tests"), "missing")
-    assert states(tmp_path, "speed") == dict.fromkeys(("1.5b", "7b-half", "profile", "experts", "replay"), "done")
+    steps = ("1.5b", "7b-half", "profile", "experts", "linear", "replay")
+    assert states(tmp_path, "speed") == dict.fromkeys(steps, "done")
     assert states(tmp_path, "bits") == dict.fromkeys(("transfers", "deterministic"), "done")
     assert "install: missing, no GPU: torch" in done.stdout
     whole = json.loads((tmp_path / "speed.json").read_text())
@@ -161,7 +162,7 @@ def test_the_steps_follow_the_plan() -> None:
     assert {stage: [step.name for step in steps] for stage, steps in gpu_session.STAGES.items()} == {
         "correctness": ["doctor", "build", "tests", "kernels", "logprobs-7b", "logprobs-1.5b", "logprobs-32b-tp8"],
         "te": ["install", "attention", "tests"],
-        "speed": ["1.5b", "7b-half", "profile", "experts", "replay"],
+        "speed": ["1.5b", "7b-half", "profile", "experts", "linear", "replay"],
         "bits": ["transfers", "deterministic"],
         "train": ["train"],
         "two-gpus": ["sglang"],
