@@ -17,6 +17,15 @@ from bapo_megatron.hf.splits import Interleaved
 from bapo_megatron.hf.writer import write_safetensors
 from bapo_megatron.learner.slicing import from_shards, to_shard
 
+HYBRID: dict[str, Any] = {
+    "head_dim": 8,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 2,
+}
+
 
 def make_shape(family: str, **change: Any) -> ModelShape:
     config: dict[str, Any] = {
@@ -29,14 +38,14 @@ def make_shape(family: str, **change: Any) -> ModelShape:
         "num_key_value_heads": 4,
         "head_dim": 6,
     }
-    return model_shape(config | change)
+    return model_shape(config | (HYBRID if family == "qwen3_5_text" else {}) | change)
 
 
 def random_weights(shape: ModelShape) -> dict[str, Tensor]:
     return {name: torch.randn(size) for name, size in hf_tensors(shape).items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_5_text"])
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_splitting_and_joining_is_bit_exact_and_complete(family: str, tensor: int, tmp_path: Path) -> None:
     shape = make_shape(family)

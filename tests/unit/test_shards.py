@@ -76,7 +76,7 @@ def write_split(folder: Path, shape: ModelShape, weights: dict[str, Tensor], siz
     write_index(folder, {**FACTS, "model": shape.to_json()}, manifests)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_5_text"])
 @pytest.mark.parametrize("writers", [1, 2, 4])
 def test_one_split_is_read_at_any_other_bit_by_bit(family: str, writers: int, tmp_path: Path) -> None:
     shape = make_shape(family)
