@@ -16,8 +16,10 @@ import torch
 gc.disable()
 
 # Triton reads this when it is imported, which Megatron does if it is installed: without a GPU, interpret its kernels.
+# And as in a rank there, torch compiles none of Megatron's functions, which takes longer than a test.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # By default, threads of torch that wait for each other keep their cores busy, which other processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

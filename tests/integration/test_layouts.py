@@ -130,7 +130,7 @@ def test_checkpoints_with_linear_attention_move_between_layouts(tmp_path: Path) 
 
 def check_replicas(rank: int, world_size: int, root: Path) -> None:
     """Make 50 updates; then compare every parameter that tensor ranks hold copies of, bit for bit."""
-    config = Layout("", {"tensor": world_size}).config()
+    config = Layout("", {"tensor": world_size}, max_tokens=400).config()
     learner = MegatronLearner(config, root / "model")
     minibatch = one_minibatch(random_batch(), max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
     before = {name: parameter.clone() for name, parameter in learner.model.named_parameters()}
