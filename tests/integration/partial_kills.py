@@ -1,6 +1,6 @@
 """Runs that are killed while responses are partial, at moments drawn from committed seeds.
 
-    python -m tests.integration.partial_kills turns|routes FOLDER [--first 0] [--count 10]
+    python -m tests.integration.partial_kills turns|routes|hybrid FOLDER [--first 0] [--count 10]
 
 Each case is one run of the tool demo, killed at a gate (gates.py) and resumed. It must equal, bit for bit, the run that
 was left alone. One line in FOLDER/cases.jsonl says what was compared.
@@ -9,8 +9,9 @@ was left alone. One line in FOLDER/cases.jsonl says what was compared.
 import argparse
 import json
 import random
+import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from bapo_megatron.types import NeedsTokens, Sample, Trajectory
@@ -41,13 +43,26 @@ TALK = (
 """Three short turns with rewards in each sample, and one token a round, so that a step leaves samples anywhere."""
 
 
+def save_small_hybrid(folder: Path, like: Path) -> None:
+    """Save a random hybrid with another model's vocabulary."""
+    from tests.hybrid_model import save_hybrid  # ranks, which import this module, save a second each without it
+
+    save_hybrid(folder, 0, 128, vocab_size=load_hf_config(like)["vocab_size"])
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(like / file, folder)
+
+
 @dataclass(frozen=True)
 class Kind:
-    """The runs of a campaign: their settings, and the gates in front of which they are killed."""
+    """The runs of a campaign: their settings, and the gates in front of which they are killed.
+
+    Runs with a model of their own are killed behind their first checkpoint, which holds partial responses.
+    """
 
     settings: tuple[str, ...]
     moments: dict[str, tuple[int, int]]  # the first and the last gate that may be drawn
-    replays: bool = False  # the policy is a mixture, whose routes are replayed
+    save_model: Callable[[Path, Path], None] | None = None  # into a folder, like another; None means the demo's
+    streams: frozenset[str] = frozenset()  # what responses keep for each token
 
 
 KINDS = {
@@ -55,10 +70,15 @@ KINDS = {
     "routes": Kind(
         (*TALK, "rollout.groups_in_flight=6", *REPLAY),
         {"sample": (20, 36), "answer": (109, 196), "update": (3, 6), "save": (35, 102), "push": (221, 438)},
-        replays=True,
+        save_mixture,
+        frozenset({"routes"}),
+    ),
+    "hybrid": Kind(
+        (*TALK, "rollout.groups_in_flight=6", "parallel.tensor=2", "optimizer.lr=0.01", "train.entropy_coef=0.5"),
+        {"sample": (22, 43), "answer": (112, 221), "update": (3, 6), "save": (35, 102), "push": (123, 242)},
+        save_small_hybrid,
     ),
 }
-"""Runs with replay are killed behind their first checkpoint, which holds partial responses."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +102,9 @@ class Campaign:
     def __init__(self, folder: Path, name: str) -> None:
         """Finish the run that is left alone."""
         self.folder, self.kind, self.model = folder, KINDS[name], shipped_model_path("tool")
-        if self.kind.replays:
-            save_mixture(folder / "mixture", like=self.model)
-            self.model = folder / "mixture"
+        if self.kind.save_model:
+            self.kind.save_model(folder / "model", self.model)
+            self.model = folder / "model"
         engine = new_engine(folder / "engine", self.model)
         self.reference = finished(self.run("alone"), engine)
         engine.kill()
@@ -94,7 +114,7 @@ class Campaign:
 
     def kept(self, run: Path, step: int) -> list[Sample]:
         """Return the samples in a checkpoint."""
-        streams = token_streams("auto", self.model, {"routes"} if self.kind.replays else ())
+        streams = token_streams("auto", self.model, self.kind.streams)
         state = CheckpointStore.load(run / "checkpoints" / f"step-{step:06d}", {})["rollout"]
         return [s for groups in groups_of(state, streams) for g in groups for s in g.samples]
 
@@ -118,8 +138,9 @@ class Campaign:
         killed = read_jsonl(counts)[-1]
         assert killed["within_turns"], "otherwise no sample was in the middle of a later turn"
         resumed = within_turns(self.kept(run, num_done) if num_done else [])
-        if self.kind.replays:
+        if self.kind.save_model:
             assert resumed["within_turns"], "otherwise no partial response was resumed"
+        if "routes" in self.kind.streams:
             assert all(found["routes"] == found["tokens"] for found in (killed, resumed)), "tokens without routes"
         assert_same(run, self.reference, NUM_STEPS)
         samples = [s for step in range(1, NUM_STEPS + 1) for s in self.kept(run, step)]

@@ -14,12 +14,16 @@ from tests.integration.partial_kills import NUM_STEPS, Campaign, finished, new_e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["turns", "routes"])
-def test_a_run_killed_in_the_middle_of_turns_is_repeated_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    """Two of the ten moments of partial_kills.py: before a request for tokens, and before a question."""
+@pytest.mark.parametrize(
+    ("kind", "moments"), [("turns", ["sample", "answer"]), ("routes", ["sample", "answer"]), ("hybrid", ["update"])]
+)
+def test_a_run_killed_in_the_middle_of_turns_is_repeated_bit_for_bit(
+    kind: str, moments: list[str], tmp_path: Path
+) -> None:
+    """Some of the ten moments of partial_kills.py: before a request, a question, or an optimizer update."""
     campaign = Campaign(tmp_path, kind)
-    rows = [campaign.fight(seed) for seed in (0, 1)]
-    assert {row["place"].partition("-")[0] for row in rows} == {"sample", "answer"}
+    rows = [campaign.fight([*campaign.kind.moments].index(moment)) for moment in moments]
+    assert [row["place"].partition("-")[0] for row in rows] == moments
     assert any(row["resumed"]["within_turns"] for row in rows)
     if kind == "routes":
         metrics = read_jsonl(campaign.reference / "metrics.jsonl")
