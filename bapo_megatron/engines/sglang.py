@@ -138,14 +138,18 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
 def _overrides(config: Config, model_path: Path) -> dict[str, Any]:
     """Return settings that SGLang reads from config.json and must find other than they are.
 
-    It does not read layer_types, and wants the images' part of a model, for which nothing is sent, left out by name.
+    It does not read layer_types, or partial_rotary_factor inside rope_parameters, and wants the images' part of a
+    model, for which nothing is sent, left out by name.
     """
     hf_config = load_hf_config(model_path)
     shape = model_shape(hf_config, model_path, own=own_family(config.model.family))
     text: dict[str, Any] = {}
-    if shape.linear is not None and hf_config.get("full_attention_interval") is None:
-        is_full = [layer.linear is None for layer in shape.layers]
-        text["full_attention_interval"] = [*is_full, True].index(True) + 1
+    if shape.linear is not None:
+        if hf_config.get("full_attention_interval") is None:
+            is_full = [layer.linear is None for layer in shape.layers]
+            text["full_attention_interval"] = [*is_full, True].index(True) + 1
+        if (turned := shape.rope["partial_rotary_factor"]) != hf_config.get("partial_rotary_factor"):
+            text["partial_rotary_factor"] = turned
     if "text_config" not in hf_config:
         return text
     return {"language_model_only": True} | ({"text_config": text} if text else {})

@@ -171,6 +171,7 @@ _QWEN3_5_TEXT = Family(
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
+        "attn_output_gate": True,  # as servers have it; transformers does not read it
     },
     layer=GATED_LAYER,
     linear_layer=LINEAR_LAYER,

@@ -43,6 +43,13 @@ _REQUIRED_OF_LINEAR = (
     "linear_conv_kernel_dim",
 )
 _FULL_INTERVAL = 4  # transformers' default of full_attention_interval, which a config class does not hold
+_LAYER_TYPES = ("linear_attention", "full_attention")
+_OF_THE_WHOLE = ("model_type", "tie_word_embeddings")  # keys that describe text and images together
+_STRUCTURES: dict[str, tuple[type, str]] = {
+    "layer_types": (list, "a list"),
+    "rope_parameters": (dict, "an object"),
+    "rope_scaling": (dict, "an object"),
+}
 _SHARED_EXPERTS = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 
 
@@ -285,9 +292,14 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def with_text_settings(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the settings of its text_config, if it has one, at the top too."""
+    """Return a config.json with the settings of its text_config, if it has one, at the top too.
+
+    They hold whatever the top says of them, as in transformers; only `_OF_THE_WHOLE` are the top's.
+    """
     text = hf_config.get("text_config")
-    return text | hf_config if isinstance(text, dict) else hf_config
+    if not isinstance(text, dict):
+        return hf_config
+    return hf_config | text | {key: hf_config[key] for key in _OF_THE_WHOLE if key in hf_config}
 
 
 def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, own: Family | None = None) -> ModelShape:
@@ -415,6 +427,10 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if bad := [key for key, value in sizes.items() if type(value) is not int or value < 1]:
         yield "; ".join(f"config.json has no {key!r} that is a positive number" for key in bad)
         return
+    found = [(key, get(key), *wanted) for key, wanted in _STRUCTURES.items() if get(key) is not None]
+    if wrong := [f"{key}={value!r} is not {what}" for key, value, kind, what in found if not isinstance(value, kind)]:
+        yield "; ".join(wrong)
+        return
     heads, kv_heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads", sizes["num_attention_heads"])
     if heads % kv_heads:
         yield f"{plural(heads, 'attention head')} cannot share {plural(kv_heads, 'key-value head')}"
@@ -447,7 +463,8 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
                 yield f"rope scaling {rope['rope_type']!r} needs the number {key!r}"
     if _is_partial(get):
         factor = rope["partial_rotary_factor"]
-        if not isinstance(factor, int | float) or not 0 < factor <= 1 or int(rotated * factor) % 2:
+        turned = int(rotated * factor) if isinstance(factor, int | float) and 0 < factor <= 1 else 0
+        if turned == 0 or turned % 2:
             yield f"partial_rotary_factor={factor} does not give an even number of a head's {rotated} dimensions"
     elif (rope.get("partial_rotary_factor") or get("partial_rotary_factor") or 1.0) != 1.0:
         yield "partial_rotary_factor other than 1 is not supported"
@@ -477,8 +494,11 @@ def _unsupported_linear(get: _Settings) -> Iterator[str]:
     if values % keys:
         yield f"linear_num_value_heads={values} cannot share linear_num_key_heads={keys}"
     # transformers reads neither of these, but servers obey them
-    if get("attn_output_gate") is False:
-        yield "attn_output_gate=false is not supported: full attention needs its gate, as with attn_output_gate=true"
+    if (has_gate := get("attn_output_gate")) is not True:
+        yield (
+            f"attn_output_gate={json.dumps(has_gate)} is not supported: full attention needs its gate, as with "
+            "attn_output_gate=true"
+        )
     if (gate := get("output_gate_type")) not in (None, "silu", "swish"):
         yield f'output_gate_type={gate!r} is not supported: the gate of linear attention is "swish"'
     if (state := get("mamba_ssm_dtype")) not in (None, "float32"):
@@ -487,10 +507,13 @@ def _unsupported_linear(get: _Settings) -> Iterator[str]:
         yield f'hidden_act={active!r} is not supported with linear attention, whose convolution has "silu"'
     kinds, step = get("layer_types"), get("full_attention_interval")
     if step is not None and (type(step) is not int or step < 1):
-        yield f"full_attention_interval={step} is not a positive number"
+        yield f"full_attention_interval={step!r} is not a positive number"
     elif kinds is not None:
-        wanted = ["linear_attention" if is_linear else "full_attention" for is_linear in _kinds(get)]
-        if kinds != wanted:
+        if others := [kind for kind in kinds if kind not in _LAYER_TYPES]:
+            yield f"layer_types has {others[0]!r}, which is not supported; choose from {', '.join(_LAYER_TYPES)}"
+        elif len(kinds) != (count := get("num_hidden_layers")):
+            yield f"layer_types has {plural(len(kinds), 'value')}, but num_hidden_layers={count}"
+        elif kinds != [_LAYER_TYPES[not is_linear] for is_linear in _kinds(get)]:
             every = f"full_attention_interval={_full_interval(get)}"
             yield f"layer_types do not have full attention in every n-th layer alone, as {every} would give it"
 

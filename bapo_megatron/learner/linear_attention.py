@@ -30,9 +30,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from bapo_megatron.hf.shape import RULE_CHUNK, LinearAttention
+from bapo_megatron.kernels.delta_rule import rule_of_chunk, wide
 from bapo_megatron.learner.attention import PackedSequences, Ragged, place
-
-_NORM_EPS = 1e-6  # inside the root of the norms of queries and keys, as in transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +131,13 @@ class _DeltaRule(torch.autograd.Function):
     def forward(ctx: Any, chunks: Sequence[Chunk], *inputs: Tensor) -> Tensor:
         q_TKD, _, v_TNV, *_ = inputs
         num_sequences = chunks[0].places.num_sequences
-        state_SNDV = _wide(v_TNV.new_zeros(num_sequences, v_TNV.shape[1], q_TKD.shape[-1], v_TNV.shape[-1]))
+        state_SNDV = wide(v_TNV.new_zeros(num_sequences, v_TNV.shape[1], q_TKD.shape[-1], v_TNV.shape[-1]))
         out_TNV, states = torch.empty_like(v_TNV), []
         for chunk in chunks:
             if chunk.from_S is not None:
                 state_SNDV = state_SNDV.index_select(0, chunk.from_S)
             states.append(state_SNDV)
-            out_SNLV, state_SNDV = _rule_of_chunk((*map(chunk.places.pad, inputs), state_SNDV))
+            out_SNLV, state_SNDV = rule_of_chunk((*map(chunk.places.pad, inputs), state_SNDV))
             _write(out_TNV, chunk.places, out_SNLV)
         ctx.chunks = chunks
         ctx.save_for_backward(*inputs, *states)
@@ -153,7 +152,7 @@ class _DeltaRule(torch.autograd.Function):
         for chunk, state in zip(reversed(ctx.chunks), reversed(states), strict=True):
             parts = [x.detach().requires_grad_() for x in (*map(chunk.places.pad, inputs), state)]
             with torch.enable_grad():
-                results = _rule_of_chunk(parts)
+                results = rule_of_chunk(parts)
             grad_state = torch.zeros_like(results[1])
             if later is not None:
                 grad_state.index_copy_(0, *later)
@@ -162,40 +161,6 @@ class _DeltaRule(torch.autograd.Function):
                 _write(whole, chunk.places, part)
             later = (chunk.from_S, grad_state)
         return None, *grads
-
-
-def _rule_of_chunk(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a chunk's answers [S, N, L, V], in the type of v, and the states after it.
-
-    Args:
-        inputs: q and k [S, K, L, D], v [S, N, L, V], g and beta [S, N, L, 1], the states before [S, N, D, V]. Padding
-            has beta 0.
-
-    What each token teaches depends on what the tokens before it have taught: a triangular system of equations, whose
-    solution is linear in the state before the chunk. Source: Yang et al., "Gated Delta Networks" (2024), section 3.3.
-    """
-    q, k, v, g, beta, state = map(_wide, inputs)
-    q, k = (_normalised(x).repeat_interleave(v.shape[1] // k.shape[1], dim=1) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    decay = g.cumsum(dim=-2)  # since the start of the chunk
-    is_later_LL = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device).triu(1)
-    between = (decay - decay.mT).masked_fill(is_later_LL, -torch.inf).exp()  # [S, N, L, L], from column to row
-    system = (beta * (k @ k.mT) * between).tril(-1)
-    right = torch.cat((beta * v, beta * decay.exp() * k), dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    taught, recalling = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    taught = taught - recalling @ state
-    out = (q * decay.exp()) @ state + (q @ k.mT * between) @ taught
-    end = decay[..., -1:, :]
-    return out.to(inputs[2].dtype), end.exp() * state + (k * (end - decay).exp()).mT @ taught
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _NORM_EPS)
 
 
 def _write(whole: Tensor, places: Ragged, x_SNLV: Tensor) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Version = tuple[int, ...]
 
 _MAX_MASK_GIB = 1.0
+_OLDEST_FLA = (0, 6)  # whose sources learner/linear_attention.py is written from, as in setup.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Machine:
     compute_capability: tuple[int, int] | None = None
     cuda: Version | None = None
     transformer_engine: Version | None = None
-    has_fla: bool = False  # flash-linear-attention is installed
+    fla: Version | None = None  # flash-linear-attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,12 @@ def _linear_attention(shape: ModelShape | None, machine: Machine | None) -> Iter
     """Refuse linear attention in plain torch on a GPU: it takes the chunks of a sequence one after the other."""
     if shape is None or shape.linear is None or machine is None:
         return
-    if machine.compute_capability is not None and not machine.has_fla:
+    if machine.compute_capability is not None and (machine.fla is None or machine.fla < _OLDEST_FLA):
+        installed = "" if machine.fla is None else f", and {_dotted(machine.fla) or 'an older one'} is installed"
         yield Violation(
             ("model.path", "cluster.gpu"),
-            f"model.path holds a {shape.family} model, whose linear attention needs flash-linear-attention on a GPU",
+            f"model.path holds a {shape.family} model, whose linear attention needs flash-linear-attention "
+            f"{_dotted(_OLDEST_FLA)} on a GPU{installed}",
             "run pip install 'bapo-megatron[fla]'",
         )
 
@@ -284,11 +287,11 @@ def this_machine() -> Machine:
     """Read what FP8 depends on: the current CUDA device, if any, and the installed packages."""
     import torch  # takes seconds to import, and most checks need only facts
 
-    engine, has_fla = _transformer_engine(), importlib.util.find_spec("fla") is not None
+    engine, fla = _installed("transformer_engine", "transformer_engine"), _installed("fla", "fla-core")
     if not torch.cuda.is_available():
-        return Machine(transformer_engine=engine, has_fla=has_fla)
+        return Machine(transformer_engine=engine, fla=fla)
     cuda = version_numbers(torch.version.cuda or "")
-    return Machine(torch.cuda.get_device_capability(), cuda, engine, has_fla)
+    return Machine(torch.cuda.get_device_capability(), cuda, engine, fla)
 
 
 def version_numbers(text: str) -> Version:
@@ -299,10 +302,14 @@ def version_numbers(text: str) -> Version:
         return ()
 
 
-def _transformer_engine() -> Version | None:
-    if importlib.util.find_spec("transformer_engine") is None:
+def _installed(module: str, package: str) -> Version | None:
+    """Return the version of a package, () if its module comes with another one, None without the module."""
+    if importlib.util.find_spec(module) is None:
         return None
-    return version_numbers(importlib.metadata.version("transformer_engine"))
+    try:
+        return version_numbers(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
 
 
 def check_machine(config: Config, shape: ModelShape, machine: Machine) -> None:

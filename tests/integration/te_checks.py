@@ -44,7 +44,7 @@ from tests.integration.test_no_waiting import Reads, watching
 from tests.integration.test_overlap_communication import SmallBuckets
 
 WIDE = ClipBounds(low=0.0, high=1e3, positive_share=0.5, saturated=False, num_moves=0)  # rounding clips no token
-CPU, GPU = Machine(), Machine(HOPPER, (13, 0), (2, 11, 0), has_fla=True)
+CPU, GPU = Machine(), Machine(HOPPER, (13, 0), (2, 11, 0), fla=(0, 6, 0))
 NUM_LAYERS, LINEARS_OF_A_LAYER = 4, 4  # queries, keys and values; attention's output; gate and up; down
 RECIPES = {"tensorwise": "float8_current_scaling", "blockwise": "float8_block_scaling", "delayed": "delayed"}
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bapo_megatron_patches.sglang import v0_5_23, v0_5_23_linear
 
-from bapo_megatron.engines.embedded.delta_rule import delta_rule
+from bapo_megatron.kernels.delta_rule import rule_of_chunk
 from tests.distributed import HANG_S
 
 needs_sglang = pytest.mark.skipif(
@@ -137,9 +137,12 @@ def test_requests_of_one_batch_keep_their_states_from_piece_to_piece() -> None:
     for request, (x_TC, ab) in enumerate(zip(inputs, gates, strict=True)):
         line_CT = torch.nn.functional.pad(x_TC.mT, (width - 1, 0))
         mixed_CT = torch.nn.functional.silu(torch.nn.functional.conv1d(line_CT, weight[:, None], groups=sum(sizes)))
-        gating = v0_5_23_linear.fused_gdn_gating_cpu(A_log, *ab.unbind(1), dt_bias)
-        expected, state = delta_rule(*heads_of(mixed_CT.mT), *gating)
-        torch.testing.assert_close(torch.cat([x[request] for x in found]), expected[0], atol=1e-5, rtol=1e-5)
+        gating = (x[..., None] for x in v0_5_23_linear.fused_gdn_gating_cpu(A_log, *ab.unbind(1), dt_bias))
+        parts = (x.transpose(1, 2) for x in (*heads_of(mixed_CT.mT), *gating))
+        expected, state = rule_of_chunk((*parts, torch.zeros(1, value_heads, dim, value_dim)))
+        torch.testing.assert_close(
+            torch.cat([x[request] for x in found]), expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5
+        )
         torch.testing.assert_close(states[slots[request]], state[0].mT, atol=1e-5, rtol=1e-5)
     assert not any(x[[0, 2, 4]].any() for x in (conv, states)), "slots of others"
 

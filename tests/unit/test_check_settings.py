@@ -191,6 +191,15 @@ def test_what_experts_need_or_forbid_beside_the_layout() -> None:
     assert messages(*split, "parallel.expert=4", hf_config=odd) == []
 
 
+def test_servers_split_the_heads_of_linear_attention() -> None:
+    found = messages("rollout.engine=sglang", "rollout.server_tensor_parallel=3", hf_config=KNOWN_MODELS["Qwen3.5-27B"])
+    (message,) = [message for message in found if "server_tensor_parallel" in message]
+    assert message == (
+        "rollout.server_tensor_parallel=3 does not divide the model's linear_num_key_heads=16; "
+        "set rollout.server_tensor_parallel=2"
+    )
+
+
 def test_defaults_are_fine_and_violations_add_up() -> None:
     assert messages() == []
     assert len(messages("parallel.tensor=2", "train.minibatches_per_step=7", "data.source=jsonl")) == 3

@@ -1,45 +1,53 @@
-"""The embedded engine's gated delta rule against transformers' own, whole rows and token by token."""
+"""The gated delta rule against transformers' own: chunks that follow each other, and token by token."""
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-from bapo_megatron.engines.embedded.delta_rule import delta_rule, delta_step
+from bapo_megatron.kernels.delta_rule import rule_of_chunk, rule_of_token
 
 ROWS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 6, 8, 12
 
 
-def inputs(num_tokens: int) -> tuple[torch.Tensor, ...]:
+def inputs(num_tokens: int) -> list[Tensor]:
+    """Return queries, keys, values, decays and betas as [rows, heads, tokens, dimension]."""
     torch.manual_seed(num_tokens)
-    q, k = torch.randn(2, ROWS, num_tokens, KEY_HEADS, KEY_DIM)
-    v = torch.randn(ROWS, num_tokens, HEADS, VALUE_DIM)
-    decay = -torch.rand(ROWS, num_tokens, HEADS) * 3
-    return q, k, v, decay, torch.rand(ROWS, num_tokens, HEADS)
+    q, k = torch.randn(2, ROWS, KEY_HEADS, num_tokens, KEY_DIM)
+    v = torch.randn(ROWS, HEADS, num_tokens, VALUE_DIM)
+    decay, beta = -torch.rand(ROWS, HEADS, num_tokens, 1) * 3, torch.rand(ROWS, HEADS, num_tokens, 1)
+    return [q, k, v, decay, beta]
 
 
-def of_transformers(
-    q: torch.Tensor, k: torch.Tensor, *rest: torch.Tensor, state: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k = (x.repeat_interleave(HEADS // KEY_HEADS, 2) for x in (q, k))
-    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    return torch_recurrent_gated_delta_rule(q, k, *rest, **options)
+def of_transformers(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    q, k = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (q, k))
+    tokens_first = (x.transpose(1, 2) for x in (q, k, v, decay[..., 0], beta[..., 0]))
+    out, end = torch_recurrent_gated_delta_rule(
+        *tokens_first, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    return out.transpose(1, 2), end
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 130])
-@pytest.mark.parametrize("has_state", [False, True])
-def test_rows_equal_transformers_token_by_token(num_tokens: int, has_state: bool) -> None:
-    state = torch.randn(ROWS, HEADS, KEY_DIM, VALUE_DIM) if has_state else None
-    found = delta_rule(*inputs(num_tokens), state)
-    torch.testing.assert_close(found, of_transformers(*inputs(num_tokens), state=state), atol=3e-6, rtol=3e-6)
+def test_chunks_and_tokens_equal_transformers(num_tokens: int) -> None:
+    whole, start = inputs(num_tokens), torch.randn(ROWS, HEADS, KEY_DIM, VALUE_DIM)
+    expected = of_transformers(*whole, start)
+    for length in (50, 1):
+        outs, state = [], start
+        for part in zip(*(x.split(length, 2) for x in whole), strict=True):
+            if length > 1:
+                out, state = rule_of_chunk((*part, state))
+            else:
+                q, k, v, decay, beta = (x[:, :, 0] for x in part)
+                out, state = rule_of_token(q, k, v, decay[..., 0], beta[..., 0], state)
+                out = out[:, :, None]
+            outs.append(out)
+        torch.testing.assert_close((torch.cat(outs, 2), state), expected, atol=3e-6, rtol=3e-6)
 
 
-def test_steps_and_padding_continue_a_row() -> None:
-    q, k, v, decay, beta = inputs(9)
-    whole, end = delta_rule(q, k, v, decay, beta)
-    is_padding = (torch.arange(9) >= 6)[None, :, None]
-    out, state = delta_rule(q, k, v, decay.masked_fill(is_padding, 0), beta.masked_fill(is_padding, 0))
-    torch.testing.assert_close(out[:, :6], whole[:, :6], atol=1e-6, rtol=1e-6)
-    for t in range(6, 9):
-        out, state = delta_step(q[:, t], k[:, t], v[:, t], decay[:, t], beta[:, t], state)
-        torch.testing.assert_close(out, whole[:, t], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(state, end, atol=1e-6, rtol=1e-6)
+def test_padding_leaves_the_state() -> None:
+    *parts, decay, beta = inputs(9)
+    start, is_padding = torch.zeros(ROWS, HEADS, KEY_DIM, VALUE_DIM), (torch.arange(9) >= 6)[:, None]
+    padded = rule_of_chunk((*parts, decay.masked_fill(is_padding, 0), beta.masked_fill(is_padding, 0), start))
+    out, state = rule_of_chunk([*(x[:, :, :6] for x in (*parts, decay, beta)), start])
+    torch.testing.assert_close((padded[0][:, :, :6], padded[1]), (out, state), atol=1e-6, rtol=1e-6)

@@ -60,6 +60,14 @@ def test_names_of_a_published_folder_have_its_prefix() -> None:
     assert "lm_head.weight" in inside
 
 
+def test_the_text_is_as_its_own_settings_say() -> None:
+    """transformers ignores the same keys outside text_config."""
+    config = published(QWEN_9B) | {"rms_norm_eps": 1e-3, "full_attention_interval": 2, "num_hidden_layers": 8}
+    theirs = transformers.AutoConfig.for_model(**config).text_config
+    assert (theirs.rms_norm_eps, theirs.num_hidden_layers) == (1e-6, 32)
+    assert model_shape(config) == model_shape(published(QWEN_9B))
+
+
 def test_only_the_first_dimensions_of_a_head_are_rotated() -> None:
     scaled = {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0, "original_max_position_embeddings": 32}
     for config in (make_model_config("qwen3.5"), make_model_config("qwen3.5", rope_parameters=scaled)):
@@ -73,6 +81,7 @@ def test_only_the_first_dimensions_of_a_head_are_rotated() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"attn_output_gate": None}, "attn_output_gate=null is not supported: full attention needs its gate"),
         ({"attn_output_gate": False}, "attn_output_gate=false is not supported: full attention needs its gate"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported: the gate of linear attention"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' is not supported: the state of linear attention"),
@@ -85,7 +94,12 @@ def test_only_the_first_dimensions_of_a_head_are_rotated() -> None:
             {"partial_rotary_factor": 0.255, "rope_parameters": None},
             "partial_rotary_factor=0.255 does not give an even num",
         ),
+        ({"partial_rotary_factor": 0.005, "rope_parameters": None}, "partial_rotary_factor=0.005 does not give"),
+        ({"rope_parameters": [1]}, "rope_parameters=[1] is not an object"),
         ({"full_attention_interval": 0}, "full_attention_interval=0 is not a positive number"),
+        ({"full_attention_interval": "4"}, "full_attention_interval='4' is not a positive number"),
+        ({"layer_types": 5}, "layer_types=5 is not a list"),
+        ({"layer_types": ["linear_attention"] * 31}, "layer_types has 31 values, but num_hidden_layers=32"),
         (
             {"layer_types": ["linear_attention", "full_attention"] * 16},
             "layer_types do not have full attention in every n-th layer alone, as full_attention_interval=4 would give",
@@ -94,7 +108,10 @@ def test_only_the_first_dimensions_of_a_head_are_rotated() -> None:
             {"layer_types": ["full_attention", *["linear_attention"] * 31], "full_attention_interval": None},
             "layer_types do not have full attention in every n-th layer alone, as full_attention_interval=1 would give",
         ),
-        ({"layer_types": ["sliding_attention"] * 32}, "layer_types do not have full attention"),
+        (
+            {"layer_types": [*["linear_attention"] * 31, "sliding_attention"]},
+            "layer_types has 'sliding_attention', which is not supported; choose from linear_attention, full_attention",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "dequantise"),
     ],
 )

@@ -82,22 +82,26 @@ def test_the_inputs_of_convolutions_are_kept_in_the_type_of_the_model() -> None:
     assert variables["SGLANG_MAMBA_CONV_DTYPE"] == settings().model.dtype == "float32"
 
 
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+
+
 @pytest.mark.parametrize(
-    ("published", "interval", "expected"),
+    ("published", "change", "expected"),
     [
         (False, {}, {"full_attention_interval": 2}),
         (False, {"full_attention_interval": 2}, None),
         (True, {}, {"language_model_only": True, "text_config": {"full_attention_interval": 2}}),
         (True, {"full_attention_interval": 2}, {"language_model_only": True}),
+        (False, {"full_attention_interval": 2} | HALF, {"partial_rotary_factor": 0.5}),
     ],
 )
-def test_servers_are_told_what_transformers_does_not_save(
-    published: bool, interval: dict[str, int], expected: dict[str, Any] | None, tmp_path: Path
+def test_servers_are_told_what_they_would_not_read(
+    published: bool, change: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     save_hybrid(tmp_path, 0, 64, published=published)
     file = tmp_path / "config.json"
     hf_config = json.loads(file.read_text())
-    (hf_config["text_config"] if published else hf_config).update(interval)
+    (hf_config["text_config"] if published else hf_config).update(change)
     file.write_text(json.dumps(hf_config))
     arguments = sglang.command(settings(), tmp_path, SHARE, 0, 1234, has_gpu=True)
     flag = "--json-model-override-args"

@@ -1,5 +1,7 @@
 """The gated delta rule and its convolution in plain torch, sequence by sequence against literal recurrences."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,8 +122,9 @@ def test_a_gpu_needs_flash_linear_attention() -> None:
         shape, config = model_shape(QWEN_9B), load_config([], [])
         return [violation.message for violation in check_precision(config, shape=shape, machine=machine)]
 
-    assert found(None) == found(Machine()) == found(Machine(GOOD.compute_capability, has_fla=True)) == []
-    assert found(GOOD) == [
-        "model.path holds a qwen3_5_text model, whose linear attention needs flash-linear-attention on a GPU; "
-        "run pip install 'bapo-megatron[fla]'"
-    ]
+    with_fla = partial(Machine, GOOD.compute_capability)
+    assert found(None) == found(Machine()) == found(with_fla(fla=(0, 6, 0))) == []
+    needed = "model.path holds a qwen3_5_text model, whose linear attention needs flash-linear-attention 0.6 on a GPU"
+    assert found(GOOD) == [f"{needed}; run pip install 'bapo-megatron[fla]'"]
+    assert "0.6 on a GPU, and an older one is installed; run" in found(with_fla(fla=()))[0], "it had another package"
+    assert found(with_fla(fla=(0, 4, 1))) == [f"{needed}, and 0.4.1 is installed; run pip install 'bapo-megatron[fla]'"]

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bapo_megatron.engines.embedded.delta_rule import delta_rule, delta_step
-from bapo_megatron.hf.shape import LinearAttention
+from bapo_megatron.hf.shape import RULE_CHUNK, LinearAttention
+from bapo_megatron.kernels.delta_rule import rule_of_chunk, rule_of_token
 
 
 def linear_attention(
@@ -47,15 +47,20 @@ def linear_attention(
     decay_BTN = speed_N * F.softplus(a_BTN.float() + weights["self_attention.dt_bias"].float())
     beta_BTN = b_BTN.float().sigmoid()
     if num_tokens == 1:
-        out_BNV, state = delta_step(q[:, 0], k[:, 0], v[:, 0], decay_BTN[:, 0], beta_BTN[:, 0], state_BNDV)
+        q, k, v, decay_BN, beta_BN = (x[:, 0] for x in (q, k, v, decay_BTN, beta_BTN))
+        out_BNV, state = rule_of_token(q, k, v, decay_BN, beta_BN, state_BNDV)
         out_BTNV = out_BNV[:, None]
     else:
         is_padding = (torch.arange(num_tokens) >= ends_B[:, None])[..., None]
         decay_BTN, beta_BTN = (x.masked_fill(is_padding, 0) for x in (decay_BTN, beta_BTN))
-        out_BTNV, state = delta_rule(q, k, v, decay_BTN, beta_BTN, state_BNDV)
+        heads_first = (x.transpose(1, 2) for x in (q, k, v, decay_BTN[..., None], beta_BTN[..., None]))
+        outs, state = [], state_BNDV
+        for chunk in zip(*(x.split(RULE_CHUNK, dim=2) for x in heads_first), strict=True):
+            out_BNLV, state = rule_of_chunk((*chunk, state))
+            outs.append(out_BNLV)
+        out_BTNV = torch.cat(outs, 2).transpose(1, 2)
     state_BNDV.copy_(state)
-    # As transformers rounds: the output, the norm and the product with the gate.
-    out = out_BTNV.to(x_BTE.dtype).float()
+    out = out_BTNV.float()  # rounded as in transformers: the output, the norm and the product with the gate
     normed = (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps)).to(x_BTE.dtype)
     gated = (weights["self_attention.out_norm.weight"] * normed * F.silu(z.float())).to(x_BTE.dtype)
     return F.linear(gated.flatten(2), weights["self_attention.out_proj.weight"])

@@ -3,6 +3,7 @@
 learner/fit.py and learner/precision.py refuse what the trainer cannot do.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +29,13 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
         return
     yield from check_split(config, hf_config, "model.path")
     yield from check_replay(config, hf_config)
-    heads, ranks = hf_config.get("num_attention_heads"), config.rollout.server_tensor_parallel
-    if isinstance(heads, int) and heads % ranks:
+    split = {key: hf_config.get(key) for key in ("num_attention_heads", "linear_num_key_heads")}
+    heads, ranks = {key: n for key, n in split.items() if isinstance(n, int)}, config.rollout.server_tensor_parallel
+    if undivided := [f"{key}={n}" for key, n in heads.items() if n % ranks]:
         yield Violation(
             ("rollout.server_tensor_parallel", "model.path"),
-            f"rollout.server_tensor_parallel={ranks} does not divide the model's num_attention_heads={heads}",
-            f"set rollout.server_tensor_parallel={nearest_divisor(heads, ranks)}",
+            f"rollout.server_tensor_parallel={ranks} does not divide the model's {' and '.join(undivided)}",
+            f"set rollout.server_tensor_parallel={nearest_divisor(math.gcd(*heads.values()), ranks)}",
         )
     positions = hf_config.get("max_position_embeddings")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
