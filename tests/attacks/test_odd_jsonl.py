@@ -231,15 +231,15 @@ RECORDS: dict[str, tuple[bytes, str | None]] = {
     ),
     "a log-prob that is NaN": (
         edited(*VALUES, "behaviour_logprobs", value=[float("nan"), -1]),
-        f"{LOGPROBS}row 0 is not",
+        f"{LOGPROBS}row 0 has nan",
     ),
     "a log-prob that is -inf": (
         edited(*VALUES, "behaviour_logprobs", value=[float("-inf"), -1]),
-        f"{LOGPROBS}row 0 is not",
+        f"{LOGPROBS}row 0 has -inf",
     ),
     "a log-prob that is null": (
         edited(*VALUES, "behaviour_logprobs", value=[None, -1]),
-        f"{LOGPROBS}row 0 is not",
+        f"{LOGPROBS}row 0 is not a number",
     ),
     "a version that is true": (edited(*SEGMENT, "version", value=True), "version"),
     "no version": (edited(*SEGMENT, "version", drop=True), "a segment has version and step, or by; this one has step"),
