@@ -10,6 +10,7 @@ import torch
 import transformers
 from megatron.core import parallel_state
 from safetensors.torch import save_file
+from torch import Tensor
 
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.convert import convert
@@ -33,6 +34,7 @@ from tests.integration.hf_roundtrip import (
     weights_of,
     write_reference,
 )
+from tests.unit.test_hybrids import make_published
 
 BOUNDS = ClipBounds(low=0.8, high=1.3, positive_share=0.5, saturated=False, num_moves=0)
 
@@ -67,6 +69,22 @@ def test_linear_and_full_attention(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_linear_and_full_attention_over_two_tensor_ranks_by_two_stages(tmp_path: Path) -> None:
     check_hybrids(tmp_path, {"tensor": 2, "pipeline": 2})
+
+
+def check_published(rank: int, world_size: int, folder: Path, text: dict[str, Tensor]) -> None:
+    learner = MegatronLearner(make_config({"tensor": 2, "pipeline": 2}), folder)
+    own = dict(learner.weights().whole())
+    assert own.keys() == text.keys()
+    for name, weight in own.items() if rank == 0 else ():  # the others get empty tensors
+        assert torch.equal(weight, text[name]), name
+
+
+@pytest.mark.slow
+def test_the_text_of_a_published_folder_leaves_two_tensor_ranks_by_two_stages_as_it_came(tmp_path: Path) -> None:
+    every = make_published(tmp_path / "published", num_layers=6)
+    text = {name: weight for name, weight in every.items() if not name.startswith(("mtp.", "model.visual."))}
+    assert len(text) < len(every)
+    run_distributed(check_published, 4, tmp_path / "published", text)
 
 
 @pytest.mark.slow

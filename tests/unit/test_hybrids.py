@@ -193,9 +193,9 @@ def test_the_agreed_facts_tell_layers_apart() -> None:
     assert json.loads(json.dumps(facts)) == facts
 
 
-def make_published(folder: Path) -> dict[str, torch.Tensor]:
+def make_published(folder: Path, num_layers: int = 3) -> dict[str, torch.Tensor]:
     """Write a tiny folder in the form of the published ones, with tensors that stay unread; return all of them."""
-    save_model("qwen3.5", folder, num_hidden_layers=3)
+    save_model("qwen3.5", folder, num_hidden_layers=num_layers)
     text = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(published(text) | {"dtype": "float32"}))
     weights = {
