@@ -149,7 +149,7 @@ class Family:
     refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false
     defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys missing in config.json
     layer: tuple[Parameter, ...] = LAYER
-    linear_layer: tuple[Parameter, ...] = ()  # of layers with linear attention, described by Qwen3.5's keys
+    linear_layer: tuple[Parameter, ...] = ()  # a layer with linear attention, described by Qwen3.5's keys
     prefix: str = "model."  # tensor names start with it, except the head; another one means a text_config
     unread: tuple[str, ...] = ()  # how the names of tensors start that belong to other parts, and stay unread
     streams: tuple[ModelStream, ...] = ()  # what its models compute per token, for trainers to learn with

@@ -146,18 +146,7 @@ def _of_expert(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:
 
 def _beside_experts(config: Config, model: str) -> Iterator[Violation]:
     """Refuse what is not built for mixtures of experts, or would be wrong without an error."""
-    if not config.advantage.compares_responses:
-        yield Violation(
-            ("advantage.kind", model),
-            f'advantage.kind="{config.advantage.kind}": a critic is not supported with experts',
-            'set advantage.kind="grpo"',
-        )
-    if config.precision.uses_fp8:
-        yield Violation(
-            ("precision.fp8", model),
-            f'precision.fp8="{config.precision.fp8}" is not supported with experts',
-            'set precision.fp8="off"',
-        )
+    yield from _only_dense(config, model, "experts")
     for name, size in (("model", config.parallel.expert), ("tensor", config.parallel.expert_tensor)):
         field = f"expert_{name}_parallel_size"
         if config.megatron.extra.get(field, size) != size:
@@ -179,16 +168,21 @@ def _beside_linear_attention(config: Config, model: str) -> Iterator[Violation]:
             "sequence",
             "set parallel.context=1, and split long sequences by parallel.tensor",
         )
+    yield from _only_dense(config, model, "linear attention")
+
+
+def _only_dense(config: Config, model: str, what: str) -> Iterator[Violation]:
+    """Refuse a critic and FP8, which are built for layers of full attention and one MLP."""
     if not config.advantage.compares_responses:
         yield Violation(
             ("advantage.kind", model),
-            f'advantage.kind="{config.advantage.kind}": a critic is not supported with linear attention',
+            f'advantage.kind="{config.advantage.kind}": a critic is not supported with {what}',
             'set advantage.kind="grpo"',
         )
     if config.precision.uses_fp8:
         yield Violation(
             ("precision.fp8", model),
-            f'precision.fp8="{config.precision.fp8}" is not supported with linear attention',
+            f'precision.fp8="{config.precision.fp8}" is not supported with {what}',
             'set precision.fp8="off"',
         )
 

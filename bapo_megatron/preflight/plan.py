@@ -150,7 +150,7 @@ class RunPlan:
     mfu: float  # expected while training, as `perf/mfu` counts it
     unused: tuple[str, ...]  # settings that would make training faster
     host_bytes: int  # copies of a checkpoint, on each node that trains
-    routes_bytes: int  # of routes in trainer rank 0's CPU memory
+    routes_bytes: int  # what routes take in trainer rank 0's CPU memory
     train: Seconds  # per step
     rollout: Seconds | None
     sync: Seconds

@@ -202,7 +202,7 @@ class ServerMemory:
     kv_bytes_per_token: int
     routes_bytes_per_token: int  # in CPU memory, for each token in the cache; 0 without replay
     concurrency: int  # concurrent full-length responses, limited by memory, settings and work; 0 if not even one fits
-    state_bytes: int = 0  # of linear attention, for one response of any length
+    state_bytes: int = 0  # states of linear attention for one response, whatever its length
 
     @property
     def state_tokens(self) -> int:
