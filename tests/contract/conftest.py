@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from bapo_megatron.config.schema import Config, SyncConfig
+from bapo_megatron.config.schema import Config, RolloutConfig, SyncConfig
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.key import KEY_VARIABLE
@@ -36,7 +36,10 @@ from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.engines.update_group import UpdateGroup, host_store
 from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.sync.broadcast import BroadcastChannel
+from bapo_megatron.tokens import TokenStream
+from bapo_megatron.types import NeedsEnvironment, Prompt, Sample
 from tests.distributed import HANG_S
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +115,29 @@ class Servers:
         stats = self.channel.push(iter(self.weights[model].items()), self.version)
         assert stats.is_whole, self.pool.describe()
         return self.version
+
+    def pieces_over_pushes(
+        self, prompts: Sequence[Sequence[int]], models: str, *, turn_tokens: int, streams: tuple[TokenStream, ...] = ()
+    ) -> tuple[list[Sample], dict[int, str]]:
+        """Push each model, and then sample a piece of four tokens; after a turn, tokens are given.
+
+        Returns:
+            Two samples of each prompt, and the model of each weight version.
+        """
+        config = RolloutConfig(prompts_per_step=len(prompts), max_response_tokens=12, tokens_per_round=4)
+        dispatcher = Dispatcher(
+            config, self.pool, stop_token_ids=(), run_seed=3, streams=streams, max_turn_tokens=turn_tokens
+        )
+        rows = [Prompt(i, tuple(ids), "", "", "test") for i, ids in enumerate(prompts)]
+        samples = [Sample.of(f"{prompt.prompt_id}.{i}", prompt) for prompt in rows for i in range(2)]
+        model_of: dict[int, str] = {}
+        for step, model in enumerate(models):
+            model_of[self.push(model)] = model
+            dispatcher.version = self.version
+            grown: list[Sample] = []
+            self.loop.run(dispatcher.grow_together(samples, step, grown.append))
+            samples = [s.answered([11, 47, 3]) if isinstance(s.need, NeedsEnvironment) else s for s in grown]
+        return samples, model_of
 
     def push_in_place(self, model: str) -> int:
         """Give the first server new weights by the raw API, one broadcast per tensor; it keeps its running requests."""

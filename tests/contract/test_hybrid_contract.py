@@ -12,13 +12,12 @@ import torch
 from conftest import LAUNCHERS, Servers, sglang_servers, started
 from torch import Tensor
 
-from bapo_megatron.config.schema import RolloutConfig, SyncConfig
+from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.types import NeedsEnvironment, Prompt, Sample, Sampled
+from bapo_megatron.types import Sampled
 from tests.distributed import HANG_S
 from tests.hybrid_model import save_hybrid
 
@@ -123,17 +122,7 @@ def test_a_push_drops_states_of_running_and_ended_responses(servers: Servers) ->
 
 
 def test_pieces_over_pushes_have_the_log_probs_of_their_weights(servers: Servers) -> None:
-    config = RolloutConfig(prompts_per_step=3, max_response_tokens=12, tokens_per_round=4)
-    dispatcher = Dispatcher(config, servers.pool, stop_token_ids=(), run_seed=3, max_turn_tokens=12)
-    prompts = [Prompt(i, tuple(ids), "", "", "test") for i, ids in enumerate(PROMPTS)]
-    samples = [Sample.of(f"{prompt.prompt_id}.{i}", prompt) for prompt in prompts for i in range(2)]
-    model_of: dict[int, str] = {}
-    for step, model in enumerate("aba"):
-        model_of[servers.push(model)] = model
-        dispatcher.version = servers.version
-        grown: list[Sample] = []
-        servers.loop.run(dispatcher.grow_together(samples, step, grown.append))
-        samples = [s.answered([11, 47, 3]) if isinstance(s.need, NeedsEnvironment) else s for s in grown]
+    samples, model_of = servers.pieces_over_pushes(PROMPTS, "aba", turn_tokens=12)
     assert len(samples) == 6
     for (trajectory,) in (sample.trajectories for sample in samples):
         ids, place = trajectory.token_ids.tolist(), 0

@@ -10,54 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EOS, LAUNCHERS, VOCAB_SIZE, Servers, sglang_servers, started
+from conftest import LAUNCHERS, Servers, sglang_servers, started
 from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bapo_megatron.config.families import token_streams
-from bapo_megatron.config.schema import RolloutConfig, SyncConfig
+from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
-from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.sync import verify
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.tokens import TokenStream
-from bapo_megatron.types import NeedsEnvironment, Prompt, Sample, Sampled, Trajectory
+from bapo_megatron.types import Sampled, Trajectory
 from tests.distributed import HANG_S
+from tests.mixture_model import save_mixture
 
 PROMPTS = ([5, 9, 33, 70, 12, 8], [40, 3], [7, 22, 61, 18, 90, 44, 2, 31, 56])
 TOLERANCE = 1e-5
-
-
-def tiny_mixture(folder: Path, seed: int, max_context: int) -> Qwen3MoeForCausalLM:
-    """Save and return a random Qwen3-MoE whose routers choose differently from token to token."""
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=48,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=max_context,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        bos_token_id=None,
-        initializer_range=0.15,
-    )
-    model = Qwen3MoeForCausalLM(config).eval()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.gate.weight.normal_(0, 0.5)
-    model.save_pretrained(folder)
-    return model
-
-
 WITH_ROUTES = {
     "embedded": LAUNCHERS["embedded"],
     "sglang": sglang_servers(num_servers=1, tensor_parallel=1, enable_return_routed_experts=True),
@@ -67,7 +36,7 @@ WITH_ROUTES = {
 @pytest.fixture(scope="module", params=[pytest.param("embedded"), pytest.param("sglang", marks=pytest.mark.slow)])
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp(request.param)
-    with started(request.param, WITH_ROUTES[request.param], tiny_mixture, folder) as servers:
+    with started(request.param, WITH_ROUTES[request.param], save_mixture, folder) as servers:
         yield servers
 
 
@@ -120,24 +89,7 @@ def test_samples_have_transformers_logprobs_and_routes(servers: Servers, routes:
 
 def test_two_turns_over_pushes_have_the_routes_of_their_time(servers: Servers, routes: TokenStream) -> None:
     """Each piece has another weight version; between the turns, and at the end, tokens are given."""
-    config = RolloutConfig(prompts_per_step=3, max_response_tokens=12, tokens_per_round=4)
-    dispatcher = Dispatcher(
-        config,
-        servers.pool,
-        stop_token_ids=(),
-        run_seed=3,
-        streams=(routes,),
-        max_turn_tokens=config.max_response_tokens // 2,
-    )
-    prompts = [Prompt(i, tuple(ids), "", "", "test") for i, ids in enumerate(PROMPTS)]
-    samples = [Sample.of(f"{prompt.prompt_id}.{i}", prompt) for prompt in prompts for i in range(2)]
-    model_of: dict[int, str] = {}
-    for step, model in enumerate("abab"):
-        model_of[servers.push(model)] = model
-        dispatcher.version = servers.version
-        grown: list[Sample] = []
-        servers.loop.run(dispatcher.grow_together(samples, step, grown.append))
-        samples = [s.answered([11, 47, 3]) if isinstance(s.need, NeedsEnvironment) else s for s in grown]
+    samples, model_of = servers.pieces_over_pushes(PROMPTS, "abab", turn_tokens=6, streams=(routes,))
     assert len(samples) == 6
     assert all({origin.version for origin, _ in sample.sampled_segments} == {*model_of} for sample in samples)
     for (trajectory,) in (sample.trajectories for sample in samples):

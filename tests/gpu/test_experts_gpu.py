@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.gpu.updates import Result, gradient_cosine, log_prob_distance, one_update, refusals, save_model
-from tests.integration.learner_reference import Reference, load_float64, random_batch, reference_update
+from tests.gpu.updates import Result, check_exact, gradient_cosine, log_prob_distance, needs, one_update, save_model
+from tests.integration.learner_reference import load_float64, random_batch, reference_update
 
 BF16, ENGINE, LOCAL = "model.dtype=bfloat16", "model.implementation=transformer_engine", "model.implementation=local"
 REPLAY = "model.replay_routes=true"
@@ -24,19 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def replayed(folder: Path) -> Result:
     return one_update(folder, LOCAL, REPLAY)
-
-
-def needs(folder: Path, *overrides: str) -> None:
-    if found := refusals(folder, *overrides):
-        pytest.skip("; ".join(found))
-
-
-def check_exact(found: Result, want: Reference) -> None:
-    mask_T = random_batch().mask_T
-    torch.testing.assert_close(found.log_probs_T[mask_T].double(), want.log_probs_T[mask_T], rtol=1e-4, atol=1e-4)
-    assert found.gradients.keys() == want.gradients.keys()
-    for name, gradient in found.gradients.items():
-        torch.testing.assert_close(gradient.double(), want.gradients[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_float32_equals_the_float64_reference(folder: Path) -> None:

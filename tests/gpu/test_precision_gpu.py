@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bapo_megatron.learner.precision import RECIPES
-from tests.gpu.updates import Result, gradient_cosine, log_prob_distance, one_update, refusals, save_model
+from tests.gpu.updates import Result, check_exact, gradient_cosine, log_prob_distance, needs, one_update, save_model
 from tests.integration.learner_reference import load_float64, random_batch, reference_update
 
 BF16 = "model.dtype=bfloat16"
@@ -34,22 +34,12 @@ def bfloat16(folder: Path) -> Result:
     return one_update(folder, BF16)
 
 
-def needs(folder: Path, *overrides: str) -> None:
-    if found := refusals(folder, *overrides):
-        pytest.skip("; ".join(found))
-
-
 def original_weights(folder: Path) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
 def test_float32_equals_the_float64_reference(folder: Path, float32: Result) -> None:
-    batch = random_batch()
-    want = reference_update(load_float64(folder), batch)
-    mask_T = batch.mask_T
-    torch.testing.assert_close(float32.log_probs_T[mask_T].double(), want.log_probs_T[mask_T], rtol=1e-4, atol=1e-4)
-    for name, gradient in float32.gradients.items():
-        torch.testing.assert_close(gradient.double(), want.gradients[name], rtol=1e-3, atol=1e-5, msg=name)
+    check_exact(float32, reference_update(load_float64(folder), random_batch()))
 
 
 def test_bfloat16_is_near_float32(folder: Path, float32: Result) -> None:

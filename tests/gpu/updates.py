@@ -6,6 +6,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -15,7 +16,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.precision import check_precision, this_machine
 from tests.distributed import HANG_S
-from tests.integration.learner_reference import BOUNDS, TEMPERATURE, random_batch
+from tests.integration.learner_reference import BOUNDS, TEMPERATURE, Reference, random_batch
 
 # Every size of a layer is a multiple of 128, which suits every FP8 recipe.
 SIZES: dict[str, Any] = {
@@ -74,6 +75,12 @@ def refusals(folder: Path, *overrides: str) -> list[str]:
     return [v.message for v in check_precision(config, shape=shape, machine=this_machine())]
 
 
+def needs(folder: Path, *overrides: str) -> None:
+    """Skip the test if this machine cannot run these settings."""
+    if found := refusals(folder, *overrides):
+        pytest.skip("; ".join(found))
+
+
 def one_update(folder: Path, *overrides: str) -> Result:
     """Return what a learner with these settings does, in a new process, since Megatron's groups belong to it."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -103,6 +110,15 @@ def _one_update(folder: Path, overrides: tuple[str, ...]) -> Result:
     exported = copied(learner.weights().whole())
     metrics = learner.step(minibatch, BOUNDS).metrics
     return Result(log_probs_T, copied(learner.named_gradients()), exported, copied(learner.weights().whole()), metrics)
+
+
+def check_exact(found: Result, want: Reference) -> None:
+    """Compare a float32 update with the float64 reference."""
+    mask_T = random_batch().mask_T
+    torch.testing.assert_close(found.log_probs_T[mask_T].double(), want.log_probs_T[mask_T], rtol=1e-4, atol=1e-4)
+    assert found.gradients.keys() == want.gradients.keys()
+    for name, gradient in found.gradients.items():
+        torch.testing.assert_close(gradient.double(), want.gradients[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 def log_prob_distance(a: Result, b: Result) -> float:

@@ -29,7 +29,7 @@ from bapo_megatron.types import NeedsTokens, Sample, Trajectory
 from tests.integration.gates import Gates
 from tests.integration.killable import SMALL, Attempt, Engine
 from tests.integration.test_kill_resume import assert_same
-from tests.integration.test_routes_run import REPLAY, save_mixture
+from tests.integration.test_routes_run import REPLAY, save_small_mixture
 
 NUM_STEPS = 3
 TALK = (
@@ -70,7 +70,7 @@ KINDS = {
     "routes": Kind(
         (*TALK, "rollout.groups_in_flight=6", *REPLAY),
         {"sample": (20, 36), "answer": (109, 196), "update": (3, 6), "save": (35, 102), "push": (221, 438)},
-        save_mixture,
+        save_small_mixture,
         frozenset({"routes"}),
     ),
     "hybrid": Kind(

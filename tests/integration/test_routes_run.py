@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.hf.shape import load_hf_config
@@ -33,31 +31,11 @@ SETTINGS = (
 )
 
 
-def save_mixture(folder: Path, like: Path) -> None:
-    """Save a random mixture with another model's vocabulary, whose routers choose differently from token to token."""
-    torch.manual_seed(4)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=load_hf_config(like)["vocab_size"],
-        hidden_size=48,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=128,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-        initializer_range=0.1,
-    )
-    model = transformers.Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.gate.weight.normal_(0, 0.5)
-    model.save_pretrained(folder)
+def save_small_mixture(folder: Path, like: Path) -> None:
+    """Save a random mixture with another model's vocabulary."""
+    from tests.mixture_model import save_mixture  # ranks, which import this module, start faster without it
+
+    save_mixture(folder, 4, 128, vocab_size=load_hf_config(like)["vocab_size"], initializer_range=0.1)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(like / file, folder)
 
@@ -88,7 +66,7 @@ def note_requests(path: Path) -> None:
 @pytest.mark.slow
 def test_a_push_during_sampling_finds_no_open_request(tmp_path: Path) -> None:
     mixture = tmp_path / "mixture"
-    save_mixture(mixture, demo_model_path())
+    save_small_mixture(mixture, demo_model_path())
     settings = ("rollout.overlap=true", "rollout.max_staleness=6", f"model.path={mixture}")
     config = small_run(tmp_path, "run", *SETTINGS, *settings)
     engine = Engine(tmp_path / "engine", "--model-path", str(mixture))
