@@ -1,6 +1,7 @@
 """The table of system calls, the filter made of it for each machine, and the calls that honest programs make."""
 
 import errno
+import itertools
 import json
 import os
 import platform
@@ -195,11 +196,13 @@ def calls_made(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(code_module, "SANDBOX", str(folder / "sandbox.py"))
     monkeypatch.setattr(sys, "executable", str(python))
     assert judged(program)[0]
-    threads = sorted(folder.glob("trace.*"), key=lambda path: int(path.suffix[1:]))
-    pid = int(threads[0].suffix[1:])
-    judge, lines = Filter(platform.machine(), pid), threads[0].read_text().splitlines()
-    report = next(i for i, line in enumerate(lines) if f"sendmsg({sandbox_module.SENDMSG_FD:#x}," in line)
-    for line in (*lines[report + 1 :], *(line for path in threads[1:] for line in path.read_text().splitlines())):
-        if found := re.match(r"\[ *(\d+)\] (\w+)\(([^)]*)", line):
+    threads = {int(path.suffix[1:]): path.read_text().splitlines() for path in folder.glob("trace.*")}
+    # The main thread sends the report; the lowest pid may belong to a later thread, as pids wrap around.
+    sent = f"sendmsg({sandbox_module.SENDMSG_FD:#x},"
+    [(pid, report)] = {pid: n for pid, lines in threads.items() for n, line in enumerate(lines) if sent in line}.items()
+    judge = Filter(platform.machine(), pid)
+    del threads[pid][: report + 1]
+    for line in itertools.chain.from_iterable(threads.values()):
+        if found := re.match(r"\[ *(\d+)\] (\w+)\(([^)<]*)", line):  # a call may be cut off: "(0 <detached ...>"
             arguments = [int(argument, 0) for argument in found[3].split(", ") if argument]
             yield found[2], judge.answer(int(found[1]), *arguments)
