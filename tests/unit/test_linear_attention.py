@@ -64,6 +64,22 @@ def test_rule_equals_the_recurrence(lengths: list[int]) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
 
 
+def test_a_state_that_is_forgotten_leaves_no_rounding_behind() -> None:
+    """Some heads forget all before a token (A up to 16, softplus up to 20), and answer exactly for those after it."""
+    lengths, generator = [70, 1, 130], torch.Generator().manual_seed(0)
+    inputs = inputs_of(lengths)
+    forgets = torch.rand(sum(lengths), VALUE_HEADS, generator=generator) < 0.5
+    inputs[3] = torch.where(forgets, -320.0, -0.01).double().requires_grad_()
+    short = [x.detach().float().requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in short]
+    got, wanted = delta_rule(*short, Sequences.of(cumulated(lengths))), literal_rule(*exact, lengths)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-6)
+    grad = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    gradients = torch.autograd.grad(got, short, grad.float()), torch.autograd.grad(wanted, exact, grad)
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=0, atol=4e-6 * float(other.abs().max()))
+
+
 def test_rule_rounds_as_in_transformers() -> None:
     """In float32 inside, whatever the type of the inputs; the result has the type of the values."""
     lengths = [70, 130]
