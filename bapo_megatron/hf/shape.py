@@ -460,7 +460,7 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     rope = _rope(get)
     if any(isinstance(value, dict) for value in rope.values()):
         yield "rotary embeddings that differ between layers are not supported"
-    elif rope["rope_type"] not in list(ROPE_TYPES):
+    elif rope["rope_type"] not in list(ROPE_TYPES):  # which also takes values that cannot be hashed
         yield f"rope scaling {rope['rope_type']!r} is not supported; choose from {', '.join(ROPE_TYPES)}"
     else:
         for key in (*ROPE_TYPES[rope["rope_type"]], "rope_theta"):
