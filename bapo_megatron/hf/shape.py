@@ -431,6 +431,11 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if wrong := [f"{key}={value!r} is not {what}" for key, value, kind, what in found if not isinstance(value, kind)]:
         yield "; ".join(wrong)
         return
+    if not _is_positive(eps := get("rms_norm_eps")):
+        yield f"rms_norm_eps={json.dumps(eps)} is not a positive number"
+    eos = get("eos_token_id")
+    if not all(type(token) is int for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
+        yield f"eos_token_id={json.dumps(eos)} is neither the number of a token nor a list of them"
     heads, kv_heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads", sizes["num_attention_heads"])
     if heads % kv_heads:
         yield f"{plural(heads, 'attention head')} cannot share {plural(kv_heads, 'key-value head')}"
@@ -455,12 +460,12 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     rope = _rope(get)
     if any(isinstance(value, dict) for value in rope.values()):
         yield "rotary embeddings that differ between layers are not supported"
-    elif rope["rope_type"] not in ROPE_TYPES:
+    elif rope["rope_type"] not in list(ROPE_TYPES):  # which also takes values that cannot be hashed
         yield f"rope scaling {rope['rope_type']!r} is not supported; choose from {', '.join(ROPE_TYPES)}"
     else:
         for key in (*ROPE_TYPES[rope["rope_type"]], "rope_theta"):
-            if not isinstance(rope.get(key), int | float):
-                yield f"rope scaling {rope['rope_type']!r} needs the number {key!r}"
+            if not _is_positive(rope.get(key)):
+                yield f"rope scaling {rope['rope_type']!r} needs the positive number {key!r}"
     if _is_partial(get):
         factor = rope["partial_rotary_factor"]
         turned = int(rotated * factor) if isinstance(factor, int | float) and 0 < factor <= 1 else 0
@@ -468,6 +473,10 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
             yield f"partial_rotary_factor={factor} does not give an even number of a head's {rotated} dimensions"
     elif (rope.get("partial_rotary_factor") or get("partial_rotary_factor") or 1.0) != 1.0:
         yield "partial_rotary_factor other than 1 is not supported"
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _unsupported_experts(get: _Settings) -> Iterator[str]:

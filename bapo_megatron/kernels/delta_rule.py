@@ -29,16 +29,16 @@ def rule_of_chunk(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     q, k = (_normalised(x).repeat_interleave(v.shape[1] // k.shape[1], dim=1) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     decay = g.cumsum(dim=-2)  # since the start of the chunk
-    is_later_LL = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device).triu(1)
-    between = (decay - decay.mT).masked_fill(is_later_LL, -torch.inf).exp()  # [S, N, L, L], from column to row
+    lower_LL = torch.ones(g.shape[-2], g.shape[-2], dtype=g.dtype, device=g.device).tril()
+    # [S, N, L, L], from column to row; added up for each pair, as a difference of large sums is coarse
+    between = (lower_LL @ (g * lower_LL.tril(-1))).masked_fill(lower_LL == 0, -torch.inf).exp()
     system = (beta * (k @ k.mT) * between).tril(-1)
     right = torch.cat((beta * v, beta * decay.exp() * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     taught, recalling = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     taught = taught - recalling @ state
     out = (q * decay.exp()) @ state + (q @ k.mT * between) @ taught
-    end = decay[..., -1:, :]
-    return out.to(inputs[2].dtype), end.exp() * state + (k * (end - decay).exp()).mT @ taught
+    return out.to(inputs[2].dtype), decay[..., -1:, :].exp() * state + (k.mT * between[..., -1:, :]) @ taught
 
 
 def rule_of_token(

@@ -24,10 +24,8 @@ from bapo_megatron.algorithms.gae import value_loss
 from bapo_megatron.checkpoint.folder import Facts
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
-from bapo_megatron.learner.fit import check_split
 from bapo_megatron.learner.gradient_guard import SkipLimit
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.policy import PolicyModel
@@ -84,15 +82,11 @@ class Critic(TrainedModel):
         local_time: the policy's clock, which counts these passes too.
 
     Raises:
-        ConfigError: the layout does not fit the model.
         CheckpointError: the start weights cannot be read, or their architecture is not supported.
     """
 
     def __init__(self, config: Config, hf_path: Path, local_time: LocalTime) -> None:
-        hf_config = load_hf_config(hf_path)
-        if problems := [v.message for v in check_split(config, hf_config, "critic.path")]:
-            raise ConfigError(f"critic.path={str(hf_path)!r} does not fit the layout: {'; '.join(problems)}")
-        language_model = model_shape(hf_config, own=own_family(config.model.family))
+        language_model = model_shape(load_hf_config(hf_path), own=own_family(config.model.family))
         shape = language_model.with_value_head()
         with HFReader(hf_path) as read:
             stored = shape if "score.weight" in read else language_model

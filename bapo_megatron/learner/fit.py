@@ -1,4 +1,4 @@
-"""Checks that models fit the layout, and that a reference policy fits the policy."""
+"""Checks that models fit the layout, and that a reference policy and a critic fit the policy."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,15 +10,19 @@ from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
 from bapo_megatron.hf.streams import model_streams, routes
+from bapo_megatron.learner.precision import Machine, check_linear_attention
 
 Problem = tuple[str, str, str]  # settings of [parallel], the one to change first; the problem; the remedy
 
 
-def check_reference(config: Config, reference: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
-    """Check that the model of `loss.reference_path` can be compared with the policy, and split like it.
+def check_reference(
+    config: Config, reference: dict[str, Any], policy: dict[str, Any], machine: Machine | None
+) -> Iterator[Violation]:
+    """Check that the model of `loss.reference_path` can be compared with the policy, split like it, and computed.
 
     Args:
         reference, policy: their config.json.
+        machine: see `check_precision`, which has checked the policy.
     """
     settings, name = ("loss.reference_path", "loss.kl_coef"), f"loss.reference_path={config.loss.reference_path!r}"
     if (size := reference.get("vocab_size")) != policy.get("vocab_size"):
@@ -30,6 +34,28 @@ def check_reference(config: Config, reference: dict[str, Any], policy: dict[str,
         )
     for violation in check_split(config, reference, "loss.reference_path"):
         yield replace(violation, settings=(*settings, *violation.settings[1:]), problem=f"{name}: {violation.problem}")
+    own = own_family(config.model.family)
+    of_policy, shape = (None if unsupported(c, own) else model_shape(c, own=own) for c in (policy, reference))
+    if of_policy is None or of_policy.linear is None:
+        yield from check_linear_attention("loss.reference_path", shape, machine)
+
+
+def check_critic_model(config: Config, critic: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
+    """Check that the model of `critic.path` can value the policy's tokens, and be split over the ranks.
+
+    Args:
+        critic, policy: their config.json.
+    """
+    settings, name = ("critic.path", "advantage.kind"), f"critic.path={config.critic.path!r}"
+    size, needed = critic.get("vocab_size"), policy.get("vocab_size")
+    if isinstance(size, int) and isinstance(needed, int) and size < needed:
+        yield Violation(
+            (*settings, "model.path"),
+            f"{name} has a vocabulary of {size} tokens, but the policy's has {needed}",
+            "set it to a model of the policy's family, or leave it out",
+        )
+    for violation in check_split(config, critic, "critic.path"):
+        yield replace(violation, settings=(*settings, *violation.settings), problem=f"{name}: {violation.problem}")
 
 
 def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterator[Violation]:

@@ -77,7 +77,8 @@ def check_precision(config: Config, *, shape: ModelShape | None, machine: Machin
         shape: the model's shape; None leaves its sizes unchecked.
         machine: the machine that runs it; None leaves hardware and packages unchecked.
     """
-    found = [*_implementation(config, machine), *_masks(config, machine), *_linear_attention(shape, machine)]
+    found = [*_implementation(config, machine), *_masks(config, machine)]
+    found += check_linear_attention("model.path", shape, machine)
     if config.precision.uses_fp8:
         found += _settings(config)
         if shape is not None:
@@ -146,15 +147,20 @@ def _masks(config: Config, machine: Machine | None) -> Iterator[Violation]:
         )
 
 
-def _linear_attention(shape: ModelShape | None, machine: Machine | None) -> Iterator[Violation]:
-    """Refuse linear attention in plain torch on a GPU: it takes the chunks of a sequence one after the other."""
+def check_linear_attention(model: str, shape: ModelShape | None, machine: Machine | None) -> Iterator[Violation]:
+    """Refuse linear attention in plain torch on a GPU: it takes the chunks of a sequence one after the other.
+
+    Args:
+        model: the setting that names the model.
+        shape, machine: see `check_precision`.
+    """
     if shape is None or shape.linear is None or machine is None:
         return
     if machine.compute_capability is not None and (machine.fla is None or machine.fla < _OLDEST_FLA):
         installed = "" if machine.fla is None else f", and {_dotted(machine.fla) or 'an older one'} is installed"
         yield Violation(
-            ("model.path", "cluster.gpu"),
-            f"model.path holds a {shape.family} model, whose linear attention needs flash-linear-attention "
+            (model, "cluster.gpu"),
+            f"{model} holds a {shape.family} model, whose linear attention needs flash-linear-attention "
             f"{_dotted(_OLDEST_FLA)} on a GPU{installed}",
             "run pip install 'bapo-megatron[fla]'",
         )

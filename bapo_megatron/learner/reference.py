@@ -18,6 +18,7 @@ from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.exchange import load_weights
 from bapo_megatron.learner.fit import check_reference
 from bapo_megatron.learner.policy import PolicyModel
+from bapo_megatron.learner.precision import this_machine
 from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.learner.split_model import SplitModel
 from bapo_megatron.runtime.straggler import LocalTime
@@ -32,7 +33,7 @@ class ReferencePolicy(SplitModel):
         local_time: the learner's clock, which counts these passes too.
 
     Raises:
-        ConfigError: the reference has a different vocabulary, or does not fit the layout.
+        ConfigError: the reference has a different vocabulary, or does not fit the layout or this machine.
         CheckpointError: its folder cannot be read, or its family is not supported.
     """
 
@@ -40,7 +41,8 @@ class ReferencePolicy(SplitModel):
         path = config.loss.reference_path
         folder = started_from if path is None else resolve_model_path(path, setting="loss.reference_path")
         hf_config = load_hf_config(folder)
-        if problems := [v.message for v in check_reference(config, hf_config, load_hf_config(started_from))]:
+        found = check_reference(config, hf_config, load_hf_config(started_from), this_machine())
+        if problems := [violation.message for violation in found]:
             raise ConfigError("; ".join(problems))
         super().__init__(config, model_shape(hf_config, own=own_family(config.model.family)), PolicyModel)
         load_weights(self.model, self.shape, self.layout, folder)

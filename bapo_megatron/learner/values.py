@@ -15,7 +15,9 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import Pass
 from bapo_megatron.config.schema import AdvantageConfig, Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.learner.critic import Critic
+from bapo_megatron.learner.fit import check_critic_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import of_batch, update_pass
 from bapo_megatron.metrics import reduce_updates
@@ -41,13 +43,10 @@ class ValueAdvantages:
         if not config.advantage.compares_responses and not config.train.rollout_only:
             path = config.critic.path
             start = resolve_model_path(path, setting="critic.path") if path else policy.hf_path
+            found = check_critic_model(config, load_hf_config(start), load_hf_config(policy.hf_path))
+            if problems := [violation.message for violation in found]:
+                raise ConfigError("; ".join(problems))
             self.critic = Critic(config, start, policy.local_time)
-            num_critic, num_policy = self.critic.shape.vocab_size, policy.shape.vocab_size
-            if num_critic < num_policy:
-                raise ConfigError(
-                    f"critic.path={str(self.critic.hf_path)!r} has a vocabulary of {num_critic} tokens, but the "
-                    f"policy's has {num_policy}: set it to a model of the policy's family, or leave it out"
-                )
 
     @property
     def parts(self) -> dict[str, Critic]:

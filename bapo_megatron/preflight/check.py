@@ -191,6 +191,7 @@ def violations_of(
                 config,
                 hf_config=hf_config,
                 reference_config=hf_configs.get("loss.reference_path"),
+                critic_config=hf_configs.get("critic.path"),
                 num_gpus=num_gpus,
                 starts_here=starts_here and nodes == 1,
                 machine=this_machine() if num_gpus and not elsewhere else None,

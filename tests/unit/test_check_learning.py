@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.assets import demo_model_path
+from bapo_megatron.assets import demo_model_path, shipped_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.preflight.checks.all import check_settings
 
@@ -72,6 +72,22 @@ def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() ->
     assert len(found) == 2
     assert found[0].startswith("loss.reference_path='x' has a vocabulary of 7 tokens, but the policy's has")
     assert found[1].startswith("loss.reference_path='x': parallel.tensor=2 does not divide 1 key-value head")
+
+
+def test_a_critic_needs_a_vocabulary_like_the_policys_and_fits_the_layout() -> None:
+    policy = json.loads((demo_model_path() / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    hybrid = json.loads((shipped_model_path("hybrid") / "config.json").read_text())
+    config = Config.model_validate({"advantage": {"kind": "gae"}, "critic": {"path": "x"}})
+
+    def found(critic: dict[str, Any]) -> list[str]:
+        violations = check_settings(config, hf_config=policy, critic_config=critic)
+        return [v.message for v in violations if v.severity == "error"]
+
+    assert found(policy) == found(policy | {"vocab_size": 1000}) == []
+    (small,) = found(policy | {"vocab_size": 7})
+    assert small.startswith("critic.path='x' has a vocabulary of 7 tokens, but the policy's has")
+    (linear,) = found(hybrid)
+    assert "critic.path='x': advantage.kind=\"gae\": a critic is not supported with linear attention" in linear
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,12 @@ def test_what_experts_need_or_forbid_beside_the_layout() -> None:
     assert messages(*split, "parallel.expert=4", hf_config=odd) == []
 
 
-def test_servers_split_the_heads_of_linear_attention() -> None:
-    found = messages("rollout.engine=sglang", "rollout.server_tensor_parallel=3", hf_config=KNOWN_MODELS["Qwen3.5-27B"])
+@pytest.mark.parametrize("is_written", [True, False])
+def test_servers_split_the_heads_of_linear_attention(is_written: bool) -> None:
+    """The number of key heads may be left to transformers' default."""
+    text = KNOWN_MODELS["Qwen3.5-27B"]["text_config"] | {"model_type": "qwen3_5_text"}
+    hf_config = {key: value for key, value in text.items() if is_written or key != "linear_num_key_heads"}
+    found = messages("rollout.engine=sglang", "rollout.server_tensor_parallel=3", hf_config=hf_config)
     (message,) = [message for message in found if "server_tensor_parallel" in message]
     assert message == (
         "rollout.server_tensor_parallel=3 does not divide the model's linear_num_key_heads=16; "

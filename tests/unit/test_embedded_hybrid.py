@@ -171,6 +171,23 @@ def test_weights_replaced_in_place_continue_from_the_states_of_the_earlier_ones(
     assert_logprobs(policies, again)
 
 
+def test_broken_weights_leave_nothing_behind(engine: BatchingEngine, policies: dict[str, PreTrainedModel]) -> None:
+    """Attention multiplies what later tokens of a row left by 0, but nan stays nan."""
+
+    def break_weights() -> None:
+        name = "model.layers.0.mlp.down_proj.weight"
+        engine.set_weights([(name, torch.full_like(engine.model.named_weights[name], torch.nan))])
+        engine.publish("broken")
+
+    engine.call(break_weights).result(HANG_S)
+    for sequence in submitted(engine, [[64 + i] * 90 for i in range(6)], 5):
+        with pytest.raises(FloatingPointError, match="the weights are broken"):
+            sequence.done.result(HANG_S)
+    engine.call(lambda: push(engine, policies, "2")).result(HANG_S)
+    for sequence in submitted(engine, list(PROMPTS), 5):
+        assert_logprobs(policies, sequence.done.result(HANG_S))
+
+
 def test_scores_leave_states_alone(engine: BatchingEngine, policies: dict[str, PreTrainedModel]) -> None:
     scores: list[TokenScores | None] = []
     (sequence,) = submitted(engine, [PROMPTS[0]], 6, lambda _: scores.append(engine.score(PROMPTS[2], 1, 0)))

@@ -1,6 +1,7 @@
 """Reading config.json, and whether a layout can hold the model."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -69,7 +70,11 @@ def test_all_problems_come_at_once() -> None:
         ({"model_type": None}, "None is not supported"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic' is not supported"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' needs the number 'factor'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' needs the positive number 'factor'"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope scaling ['yarn'] is not supported"),
+        ({"rope_theta": 0}, "rope scaling 'default' needs the positive number 'rope_theta'"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=NaN is not a positive number"),
+        ({"eos_token_id": [2, 1.5]}, "eos_token_id=[2, 1.5] is neither the number of a token nor a list of them"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": None}, "no 'hidden_size'"),

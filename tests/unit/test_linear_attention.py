@@ -1,6 +1,8 @@
 """The gated delta rule and its convolution in plain torch, sequence by sequence against literal recurrences."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, to
 from bapo_megatron.hf.shape import RULE_CHUNK, model_shape
 from bapo_megatron.learner.linear_attention import Sequences, causal_convolution, delta_rule, gated_norm
 from bapo_megatron.learner.precision import Machine, check_precision
+from bapo_megatron.preflight.checks.all import check_settings
+from bapo_megatron.preflight.known import KNOWN_MODELS
 from tests.unit.test_hybrids import QWEN_9B
 from tests.unit.test_precision import GOOD, load_config
 
@@ -62,6 +66,22 @@ def test_rule_equals_the_recurrence(lengths: list[int]) -> None:
     gradients = (torch.autograd.grad(out, inputs, grad) for out in (got, wanted))
     for mine, other in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
+
+
+def test_a_state_that_is_forgotten_leaves_no_rounding_behind() -> None:
+    """Some heads forget all before a token (A up to 16, softplus up to 20), and answer exactly for those after it."""
+    lengths, generator = [70, 1, 130], torch.Generator().manual_seed(0)
+    inputs = inputs_of(lengths)
+    forgets = torch.rand(sum(lengths), VALUE_HEADS, generator=generator) < 0.5
+    inputs[3] = torch.where(forgets, -320.0, -0.01).double().requires_grad_()
+    short = [x.detach().float().requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in short]
+    got, wanted = delta_rule(*short, Sequences.of(cumulated(lengths))), literal_rule(*exact, lengths)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-6)
+    grad = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    gradients = torch.autograd.grad(got, short, grad.float()), torch.autograd.grad(wanted, exact, grad)
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=0, atol=4e-6 * float(other.abs().max()))
 
 
 def test_rule_rounds_as_in_transformers() -> None:
@@ -128,3 +148,22 @@ def test_a_gpu_needs_flash_linear_attention() -> None:
     assert found(GOOD) == [f"{needed}; run pip install 'bapo-megatron[fla]'"]
     assert "0.6 on a GPU, and an older one is installed; run" in found(with_fla(fla=()))[0], "it had another package"
     assert found(with_fla(fla=(0, 4, 1))) == [f"{needed}, and 0.4.1 is installed; run pip install 'bapo-megatron[fla]'"]
+
+
+def test_a_reference_needs_flash_linear_attention_too() -> None:
+    """It is told once: with the policy, if that has linear attention itself."""
+    hybrid = QWEN_9B
+    dense = KNOWN_MODELS["Qwen3-32B"] | {"model_type": "qwen3", "vocab_size": hybrid["vocab_size"]}
+    settings = ["model.dtype=bfloat16", "loss.kl_coef=0.1", "loss.reference_path=x"]
+
+    def found(policy: dict[str, Any], machine: Machine) -> list[str]:
+        violations = check_settings(
+            load_config([], settings), hf_config=policy, reference_config=hybrid, num_gpus=2, machine=machine
+        )
+        return [v.message for v in violations if v.severity == "error"]
+
+    needed = "holds a qwen3_5_text model, whose linear attention needs flash-linear-attention 0.6 on a GPU; run pip"
+    for policy, setting in ((dense, "loss.reference_path"), (hybrid, "model.path")):
+        assert found(policy, replace(GOOD, fla=(0, 6))) == []
+        (message,) = found(policy, GOOD)
+        assert message.startswith(f"{setting} {needed}")

@@ -571,6 +571,9 @@ class BatchingEngine:
     def _finish_rows(self) -> None:
         """Take finished sequences out of their rows; the last ones fill the gaps. Keep rows that may be continued."""
         finished = [row for row, sequence in enumerate(self._rows) if sequence.finish_reason is not None]
+        for row in finished:
+            if self._rows[row].done.done():  # it has failed: nan in the row would spread to those that have it next
+                self.cache.clear(row)
         num_left = len(self._rows) - len(finished)
         gaps = [row for row in finished if row < num_left]
         if gaps:

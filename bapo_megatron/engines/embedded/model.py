@@ -85,6 +85,12 @@ class Cache:
         for tensor in self.linear:
             tensor[:, list(targets)] = tensor[:, list(sources)]
 
+    def clear(self, row: int) -> None:
+        """Set all entries of a row to zero."""
+        self.data[:, :, row] = 0
+        for tensor in self.linear:
+            tensor[:, row] = 0
+
     def states(self, rows: slice) -> tuple[Tensor, ...]:
         """Return views of the inputs and states of some rows; nothing if there is no linear attention."""
         return tuple(tensor[:, rows] for tensor in self.linear)

@@ -7,7 +7,7 @@ from bapo_megatron.config.base import Violation
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape, unsupported
-from bapo_megatron.learner.fit import check_reference
+from bapo_megatron.learner.fit import check_critic_model, check_reference
 from bapo_megatron.learner.precision import Machine, check_precision
 from bapo_megatron.preflight.checks.data import check_data
 from bapo_megatron.preflight.checks.environment import check_environment
@@ -26,6 +26,7 @@ def check_settings(
     *,
     hf_config: dict[str, Any] | None,
     reference_config: dict[str, Any] | None = None,
+    critic_config: dict[str, Any] | None = None,
     num_gpus: int = 0,
     starts_here: bool = False,
     machine: Machine | None = None,
@@ -36,9 +37,10 @@ def check_settings(
     Args:
         hf_config: the model's config.json; None leaves the model's own limits unchecked.
         reference_config: the config.json of `loss.reference_path`, if the KL term has one.
+        critic_config: the config.json of `critic.path`, if there is a critic with weights of its own.
         num_gpus: GPUs of this machine that a run may use; 0 means a run on CPUs.
         starts_here: whether the run starts on this machine, which must then have the GPUs that the run needs.
-        machine: its facts for FP8; None leaves them unchecked.
+        machine: its facts for FP8 and linear attention; None leaves them unchecked.
         given: settings to warn of if they have no effect; None means all.
     """
     own = own_family(config.model.family)
@@ -68,5 +70,7 @@ def check_settings(
     if hf_config is not None:
         found += check_policy(config, hf_config)
         if reference_config is not None:
-            found += check_reference(config, reference_config, hf_config)
+            found += check_reference(config, reference_config, hf_config, machine)
+        if critic_config is not None:
+            found += check_critic_model(config, critic_config, hf_config)
     return [*found, *check_dtype(config, num_gpus, starts_here=starts_here)]

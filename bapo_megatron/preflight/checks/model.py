@@ -11,6 +11,7 @@ from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import family_of
 from bapo_megatron.learner.fit import check_replay, check_split
 from bapo_megatron.preflight.checks.eval import EVALUATES
 from bapo_megatron.preflight.checks.layout import nearest_divisor
@@ -29,7 +30,8 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
         return
     yield from check_split(config, hf_config, "model.path")
     yield from check_replay(config, hf_config)
-    split = {key: hf_config.get(key) for key in ("num_attention_heads", "linear_num_key_heads")}
+    written = (family.defaults if (family := family_of(hf_config, own)) else {}) | hf_config
+    split = {key: written.get(key) for key in ("num_attention_heads", "linear_num_key_heads")}
     heads, ranks = {key: n for key, n in split.items() if isinstance(n, int)}, config.rollout.server_tensor_parallel
     if undivided := [f"{key}={n}" for key, n in heads.items() if n % ranks]:
         yield Violation(
