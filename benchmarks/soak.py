@@ -293,6 +293,7 @@ def usage_of(process: psutil.Process) -> tuple[int, int, int, float] | None:
 def marked_processes(mark: str) -> list[psutil.Process]:
     """Return the processes on this machine that carry the run's mark, with or without a parent."""
     found = []
+    psutil.process_iter.cache_clear()  # it would return an earlier process that had the same id
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:

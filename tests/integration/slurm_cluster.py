@@ -116,6 +116,7 @@ class Cluster:
     def processes(self, job_id: str, node: str) -> list[psutil.Process]:
         """Return the processes that a job runs in its steps on a node."""
         found = []
+        psutil.process_iter.cache_clear()  # it would return an earlier process that had the same id
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # a process that has just ended
                 variables = process.environ()
