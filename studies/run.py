@@ -8,6 +8,7 @@ from pathlib import Path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.runtime import num_cores
+from bapo_megatron.runtime.files import explaining_os_errors
 from studies import page
 from studies.checks import problems_of
 from studies.pool import is_finished, train_all
@@ -36,14 +37,18 @@ def reproduce(options: Options) -> None:
 
     Raises:
         ConfigError: a study does not exist or has problems; raised before anything starts.
-        UserError: a run failed.
+        UserError: a folder cannot be made (raised before anything starts), or a run failed.
     """
     if not options.names:
-        for name in shipped_studies():
+        names = shipped_studies()
+        for name in names:
             study = load_study(name)
-            print(f"{name:14}{study.figure}: {study.question}")
+            print(f"{name:{max(map(len, names))}}  {study.figure}: {study.question}")
         return
     plans = _plan(options)
+    for folder, option in ((options.output, "--output"), (options.runs_dir, "--runs")):
+        with explaining_os_errors(folder, f"give another {option}"):
+            folder.mkdir(parents=True, exist_ok=True)
     for plan in plans:
         missing = {run.config.run.name: run for run in plan.runs if not is_finished(run.config)}
         heading = f"{plan.name}: {plan.study.title} ({plan.study.figure})"

@@ -280,10 +280,11 @@ def find_config(file: Path | str) -> Path:
             f"{file} is a model, not a configuration: `bapo init {file} DATA` writes one, or set model.path={file}"
         )
     what = "is a folder" if os.path.isdir(file) else "does not exist"
-    close = difflib.get_close_matches(str(file), [*_beside(file), *shipped], n=1)
+    known = {name.removesuffix(".toml"): name for name in (*shipped, *_beside(file))}
+    close = difflib.get_close_matches(str(file).removesuffix(".toml"), known, n=1)  # endings are always equal
     names = dict.fromkeys(f"{name.partition('/')[0]}/..." if "/" in name else name for name in sorted(shipped))
     every = f"give a TOML file or a shipped configuration: {', '.join(names)} (docs/recipes.md)"
-    advice = f"did you mean {close[0]}?" if close else every
+    advice = f"did you mean {known[close[0]]}?" if close else every
     raise ConfigError(f"configuration {file} {what}; {advice}")
 
 

@@ -36,7 +36,7 @@ from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, texts
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, stop_token_ids, turn_driver
-from bapo_megatron.runtime.files import JsonlWriter, write_atomically
+from bapo_megatron.runtime.files import JsonlWriter, explaining_os_errors, write_atomically
 from bapo_megatron.types import Ended, Given, Prompt, Sample
 
 _FRESH = -1  # weight version of engines that never received weights
@@ -81,7 +81,8 @@ def evaluate(
         tell: receives each progress line.
 
     Raises:
-        UserError: checkpoint, problems, judge, environment or engines do not fit together, or `output` is not empty.
+        UserError: checkpoint, problems, judge, environment or engines do not fit together, or `output` is not empty or
+            cannot be written.
     """
     if not num_started(config.rollout):
         raise UserError(
@@ -97,7 +98,8 @@ def evaluate(
     seed = config.run.seed
     if not config.data.has_rows:  # not the training problems, as in a run's own evaluation
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed + EVAL_SEED})})
-    output.mkdir(parents=True, exist_ok=True)
+    with explaining_os_errors(output, "give another --output"):
+        output.mkdir(parents=True, exist_ok=True)
     with (
         hf_folder(checkpoint, output / "model", own_family(config.model.family)) as (model_path, version),
         contextlib.ExitStack() as stack,

@@ -361,7 +361,7 @@ def _linear(get: _Settings) -> LinearAttention | None:
 
 
 def _kinds(get: _Settings) -> list[bool]:
-    """Return of each layer whether its attention is linear: all but every n-th."""
+    """Return for each layer whether its attention is linear: all but every n-th have it."""
     step = _full_interval(get) if get.family.linear_layer else 1
     return [(number + 1) % step != 0 for number in range(get("num_hidden_layers"))]
 

@@ -104,7 +104,7 @@ class Vocab:
 class EvenRows:
     """Even rows of every tensor, one after the other. For gate and up: [its rows of gate; its rows of up].
 
-    Example: Rows(("kkv", "v")) for a first tensor that itself consists of k, k and v rows, each split evenly.
+    Example: EvenRows(("kkv", "v")) for a first tensor that itself consists of k, k and v rows, each split evenly.
     """
 
     parts: tuple[str, ...] | None = None  # letters of the sizes of each tensor's parts; None means one part each

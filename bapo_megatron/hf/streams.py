@@ -33,9 +33,7 @@ class ServedTokens:
     positions_BT: Tensor  # int64, from 0
     version: int  # weight version; -1 means the engine's initial weights
     layer: int | None = None  # the layer whose part of a staged stream is wanted
-    hidden_BTE: Tensor | None = (
-        None  # for inputs: what the layer's MLP reads; without a layer, what the final norm reads
-    )
+    hidden_BTE: Tensor | None = None  # for inputs: what the layer's MLP reads, or without a layer the final norm
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # weights of the layer, by the trainer's name within it
     experts_BTC: Tensor | None = None  # int64: the experts that the layer computes with, best first
     logits_BV: Tensor | None = None  # float32, divided by the temperature: what the tokens were sampled from

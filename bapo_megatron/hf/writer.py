@@ -148,6 +148,6 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, target)
     except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error}") from error
+        raise CheckpointError(f"cannot write {target}: {error}; make room there, or name another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -365,7 +365,8 @@ class Console:
             step, span, is_start = self.heartbeat.step, self.heartbeat.span, not self._columns
             name = "first step" if is_start else f"step {step}"
             stage = self._action() if step == 0 else f"{name}, {span}" if span is not None else name
-            if (line := self._stages.line(stage, self.heartbeat.clock(), is_start=is_start)) is not None:
+            is_stage = is_start and stage != name  # otherwise between two spans
+            if (line := self._stages.line(stage, self.heartbeat.clock(), is_start=is_stage)) is not None:
                 self._screen.note(line)
 
 

@@ -485,9 +485,8 @@ class _Activations:
 
     def _recomputed_parts(self, layer: LayerShape) -> int:
         """Count the bytes of the parts of a layer that `train.recompute_modules` recomputes."""
-        attention = (
-            self._core_attention if layer.linear is None else lambda: 0.0
-        )  # which has no core that Megatron knows
+        # linear attention has no core that Megatron knows
+        attention = self._core_attention if layer.linear is None else lambda: 0.0
         parts = {"core_attn": attention, "mlp": lambda: self._mlp(layer)}
         chosen = self._config.train.recompute_modules if self._config.train.recompute else ()
         return int(sum(parts[name]() for name in chosen))
@@ -506,9 +505,8 @@ class _Activations:
         context = self._config.parallel.context
         indices = 8 * self._T * (2 + 2 + 2 * (context + 0.5 if context > 1 else 1))
         hidden = self._rows * self._H * self._item
-        rotation = (
-            0 if self._on_gpu else 2 * self._shape.rotary_dim * self._T * self._item
-        )  # cos and sin for all layers
+        # cos and sin for all layers
+        rotation = 0 if self._on_gpu else 2 * self._shape.rotary_dim * self._T * self._item
         return int(2 * hidden + indices + rotation + (self._mask() if context > 1 else 0))
 
     def backward(self) -> int:
@@ -523,9 +521,8 @@ class _Activations:
             gradients += 2 * self._T * self._H * self._item  # gathered input of a linear, and its gradient
         if recomputed_layers(self._config, self._shape) == len(self._chunk):
             return gradients + max(map(self.layer, self._chunk))
-        return gradients + self._recomputed_parts(
-            widest
-        )  # layers that keep their activations are differentiated first, and have freed them
+        # layers that keep their activations are differentiated first, and have freed them
+        return gradients + self._recomputed_parts(widest)
 
     def rows(self) -> int:
         """Count the bytes of the output layer's input and its gradient while log-probs are differentiated."""

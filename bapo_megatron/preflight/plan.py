@@ -274,7 +274,7 @@ def _unused(config: Config, shape: ModelShape, *, scores: bool) -> Iterator[str]
     """
     p, r = config.parallel, config.rollout
     is_new = config.cluster.gpu != "a100"
-    has_fp8 = is_new and shape.experts is None
+    has_fp8 = is_new and shape.experts is None and shape.linear is None  # learner/fit.py refuses it
     levers = {
         "train.recompute=false": config.train.recompute,
         'bapo.scope="lagged"': scores and searches_exactly(config),

@@ -147,6 +147,8 @@ def test_a_misspelt_file_is_suggested(tmp_path: Path, monkeypatch: pytest.Monkey
         load_config(["minetoml"])
     with pytest.raises(ConfigError, match=r"did you mean demo\?"):
         load_config(["dmo"])
+    with pytest.raises(ConfigError, match=r"nope\.toml does not exist; give a TOML file"):
+        load_config(["nope.toml"])
     with pytest.raises(ConfigError, match="does not exist; give a TOML file"):
         load_config(["x" * 300 + "/y"])
 

@@ -78,6 +78,8 @@ def test_a_training_checkpoint_on_a_file_equals_brute_force(tmp_path: Path, caps
 
     assert main([*command, "--output", str(out)]) == 2
     assert "is not empty: give another --output" in capsys.readouterr().err
+    assert main([*command, "--output", str(out / "result.json" / "below")]) == 2
+    assert "result.json/below: Not a directory; give another --output" in capsys.readouterr().err
 
 
 class Texts:

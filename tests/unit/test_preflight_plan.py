@@ -393,7 +393,14 @@ def test_the_plan_of_a_mixture_says_what_a_token_uses_and_what_is_assumed(
     assert "experts shared out over 8" in told
     assert "a token uses 3,353,032,704 of the model's 30,532,122,624 parameters" in told
     assert "a rank holds 3,623,878,656 in experts; memory for 25% more rows than an even load" in told
-    assert "precision.fp8" not in told, "it is refused with experts"
+
+
+@pytest.mark.parametrize("model", ["recipes/qwen3-30b-a3b-32k", "recipes/qwen3.5-9b-32k"])
+def test_the_plan_names_no_lever_that_the_model_refuses(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [model, "algorithms/bapo", "clusters/4x8-h100"]
+    assert main(["check", *files]) == 0
+    assert "precision.fp8" not in capsys.readouterr().out
+    assert main(["check", *files, "precision/fp8"]) == 2
 
 
 def test_the_plan_has_room_for_routes(capsys: pytest.CaptureFixture[str]) -> None:

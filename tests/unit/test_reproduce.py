@@ -14,7 +14,7 @@ import pytest
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.engines.processes import EngineShare
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.runtime.files import JsonlWriter
 from studies import bfloat16
 from studies.page import write
@@ -151,6 +151,17 @@ def test_nothing_starts_where_one_study_is_wrong(tmp_path: Path) -> None:
         reproduce(options(tmp_path, str(tmp_path / "big.toml")))
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "out").exists()
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(UserError, match="/out: File exists; give another --output"):
+        reproduce(options(tmp_path, "staleness"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_a_name_the_studies_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reproduce(options(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_studies())
+    assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1, "their questions are one column"
 
 
 def row(step: int, reward: float, clipped: float) -> dict[str, float | None]:
