@@ -250,9 +250,10 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
     if held := plan.trainer.held.expert:
         yield f"           a rank holds {held:,} in experts; memory for {UNEVEN_LOAD:.0%} more rows than an even load"
     if s := plan.server:
+        states = f", {s.state_cache / GIB:.1f} GiB states" if s.state_bytes else ""
         yield (
-            f"server     {s.weights / GIB:.1f} GiB weights and {max(0, s.kv_cache) / GIB:.1f} GiB KV cache on a GPU: "
-            f"{plural(s.kv_tokens, 'token', ',')}, {plural(s.concurrency, 'concurrent response')} of full length"
+            f"server     {s.weights / GIB:.1f} GiB weights{states} and {max(0, s.kv_cache) / GIB:.1f} GiB KV cache on "
+            f"a GPU: {plural(s.kv_tokens, 'token', ',')}, {plural(s.concurrency, 'concurrent response')} of full length"
         )
     yield (
         f"work       {plural(tokens.total, 'token', ',')} a step, {tokens.response:,} a response; {_flop(plan.flops)}"

@@ -189,6 +189,8 @@ def spans_nodes(config: Config, num_consecutive: int) -> bool:
     return on_node < config.parallel.size and on_node % num_consecutive != 0
 
 
+_STATE_RATIO = 0.9  # of SGLang's memory for states to that for keys and values (mem_cache/kv_cache_configurator.py)
+_STATES_PER_REQUEST = 5  # three, and two more to keep ends of prefixes while steps overlap (the same file)
 _ROUTES_ITEM_BYTES = 4  # SGLang keeps int32, on each GPU's rank (srt/state_capturer/routed_experts.py)
 DEFAULT_MEM_FRACTION = 0.85  # if [sglang.extra] lacks mem_fraction_static, SGLang chooses 0.8 to 0.9, by GPU
 
@@ -202,12 +204,8 @@ class ServerMemory:
     kv_bytes_per_token: int
     routes_bytes_per_token: int  # in CPU memory, for each token in the cache; 0 without replay
     concurrency: int  # concurrent full-length responses, limited by memory, settings and work; 0 if not even one fits
-    state_bytes: int = 0  # states of linear attention for one response, whatever its length
-
-    @property
-    def state_tokens(self) -> int:
-        """Number of tokens whose keys and values take as much as a response's states."""
-        return -(-self.state_bytes // self.kv_bytes_per_token)
+    state_bytes: int = 0  # linear attention's states after one token of a sequence
+    state_cache: int = 0  # for these states
 
     @property
     def kv_tokens(self) -> int:
@@ -228,10 +226,12 @@ def server_memory(config: Config, shape: ModelShape, gpu_memory_gib: float) -> S
     weights = model_parameters(shape) * item // tensor
     heads = max(1, shape.num_kv_heads // tensor)  # fewer heads than ranks: each rank keeps a copy
     per_token = max(1, 2 * shape.num_full_layers * heads * shape.head_dim * item)
-    kv_cache = int(fraction * gpu_memory_gib * GIB) - weights
+    cache = int(fraction * gpu_memory_gib * GIB) - weights
     routes_per_token = _ROUTES_ITEM_BYTES * math.prod(routes(shape).shape) if routes_bytes(config, shape) else 0
     states = sum(layer.linear.state_bytes(item) // tensor for layer in shape.layers if layer.linear is not None)
-    memory = ServerMemory(weights, kv_cache, per_token, routes_per_token, 0, states)
+    ratio = float(config.sglang.extra.get("mamba_full_memory_ratio", _STATE_RATIO)) if states else 0.0
+    kv_cache = int(cache / (1 + ratio))
+    memory = ServerMemory(weights, kv_cache, per_token, routes_per_token, 0, states, max(0, cache - kv_cache))
     return replace(memory, concurrency=_concurrency(config, memory, config.longest_sequence))
 
 
@@ -239,7 +239,10 @@ def _concurrency(config: Config, memory: ServerMemory, length: int) -> int:
     """Count the responses of a length that one server samples at the same time."""
     r = config.rollout
     waiting = -(-(r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt // r.num_servers)
-    return min(memory.kv_tokens // (length + memory.state_tokens), r.max_concurrent_requests, waiting)
+    fitting = memory.kv_tokens // length
+    if memory.state_bytes:
+        fitting = min(fitting, memory.state_cache // (_STATES_PER_REQUEST * memory.state_bytes))
+    return min(fitting, r.max_concurrent_requests, waiting)
 
 
 def decode_steps(config: Config, memory: ServerMemory, tokens: StepTokens) -> float:

@@ -25,9 +25,9 @@ from bapo_megatron.hf.shape import (
     rotary_frequencies,
 )
 from bapo_megatron.learner.fit import check_split
-from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.preflight.known import GIB, KNOWN_MODELS
 from bapo_megatron.preflight.memory import model_parameters
-from bapo_megatron.preflight.work import server_memory
+from bapo_megatron.preflight.work import DEFAULT_MEM_FRACTION, server_memory
 from tests.hf_models import make_model_config, save_model
 
 QWEN_9B, QWEN_27B = (KNOWN_MODELS[name]["text_config"] for name in ("Qwen3.5-9B", "Qwen3.5-27B"))
@@ -173,15 +173,25 @@ def test_flops_of_a_linear_layer_do_not_grow_with_the_length() -> None:
         assert one.forward_flops(1, 0, 0)[0] == pytest.approx(2 * weights * (1 + rule), rel=1e-4)
 
 
-def test_a_server_keeps_a_state_for_each_response() -> None:
-    """50 MB of state and 1 MB for convolutions in 24 layers, as much as 1572 tokens of the other 8 take."""
+def test_a_server_divides_its_memory_between_states_and_keys() -> None:
+    """A request holds five times 50 MB of state and 1 MB for convolutions in 24 layers."""
     config, shape = Config.model_validate({"model": {"dtype": "bfloat16"}}), model_shape(QWEN_9B)
     memory = server_memory(config, shape, 80)
     assert memory.kv_bytes_per_token == 8 * 2 * 4 * 256 * 2
     assert memory.state_bytes == 24 * (4 * 32 * 128 * 128 + 2 * 8192 * 3)
-    assert memory.state_tokens == 1572
-    whole = {**KNOWN_MODELS["Qwen3-32B"], "model_type": "qwen3"}
-    assert server_memory(config, model_shape(whole), 80).state_tokens == 0
+    assert memory.state_cache == pytest.approx(0.9 * memory.kv_cache)
+    assert memory.weights + memory.kv_cache + memory.state_cache == int(DEFAULT_MEM_FRACTION * 80 * GIB)
+
+    rollout = {"max_response_tokens": 1000, "max_concurrent_requests": 1000, "prompts_per_step": 1000}
+    many = {"model": {"dtype": "bfloat16"}, "data": {"max_prompt_tokens": 1000}, "rollout": rollout}
+    by_states = server_memory(Config.model_validate(many), shape, 80)
+    assert by_states.concurrency == by_states.state_cache // (5 * by_states.state_bytes) < by_states.kv_tokens // 2000
+    few_states = many | {"sglang": {"extra": {"mamba_full_memory_ratio": 9.0}}}
+    by_tokens = server_memory(Config.model_validate(few_states), shape, 80)
+    assert by_tokens.concurrency == by_tokens.kv_tokens // 2000
+
+    whole = server_memory(config, model_shape({**KNOWN_MODELS["Qwen3-32B"], "model_type": "qwen3"}), 80)
+    assert (whole.state_bytes, whole.state_cache) == (0, 0)
 
 
 def test_the_agreed_facts_tell_layers_apart() -> None:
