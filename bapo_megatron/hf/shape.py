@@ -481,6 +481,11 @@ def _unsupported_experts(get: _Settings) -> Iterator[str]:
         yield " and ".join(f"{key}={n}" for key, n in get.expert_counts.items()) + " contradict each other: remove one"
     elif chosen > count:
         yield f"num_experts_per_tok={chosen} is more than num_experts={count}"
+    elif chosen == 1 and get("norm_topk_prob"):
+        yield (
+            "num_experts_per_tok=1 with norm_topk_prob=true is not supported: the share of the only chosen expert is "
+            "always 1, so the router would not learn"
+        )
     needed = "every layer needs experts, as with"
     if dense := get("mlp_only_layers"):
         yield f"mlp_only_layers={dense} makes these layers dense, which is not supported: {needed} mlp_only_layers=[]"

@@ -56,6 +56,8 @@ def test_both_spellings_of_the_number_of_experts_are_read() -> None:
     assert model_shape(other) == model_shape(other | {"num_experts": 128}) == shape
     assert shape.layers[0].mlp == Experts(128, 8, 768, normalised=True)
     assert shape.ffn_sizes == []
+    one = model_shape(QWEN | {"num_experts_per_tok": 1, "norm_topk_prob": False})
+    assert one.experts == Experts(128, 1, 768, normalised=False)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,7 @@ def test_both_spellings_of_the_number_of_experts_are_read() -> None:
     [
         ({"num_local_experts": 64}, "num_experts=128 and num_local_experts=64 contradict each other: remove one"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 is more than num_experts=128"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true is not supported"),
         ({"num_experts": 0}, "no 'num_experts' that is a positive number"),
         ({"num_experts": 10**30}, f"config.json has num_experts=1{'0' * 30}, but at most 16777216 is supported"),
         ({"num_hidden_layers": 10**9}, "config.json has num_hidden_layers=1000000000, but at most 16384 is supported"),
