@@ -242,7 +242,7 @@ class Trajectory:
 
     def check_complete(self, streams: Iterable[TokenStream]) -> None:
         """Raise ValueError if needed rows of engines' `streams` are missing up to the last sampled token."""
-        needed = [stream for stream in streams if stream.missing is None]
+        needed = [stream for stream in streams if stream.is_needed]
         last = max((i for i, s in enumerate(self.segments) if isinstance(s.origin, Sampled)), default=-1)
         for segment in self.segments[: last + 1]:
             for stream in needed:
@@ -648,17 +648,28 @@ class Group:
         return {"prompt": asdict(self.prompt), "prompt_values": _named(rows), "samples": samples}
 
     @classmethod
-    def from_json(cls, value: Any, streams: Iterable[TokenStream] = (), vocab_size: int | None = None) -> Group:
+    def from_json(
+        cls,
+        value: Any,
+        streams: Iterable[TokenStream] = (),
+        vocab_size: int | None = None,
+        *,
+        skip_others: bool = False,
+    ) -> Group:
         """Return the group that `to_json` described; the values may be arrays or encoded.
 
         Args:
             streams: the streams of models and plugins that its tokens have.
+            skip_others: leave out rows of other streams, which are otherwise an error.
 
         Raises:
             ValueError: a field is missing or wrong; names prompt, sample and stream.
         """
         group = _GROUP.validate_python(value)
         p, named = group["prompt"], {stream.name: stream for stream in streams}
+        if skip_others:
+            read = {*named, TOKEN_IDS.name, BEHAVIOUR_LOGPROBS.name}
+            group = with_values(group, lambda values: {name: values[name] for name in values if name in read})
         prompt = Prompt(p["prompt_id"], tuple(p["token_ids"]), p["text"], p["answer"], p["source"])
         where = f"prompt {prompt.prompt_id}"
         try:
@@ -685,7 +696,7 @@ class Group:
 _GROUP = TypeAdapter(GroupJson)
 
 
-def with_values(group: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+def with_values(group: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to all values of a `GroupJson` in order, the prompt's, then each segment's; return the result."""
 
     def of_sample(sample: Any) -> dict[str, Any]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_MOST, _MOST_LAYERS = 1 << 24, 1 << 14  # sizes far beyond any model's, within which every check answers quickly
 _REQUIRED_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # the hub's files have the first, transformers 5 writes the other
 _REQUIRED_OF_LINEAR = (
@@ -284,7 +285,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a Hugging Face checkpoint: {file} is missing (model.path)") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {file}: {error}") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for an integer of thousands of digits
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
@@ -427,6 +428,10 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if bad := [key for key, value in sizes.items() if type(value) is not int or value < 1]:
         yield "; ".join(f"config.json has no {key!r} that is a positive number" for key in bad)
         return
+    most = dict.fromkeys(sizes, _MOST) | {"num_hidden_layers": _MOST_LAYERS}
+    if large := [key for key, value in sizes.items() if value > most[key]]:
+        yield "; ".join(f"config.json has {key}={sizes[key]}, but at most {most[key]} is supported" for key in large)
+        return
     found = [(key, get(key), *wanted) for key, wanted in _STRUCTURES.items() if get(key) is not None]
     if wrong := [f"{key}={value!r} is not {what}" for key, value, kind, what in found if not isinstance(value, kind)]:
         yield "; ".join(wrong)
@@ -485,12 +490,17 @@ def _unsupported_experts(get: _Settings) -> Iterator[str]:
         yield " and ".join(f"{key}={n}" for key, n in get.expert_counts.items()) + " contradict each other: remove one"
     elif chosen > count:
         yield f"num_experts_per_tok={chosen} is more than num_experts={count}"
+    elif chosen == 1 and get("norm_topk_prob"):
+        yield (
+            "num_experts_per_tok=1 with norm_topk_prob=true is not supported: the share of the only chosen expert is "
+            "always 1, so the router would not learn"
+        )
     needed = "every layer needs experts, as with"
     if dense := get("mlp_only_layers"):
         yield f"mlp_only_layers={dense} makes these layers dense, which is not supported: {needed} mlp_only_layers=[]"
-    if (step := get("decoder_sparse_step") or 1) != 1:
+    if (step := get("decoder_sparse_step")) not in (None, 1):
         yield (
-            f"decoder_sparse_step={step} gives only one in {step} layers experts, which is not supported: {needed} "
+            f"decoder_sparse_step={step} does not give every layer experts, which is not supported: {needed} "
             "decoder_sparse_step=1"
         )
     for key in _SHARED_EXPERTS:

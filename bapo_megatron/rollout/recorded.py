@@ -49,7 +49,8 @@ def read_groups(folder: Path, step: int, streams: Sequence[TokenStream] = ()) ->
     """Return the groups that `write_groups` wrote.
 
     Args:
-        streams: the model's streams, which the samples have: see `config.families.token_streams`.
+        streams: the run's streams, which the samples must have: see `config.families.token_streams`. Rows of other
+            streams are left out, so that a run without `model.replay_routes` can train on a recording with routes.
 
     Raises:
         DataError: the step is missing, or its file is damaged; names the file and the line.
@@ -65,7 +66,7 @@ def read_groups(folder: Path, step: int, streams: Sequence[TokenStream] = ()) ->
     try:
         with gzip.open(regular_file(path), "rt", encoding="utf-8") as file:
             for line in file:
-                group = Group.from_json(json.loads(line), streams)
+                group = Group.from_json(json.loads(line), streams, skip_others=True)
                 if not (group.is_complete and group.valid):
                     raise ValueError("a response without a reward")
                 groups.append(group)

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.rollout.recorded import read_groups
+from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.families import token_streams
+from bapo_megatron.errors import DataError
+from bapo_megatron.rollout.recorded import read_groups, write_groups
 from bapo_megatron.runs.steps import read_metrics
+from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment, Trajectory
 from tests.integration.forked import SMALL, refusal, train
 from tests.integration.killable import Engine
 from tests.integration.test_train import bapo
@@ -61,6 +65,20 @@ def test_a_step_that_was_not_recorded_or_is_damaged_is_one_clear_error(
         file.write('{"prompt": 3}\n')
     with pytest.raises(ValueError, match=r"step-000001.jsonl.gz, line 1 cannot be read"):
         read_groups(tmp_path, 1)
+
+
+def test_a_recording_with_routes_serves_runs_with_and_without_replay(tmp_path: Path) -> None:
+    """One without routes serves no run that replays them."""
+    prompt, (routes,) = Prompt(0, (1, 2), "", "", ""), token_streams("auto", resolve_model_path("moe"), {"routes"})
+    for folder, kept in ((tmp_path / "with", (routes,)), (tmp_path / "without", ())):
+        given, sampled = ({stream: stream.filled(num) for stream in kept} for num in (2, 3))
+        segments = Segment.given("prompt", (1, 2), given), Segment.sampled(0, 0, (3, 4, 5), [-1.0] * 3, sampled)
+        write_groups(folder, 1, [Group(prompt, (Sample("0.0", prompt, (Trajectory(segments),), Ended("stop", 1.0)),))])
+    assert read_groups(tmp_path / "with", 1) == read_groups(tmp_path / "without", 1)
+    (group,) = read_groups(tmp_path / "with", 1, [routes])
+    assert all(routes in segment.rows for segment in group.samples[0].trajectories[0].segments)
+    with pytest.raises(DataError, match=r"line 1 cannot be read: response 0\.0 of prompt 0: stream routes: is missing"):
+        read_groups(tmp_path / "without", 1, [routes])
 
 
 def test_rollouts_alone_leave_the_weights_as_they_are(forked_engine: Engine, tmp_path: Path) -> None:

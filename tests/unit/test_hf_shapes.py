@@ -191,9 +191,10 @@ def test_stop_tokens_do_not_make_another_model() -> None:
 def test_config_file_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         load_hf_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
-        load_hf_config(tmp_path)
+    for text in ("{", f'{{"vocab_size": {"9" * 5000}}}', "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+            load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"config\.json does not hold a JSON object"):
         load_hf_config(tmp_path)

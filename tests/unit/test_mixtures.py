@@ -56,6 +56,8 @@ def test_both_spellings_of_the_number_of_experts_are_read() -> None:
     assert model_shape(other) == model_shape(other | {"num_experts": 128}) == shape
     assert shape.layers[0].mlp == Experts(128, 8, 768, normalised=True)
     assert shape.ffn_sizes == []
+    one = model_shape(QWEN | {"num_experts_per_tok": 1, "norm_topk_prob": False})
+    assert one.experts == Experts(128, 1, 768, normalised=False)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,10 @@ def test_both_spellings_of_the_number_of_experts_are_read() -> None:
     [
         ({"num_local_experts": 64}, "num_experts=128 and num_local_experts=64 contradict each other: remove one"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 is more than num_experts=128"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true is not supported"),
         ({"num_experts": 0}, "no 'num_experts' that is a positive number"),
+        ({"num_experts": 10**30}, f"config.json has num_experts=1{'0' * 30}, but at most 16777216 is supported"),
+        ({"num_hidden_layers": 10**9}, "config.json has num_hidden_layers=1000000000, but at most 16384 is supported"),
         ({"moe_intermediate_size": None}, "no 'moe_intermediate_size' that is a positive number"),
         (
             {"mlp_only_layers": [0, 47]},
@@ -72,9 +77,10 @@ def test_both_spellings_of_the_number_of_experts_are_read() -> None:
         ),
         (
             {"decoder_sparse_step": 2},
-            "decoder_sparse_step=2 gives only one in 2 layers experts, which is not supported: every layer needs "
+            "decoder_sparse_step=2 does not give every layer experts, which is not supported: every layer needs "
             "experts, as with decoder_sparse_step=1",
         ),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 does not give every layer experts"),
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size=512: shared experts are not supp"),
         ({"n_shared_experts": 1}, "n_shared_experts=1: shared experts are not supported, only models without them"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported"),

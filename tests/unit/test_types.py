@@ -113,9 +113,9 @@ def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
 
 
 @WAYS
-def test_a_response_that_lacks_rows_is_named(way: Callable[[Group], Any]) -> None:
+@pytest.mark.parametrize("needed", [replace(ROUTES, missing=None), replace(ROUTES, on_request=True)])
+def test_a_response_that_lacks_rows_is_named(way: Callable[[Group], Any], needed: TokenStream) -> None:
     """Rows may be missing for tokens whose reply has not come yet, and in streams with a value for them."""
-    needed = replace(ROUTES, missing=None)
     sampled = Segment.sampled(0, 0, (3, 4), (-1.0, -1.0), {needed: rows_of(5, 2)})
     given_in_between = Segment.given("environment", (5, 6, 7), {needed: rows_of(7, 3)})
     at_the_end = Segment.given("environment", (8,))
