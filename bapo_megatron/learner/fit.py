@@ -12,6 +12,29 @@ from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
 from bapo_megatron.hf.streams import model_streams, routes
 from bapo_megatron.learner.precision import Machine, check_linear_attention
 
+_OF_MODEL = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
+    layernorm_epsilon layernorm_zero_centered_gamma gated_linear_unit activation_func add_bias_linear add_qkv_bias
+    qk_layernorm attention_output_gate softmax_scale num_moe_experts moe_ffn_hidden_size moe_router_topk
+    moe_router_score_function moe_router_pre_softmax
+"""
+_OF_LAYOUT = {
+    "tensor_model_parallel_size": "parallel.tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
+    "num_layers_in_first_pipeline_stage": "parallel.last_stage_layers",
+    "num_layers_in_last_pipeline_stage": "parallel.last_stage_layers",
+    "pipeline_model_parallel_layout": "parallel.last_stage_layers",
+    "account_for_embedding_in_pipeline_split": "parallel.last_stage_layers",
+    "account_for_loss_in_pipeline_split": "parallel.last_stage_layers",
+    "context_parallel_size": "parallel.context",
+    "sequence_parallel": "parallel.sequence",
+    "expert_model_parallel_size": "parallel.expert",
+    "expert_tensor_parallel_size": "parallel.expert",
+}
+OWN_FIELDS = dict.fromkeys(_OF_MODEL.split(), "the config.json of model.path") | _OF_LAYOUT
+"""Fields of Megatron's TransformerConfig that follow from model and layout, and where to set them instead."""
+
 Problem = tuple[str, str, str]  # settings of [parallel], the one to change first; the problem; the remedy
 
 
@@ -71,6 +94,13 @@ def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterat
         yield from _beside_experts(config, model)
     if shape.linear is not None:
         yield from _beside_linear_attention(config, model)
+
+
+def check_extra(config: Config) -> Iterator[Violation]:
+    """Check that `[megatron.extra]` contradicts neither model nor layout: results would be wrong without an error."""
+    for name in sorted(config.megatron.extra.keys() & OWN_FIELDS.keys()):
+        problem = f"megatron.extra.{name} follows from model and layout"
+        yield Violation((f"megatron.extra.{name}",), problem, f"use {OWN_FIELDS[name]}")
 
 
 def check_replay(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
@@ -173,16 +203,6 @@ def _of_expert(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:
 def _beside_experts(config: Config, model: str) -> Iterator[Violation]:
     """Refuse what is not built for mixtures of experts, or would be wrong without an error."""
     yield from _only_dense(config, model, "experts")
-    for name, size in (("model", config.parallel.expert), ("tensor", config.parallel.expert_tensor)):
-        field = f"expert_{name}_parallel_size"
-        if config.megatron.extra.get(field, size) != size:
-            yield Violation(
-                ("megatron.extra", "parallel.expert", "parallel.tensor", model),
-                f"[megatron.extra] {field}={config.megatron.extra[field]}, but parallel.expert="
-                f"{config.parallel.expert} with parallel.tensor={config.parallel.tensor} needs {size}: otherwise "
-                "gradients of experts would be wrong without an error",
-                "leave it out, and set parallel.expert",
-            )
 
 
 def _beside_linear_attention(config: Config, model: str) -> Iterator[Violation]:

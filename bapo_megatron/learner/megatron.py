@@ -29,7 +29,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
-from bapo_megatron.learner.fit import check_replay, check_split
+from bapo_megatron.learner.fit import check_extra, check_replay, check_split
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.parallel import start_processes
 from bapo_megatron.learner.policy import PolicyModel
@@ -59,7 +59,8 @@ class MegatronLearner(TrainedModel):
 
     def __init__(self, config: Config, hf_path: str | Path) -> None:
         hf_config = load_hf_config(hf_path)
-        problems = [*check_split(config, hf_config, "model.path"), *check_replay(config, hf_config)]
+        split, replay = check_split(config, hf_config, "model.path"), check_replay(config, hf_config)
+        problems = [*check_extra(config), *split, *replay]
         if problems:
             raise ConfigError("; ".join(violation.message for violation in problems))
         shape = model_shape(hf_config, own=own_family(config.model.family))

@@ -141,8 +141,11 @@ def test_one_violation(overrides: str, parts: list[str]) -> None:
         ),
         (
             "parallel.data=2 parallel.expert=2 megatron.extra.expert_tensor_parallel_size=2",
-            "[megatron.extra] expert_tensor_parallel_size=2, but parallel.expert=2 with parallel.tensor=1 needs 1: "
-            "otherwise gradients of experts would be wrong without an error; leave it out, and set parallel.expert",
+            "megatron.extra.expert_tensor_parallel_size follows from model and layout; use parallel.expert",
+        ),
+        (
+            "megatron.extra.moe_router_topk=4",
+            "megatron.extra.moe_router_topk follows from model and layout; use the config.json of model.path",
         ),
         (
             "advantage.kind=gae",

@@ -1,5 +1,6 @@
 """Exact parameter counts: against Megatron's own model on the meta device, and against the tensors of checkpoints."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner import policy
 from bapo_megatron.learner.critic import CriticModel
+from bapo_megatron.learner.fit import OWN_FIELDS
 from bapo_megatron.learner.parallel import ParallelLayout, start_processes
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.preflight.known import KNOWN_MODELS
@@ -195,3 +197,23 @@ def test_published_sizes() -> None:
     }
     assert {name: round(sizes[name], 2) for name in expected} == expected
     assert len(set(itertools.chain(expected, sizes))) == len(sizes)
+
+
+def test_fields_that_differ_between_models_and_layouts_cannot_be_overridden() -> None:
+    """Others are choices of the implementation, which `[megatron.extra]` may change."""
+    models = [make_model_config(name).to_dict() for name in ("qwen2", "qwen3", "gemma", "qwen3.5")]
+    layouts: list[dict[str, Any]] = [
+        {"tensor": 4, "sequence": True, "data": 2, "expert": 2},
+        {"pipeline": 8, "last_stage_layers": 6, "context": 2},
+        {"pipeline": 2, "virtual_pipeline": 2},
+    ]
+    mixture = model_shape(KNOWN_MODELS["Qwen3-30B-A3B"])
+    settings = [transformer_config(model_shape(model), make_config()) for model in models]
+    settings += [transformer_config(mixture, make_config(**layout)) for layout in ({}, *layouts)]
+    names = {field.name for field in dataclasses.fields(settings[0])}
+    differing = {name for name in names for each in settings if getattr(each, name) != getattr(settings[0], name)}
+    choices = ["batch_p2p_comm", "overlap_p2p_comm", "microbatch_group_size_per_vp_stage"]
+    choices += ["moe_router_dtype", "moe_router_load_balancing_type", "moe_token_dispatcher_type"]
+    choices += ["init_method", "embedding_init_method", "output_layer_init_method"]  # functions; they are not called
+    assert differing - OWN_FIELDS.keys() == set(choices)
+    assert OWN_FIELDS.keys() <= names

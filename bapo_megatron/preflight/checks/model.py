@@ -12,7 +12,7 @@ from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import family_of
-from bapo_megatron.learner.fit import check_replay, check_split
+from bapo_megatron.learner.fit import check_extra, check_replay, check_split
 from bapo_megatron.preflight.checks.eval import EVALUATES
 from bapo_megatron.preflight.checks.layout import nearest_divisor
 
@@ -28,6 +28,7 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
             "leave model.family out, or set model.path to a model of that type",
         )
         return
+    yield from check_extra(config)
     yield from check_split(config, hf_config, "model.path")
     yield from check_replay(config, hf_config)
     written = (family.defaults if (family := family_of(hf_config, own)) else {}) | hf_config
