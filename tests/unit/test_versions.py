@@ -61,7 +61,7 @@ def asked(extras: set[str]) -> list[Requirement]:
     return [r for r in declared if r.marker is None or any(map(r.marker.evaluate, machines))]
 
 
-def tested_there() -> dict[str, str]:
+def versions_tested_there() -> dict[str, str]:
     """Return the tested version of each package on the machines of the locks."""
     lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
     found = [Requirement(line) for line in lines if line and not line.startswith("#")]
@@ -90,7 +90,7 @@ def test_a_lock_has_what_setup_asks_for_in_the_tested_versions(extra: str) -> No
     for requirement in asked({"train", extra}):
         if requirement.name != "torch":
             assert requirement.specifier.contains(locked[canonical(requirement.name)]), requirement
-    for other in (tested_there(), *LOCKED.values()):
+    for other in (versions_tested_there(), *LOCKED.values()):
         assert {name for name in other.keys() & locked.keys() if other[name] != locked[name]} == set()
     if extra == "sglang":
         assert {r.name for r in requirements("sglang")} <= locked.keys()
