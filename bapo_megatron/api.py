@@ -6,7 +6,6 @@ event loop. A user's mistake raises `bapo_megatron.errors.UserError`, if possibl
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,16 +89,16 @@ def evaluate(
         data: JSONL or Parquet file of problems; None means the problems of [data].
         samples: responses to each problem.
         limit: number of problems; None means the whole file.
-        output: new folder for result.json and responses.jsonl; None means evals/<date>-<time>.
+        output: new folder for result.json and responses.jsonl; None means evals/<date>-<time>-<process>.
 
     Raises:
         UserError: checkpoint, problems, judge or engines do not fit together, or `output` is not empty.
     """
     from bapo_megatron.config.load import split_arguments
-    from bapo_megatron.evaluation.run import eval_config
+    from bapo_megatron.evaluation.run import eval_config, new_folder
     from bapo_megatron.evaluation.run import evaluate as evaluated
 
     files, overrides = split_arguments([str(argument) for argument in arguments])
     config = eval_config(Path(checkpoint), files, overrides, None if data is None else Path(data), samples)
-    folder = Path(output) if output is not None else Path("evals") / time.strftime("%Y%m%d-%H%M%S")
+    folder = Path(output) if output is not None else new_folder()
     return evaluated(config, Path(checkpoint), folder, limit=limit)

@@ -262,7 +262,9 @@ VERBS = (
             ),
             argument("-n", "--samples", type=_whole, default=16, metavar="N", help="responses each (default: 16)"),
             argument("--limit", type=_whole, metavar="N", help="only the first N problems"),
-            argument("--output", type=Path, metavar="FOLDER", help="new folder (default: evals/<date>-<time>)"),
+            argument(
+                "--output", type=Path, metavar="FOLDER", help="new folder (default: evals/<date>-<time>-<process>)"
+            ),
         ),
         description="Starts engines with the checkpoint's weights. See docs/evaluation.md.",
     ),

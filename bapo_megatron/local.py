@@ -40,7 +40,7 @@ from bapo_megatron.runs.restarts import Restart, how_often, next_restart, start_
 from bapo_megatron.runs.resuming import with_pinned_models
 from bapo_megatron.runtime import num_cores, program
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
-from bapo_megatron.trainer import STOPPED
+from bapo_megatron.trainer import LAUNCHER_VARIABLE, STOPPED
 
 _POLL_S = 0.1
 _END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
@@ -357,6 +357,7 @@ def _ranks(
             "MASTER_PORT": str(ports[0]),
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
+            LAUNCHER_VARIABLE: str(os.getpid()),
         }
         try:
             for rank in range(count):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 STOPPED = 75  # exit code of a run that stopped early and can resume (EX_TEMPFAIL)
 
+LAUNCHER_VARIABLE = "BAPO_LAUNCHER"  # the launcher's process id
 _PARENT_POLL_S = 0.5
 
 
@@ -142,7 +143,7 @@ def _set_variables(config: Config) -> None:
 
 def _exit_with_parent() -> None:
     """Kill this rank and its judge processes once the launcher is gone, even by SIGKILL."""
-    launcher = os.getppid()
+    launcher = int(os.environ.pop(LAUNCHER_VARIABLE, os.getppid()))  # it may be gone already
 
     def watch() -> None:
         while os.getppid() == launcher:

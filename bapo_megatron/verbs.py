@@ -193,7 +193,7 @@ def evaluate(options: Namespace) -> int:
     config = run.eval_config(options.checkpoint, *split_arguments(options.arguments), options.data, options.samples)
     if note := run.note_of_training(config, options.data):
         print(note, file=sys.stderr)
-    output = options.output or Path("evals") / time.strftime("%Y%m%d-%H%M%S")
+    output = options.output or run.new_folder()
     evaluation = run.evaluate(
         config, options.checkpoint, output, limit=options.limit, tell=lambda text: print(text, file=sys.stderr)
     )

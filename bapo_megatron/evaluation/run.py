@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,11 @@ def note_of_training(config: Config, data: Path | None) -> str | None:
     if data is not None or not config.data.has_rows:
         return None
     return f"these are the prompts of training, {config.data.origin}; for others, give --data FILE"
+
+
+def new_folder() -> Path:
+    """Return the folder of an evaluation for which the user names none; two may start in the same second."""
+    return Path("evals") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def evaluate(

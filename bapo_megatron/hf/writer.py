@@ -83,10 +83,12 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
         CheckpointError: the disk is full, or the folder is not writable.
     """
     try:
+        file.touch()  # with the permissions that the umask leaves; safetensors lets only the owner read its file
+        mode = file.stat().st_mode
         save_file(dict(tensors), file, metadata={"format": "pt"})
         with file.open("rb") as written:
             os.fsync(written.fileno())
-        file.chmod(0o644)  # safetensors lets only the owner read it
+        file.chmod(mode)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {file}: {error}") from error
 

@@ -67,8 +67,10 @@ class Program:
         return cls(process)
 
     async def end(self) -> int:
-        """Wait for the program's own end; return its exit code."""
-        return await self._process.wait()
+        """Wait for the program's own end, and kill its children; return its exit code."""
+        code = await self._process.wait()
+        self.kill()  # now: later, another process may have its id
+        return code
 
     def kill(self) -> None:
         """End the program and its children. Safe to call twice."""

@@ -16,7 +16,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
@@ -91,7 +90,6 @@ class SGLang:
         command[command.index("bapo_megatron.engines.sglang_server")] = "tests.integration.halting_sglang"
         environment = sglang.environment(config, share, 0, []) | {"BAPO_TEST_HALT": str(self._halt_file(port))}
         server = processes.start(command, log, environment)
-        threading.Thread(target=server.wait, daemon=True).start()  # no zombies
         self._started.append(server)
         return server.pid
 
@@ -108,9 +106,9 @@ class SGLang:
         return self._folder / f"halt-{port}"
 
     def end(self) -> None:
-        for server in self._started:
-            with contextlib.suppress(ProcessLookupError):
-                kill_session(server.pid, signal.SIGKILL)
+        for server in self._started:  # not reaped yet, so the ids are still their own
+            kill_session(server.pid, signal.SIGKILL)
+            server.wait(HANG_S)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ GresTypes=gpu
 EnforcePartLimits=ALL
 ReturnToService=2
 KillWait=5
+MessageTimeout=100
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool-%n

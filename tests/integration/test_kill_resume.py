@@ -3,10 +3,10 @@
 Synchronous mode: everything, bit for bit. Overlapped mode: no token is lost, no sample is trained twice.
 """
 
+import contextlib
 import itertools
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Set
@@ -151,13 +151,15 @@ def test_the_same_command_goes_on_after_everything_was_killed(reference: Path, t
     with (tmp_path / "output").open("wb") as output:
         environment = os.environ | gates.environment
         run = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-        started = [run.pid]
+        started: list[psutil.Process] = []
         try:
             gates.wait(2, lambda: run.poll() is None, (tmp_path / "output").read_text)
-            started += [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+            started = psutil.Process(run.pid).children(recursive=True)
         finally:
-            for pid in started:
-                os.kill(pid, signal.SIGKILL)
+            run.kill()
+            for process in started:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with the launcher
+                    process.kill()
             run.wait()
     assert len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) == 1
     again = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)

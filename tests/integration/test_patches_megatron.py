@@ -1,11 +1,13 @@
 """The CPU compatibility of megatron-core: it finds what it corrects, and changes nothing else."""
 
+import contextlib
 import importlib
 import inspect
 import os
 import re
 import subprocess
 import sys
+import time
 import types
 from datetime import timedelta
 from importlib.metadata import version
@@ -80,6 +82,15 @@ assert torch.cuda.current_device is before[2]["current_device"]
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=HANG_S)
 
 
+def count_loops() -> int:
+    """Count the threads of gloo's devices; each gives itself its name once it runs."""
+    count = 0
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            count += task.read_text() == "gloo_tcp_loop\n"
+    return count
+
+
 def make_gloo_groups() -> tuple[set[int], int, bool, str]:
     """Return the thread counts of Megatron's groups and the number of their devices' threads, whether torch's class is
     restored, and a wrong interface's error."""
@@ -89,7 +100,9 @@ def make_gloo_groups() -> tuple[set[int], int, bool, str]:
     groups = parallel_state._global_process_group_list[1:]  # the first stands for the default group
     assert parallel_state.get_data_parallel_group(with_context_parallel=True) in groups
     threads = {group._get_backend(torch.device("cpu")).options._threads for group in groups}
-    num_loops = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")].count("gloo_tcp_loop\n")
+    deadline = time.monotonic() + HANG_S
+    while (num_loops := count_loops()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     parallel_state.create_group([0])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo,no-such-interface"

@@ -19,6 +19,7 @@ from tests.distributed import HANG_S
 from tests.integration.engines import EngineProcess, start_engines
 from tests.integration.forked import SMALL
 from tests.integration.gates import Gates
+from tests.integration.test_supervisor import is_alive
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +30,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EnginePro
         server.end()
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Return process ids and command lines of all processes below this one."""
+def descendants(pid: int) -> dict[psutil.Process, str]:
+    """Return all processes below this one, and their command lines."""
     found = {}
     for child in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it is just ending
-            found[child.pid] = " ".join(child.cmdline())
+            found[child] = " ".join(child.cmdline())
     return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -68,7 +62,7 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
     with (tmp_path / "output").open("wb") as output:
         environment = os.environ | gates.environment
         run = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-    started: dict[int, str] = {}
+    started: dict[psutil.Process, str] = {}
     try:
 
         def have_ranks_started() -> bool:
@@ -83,13 +77,14 @@ def test_a_run_that_is_ended_leaves_no_process_behind(
         else:
             run.send_signal(number)
         assert run.wait(HANG_S) == code
-        wait_until(lambda: not any(map(is_running, started)), f"{started} ended")
+        wait_until(lambda: not any(map(is_alive, started)), f"{started} ended")
         text = (tmp_path / "output").read_text()
         assert "Traceback" not in text, text
     finally:
-        for pid in (run.pid, *started):
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
+        run.kill()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         run.wait()
 
 
@@ -161,7 +156,11 @@ def test_a_local_run_listens_on_loopback_only(tmp_path: Path, settings: list[str
     for part in ("bapo_megatron.trainer", "rewards.worker", *parts):
         assert any(part in each.command for each in seen.values()), f"no {part} in {seen}"
     assert {address for each in seen.values() for address in each.addresses} == {"127.0.0.1"}, seen
-    in_groups = [each for each in seen.values() if "bapo_megatron.trainer" in each.command or parts[0] in each.command]
+    whole = [each for each in seen.values() if each.environment]  # one that was only seen as it ended has none
+    ranks = [each for each in whole if "bapo_megatron.trainer" in each.command]
+    assert [each.environment.get("BAPO_LAUNCHER") for each in ranks] == [str(run.pid)] * len(ranks), ranks
+    in_groups = ranks + [each for each in whole if parts[0] in each.command]
+    assert len(in_groups) >= 3
     assert [each.environment.get("GLOO_SOCKET_IFNAME") for each in in_groups] == ["lo"] * len(in_groups), in_groups
 
 

@@ -122,6 +122,7 @@ class Probes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_answered = 0
         self.is_hung = False  # the engine cannot answer, so do not wait for it
+        self.to_stop: psutil.Process | None = None  # is stopped between two questions: none waits for its answer
         self._now_s, self._answers = time.monotonic(), processes.answers
         monkeypatch.setattr(supervisor, "time", types.SimpleNamespace(monotonic=self._tick, sleep=time.sleep))
         monkeypatch.setattr(processes, "answers", self._ask)
@@ -131,6 +132,9 @@ class Probes:
         return self._now_s
 
     def _ask(self, url: str, timeout_s: float = 0.0, key: str | None = None) -> bool:
+        if self.to_stop:
+            self.to_stop.suspend()
+            self.to_stop, self.is_hung = None, True
         has_answered = self._answers(url, 0.1 if self.is_hung else HANG_S, key)
         self.num_answered += has_answered
         return has_answered
@@ -178,8 +182,7 @@ def test_a_hung_engine_is_killed_and_started_again(tmp_path: Path, monkeypatch: 
         assert told == []
         with monkeypatch.context() as held:
             held.setattr(processes, "kill", kill_after_its_stacks)
-            first.suspend()
-            probes.is_hung = True
+            probes.to_stop = first
             wait_until(lambda: is_up_again(url, first), "the engine was up again")
         assert not first.is_running()
     assert len(told) == 1

@@ -1,7 +1,6 @@
 """Agent programs at their endpoint: branches, retries, limits and failures; each sampled token is trained once."""
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from bapo_megatron.preflight.checks.environment import check_environment
 from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rollout.agent_endpoint import MODEL, Asked, Endpoint, Inbox, Reply
-from bapo_megatron.rollout.agents import LAUNCHER, AgentDriver, AgentPrograms
+from bapo_megatron.rollout.agents import LAUNCHER, AgentDriver, AgentPrograms, Program
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S
@@ -507,15 +506,17 @@ def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -
     program = f"""
         import subprocess, sys, time
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)"])
-        open({str(tmp_path)!r} + "/" + TASK["prompt"][0] + str(os.getpid()), "w").write(str(child.pid))
+        open({str(tmp_path / "ids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
         ask(FIRST)
         time.sleep(999)
         """
     agents = Agents(tmp_path, program)
     sample = Sample.of("0.0", Questions().next(), need=NeedsEnvironment(None))
+    started: list[int] = []
 
     async def run() -> Sample:
         (asked,) = await agents.driver.advance([sample])
+        started.extend(os.pidfd_open(int(pid)) for pid in (tmp_path / "ids").read_text().split())
         agents.programs.timeout_s = 0.1
         request = agents.scheduler.dispatcher._request(asked, "r")
         (grown,) = [agents.scheduler.dispatcher._grown(asked, agents.engine.answer(request), 0)]
@@ -526,11 +527,10 @@ def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -
     assert isinstance(ended.need, Ended)
     assert ended.need.problem == "timeout"
     assert "neither asked nor ended within environment.timeout_s=0.1" in ended.need.message
-    (written,) = tmp_path.glob("3*")
-    assert not Path(f"/proc/{written.name[1:]}").exists()
-    with contextlib.suppress(ProcessLookupError):
-        child = os.pidfd_open(int(written.read_text()))
-        assert select.select([child], [], [], HANG_S)[0], "the child ends too"
+    assert len(started) == 2
+    for process in started:
+        assert select.select([process], [], [], HANG_S)[0], "the child ends too"
+        os.close(process)
 
 
 def test_a_program_ends_with_the_process_that_started_it() -> None:
@@ -544,6 +544,21 @@ def test_a_program_ends_with_the_process_that_started_it() -> None:
         assert "here" in lines, "the program runs"
         process.kill()
     assert select.select([child], [], [], HANG_S)[0]
+
+
+def test_the_id_of_a_program_is_not_used_long_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then it may belong to another process: a program can end while its sample waits for tokens."""
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr("bapo_megatron.rollout.agents.os.killpg", lambda *which: killed.append(which))
+
+    async def run() -> None:
+        program = await Program.start([sys.executable, "-c", "pass"], os.environ)
+        assert await program.end() == 0
+        assert len(killed) == 1, "its children end with it"
+        await program.output()
+
+    asyncio.run(run())
+    assert len(killed) == 1
 
 
 @pytest.mark.parametrize("begins", ["", "ask(FIRST); "])

@@ -404,9 +404,14 @@ def test_a_checkpoint_that_could_not_be_loaded_is_not_written(tmp_path: Path) ->
     assert resume(tmp_path) == 1
 
 
-def test_files_are_readable_for_others(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1)
-    assert {oct(os.stat(file).st_mode & 0o777) for file in files_of(folder)} == {"0o644"}
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, "0o644"), (0o077, "0o600")])
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, umask: int, mode: str) -> None:
+    before = os.umask(umask)
+    try:
+        folder = save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {oct(os.stat(file).st_mode & 0o777) for file in files_of(folder)} == {mode}
 
 
 def copied(source: Path, target: Path) -> None:

@@ -6,12 +6,16 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import bapo_megatron
 from bapo_megatron import cli, verbs
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.config.schema import Config
 from bapo_megatron.runtime import program
 from bapo_megatron.version import __version__
 from tests.distributed import HANG_S
@@ -138,6 +142,22 @@ def test_demos_of_the_same_second_have_names_of_their_own(monkeypatch: pytest.Mo
         monkeypatch.setattr("bapo_megatron.local.train_command", lambda told, began_s: names.add(told[1]) or 1)
         assert cli.main(["demo"]) == 1
     assert names == {"run.name=demo-20261123-152523-41", "run.name=demo-20261123-152523-42"}
+
+
+def test_evaluations_of_the_same_second_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+
+    def evaluate(config: Config, checkpoint: Path, output: Path, **_: Any) -> Any:
+        folders.append(output)
+        return SimpleNamespace(table=str)
+
+    monkeypatch.setattr("time.strftime", lambda *_: "20261123-152523")
+    monkeypatch.setattr("bapo_megatron.evaluation.run.evaluate", evaluate)
+    for process in (41, 42):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        assert cli.main(["eval", "demo"]) == 0
+        bapo_megatron.evaluate("demo")
+    assert folders == [Path(f"evals/20261123-152523-{process}") for process in (41, 41, 42, 42)]
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), ([], 2), (["train.num_steps=2"], 0), (["loss.name=grpo"], 0)])

@@ -16,6 +16,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.rewards import worker_pool
 from bapo_megatron.rewards.environments import (
     Continue,
     End,
@@ -28,7 +29,7 @@ from bapo_megatron.rewards.environments import (
 )
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.steps import calculator, guess
-from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
+from bapo_megatron.rewards.worker_pool import EnvironmentProcesses, Worker
 from bapo_megatron.rollout.drivers import Answers, StepDriver
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
@@ -644,8 +645,23 @@ def turn_of(answer: Any, number: int = 1) -> TurnJson:
     return TurnJson(prompt="3+5=", answer=answer, source="t", number=number, text="?!", token_ids=[1, 2], end="stop")
 
 
+def hurry_only_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no deadline of worker processes pass, except for questions that ask for a hang."""
+    ask = Worker.ask
+
+    async def ask_with(worker: Worker, fields: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        return await ask(worker, fields, limit_s if "hang" in str(fields["turn"]) else HANG_S)
+
+    monkeypatch.setattr(Worker, "ask", ask_with)
+    for name in ("START_TIMEOUT_S", "GRACE_S"):
+        monkeypatch.setattr(worker_pool, name, HANG_S)
+
+
 @pytest.mark.parametrize("name", ["step", "astep"])
-def test_an_environment_in_processes_answers_or_fails_and_others_go_on(name: str) -> None:
+def test_an_environment_in_processes_answers_or_fails_and_others_go_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry_only_hangs(monkeypatch)
     spec = EnvironmentSpec(f"tests.unit.step_functions:{name}", timeout_s=2.0, process_memory_bytes=4 << 30)
     environment = EnvironmentProcesses(spec, concurrency=2)
     failures = {

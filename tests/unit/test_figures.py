@@ -1,6 +1,9 @@
 """Figures: what is drawn, and that nothing hides anything else."""
 
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from bapo_megatron.report.panels import Panel
 from bapo_megatron.report.quantities import by_probability
 from bapo_megatron.report.style import css_variables, look
 from bapo_megatron.runs.history import History, read_history
+from tests.hang import HANG_S
 from tests.unit.figure_layout import layout_faults
 from tests.unit.run_folders import CONFIG, make_run, steps
 
@@ -28,6 +32,19 @@ XYZ = np.array(
     [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 )
 CARDS = {False: "#ffffff", True: "#1b212b"}  # background, by whether the page is dark
+
+
+def test_a_home_that_cannot_be_written_is_no_news_of_a_run() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "MPL"))}
+    done = subprocess.run(
+        [sys.executable, "-c", "import bapo_megatron.report.figures"],
+        env=environment | {"HOME": "/proc"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def linear_rgb(colour: str) -> np.ndarray:

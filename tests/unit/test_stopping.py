@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron import trainer
 from bapo_megatron.config.load import load_config
 from bapo_megatron.local import Stop
 from bapo_megatron.monitor.console import Console, Screen
@@ -180,6 +181,16 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) ->
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 143
         assert "stopped    at the end of the step; saved: step 3 of 4\n" in run.text
+
+
+def test_a_rank_ends_if_its_launcher_was_killed_before_it_looked() -> None:
+    with subprocess.Popen(["true"]) as launcher:
+        pass
+    code = "import signal; from bapo_megatron import trainer; trainer._exit_with_parent(); signal.pause()"
+    environment = os.environ | {trainer.LAUNCHER_VARIABLE: str(launcher.pid)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, start_new_session=True, timeout=HANG_S, check=False)
+    assert done.returncode == -signal.SIGKILL
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from bapo_megatron.rollout.turn_tokens import TurnTokens, check_tools, stop_toke
 from bapo_megatron.types import Given
 from tests.hang import HANG_S
 from tests.unit.test_continuation import tokenizer_of
+from tests.unit.test_drivers import hurry_only_hangs
 from tests.unit.test_scheduler import ScriptedEngine
 
 MODULE = "tests.unit.tool_functions"
@@ -112,7 +113,10 @@ def test_arguments_without_a_type_get_it_from_the_hints() -> None:
     assert messages(spec(f"{MODULE}:search"), text) == ['{"query": "3", "limit": 3, "kinds": null}']
 
 
-def test_what_a_tool_raises_goes_to_the_policy_and_what_it_cannot_return_fails_the_sample() -> None:
+def test_what_a_tool_raises_goes_to_the_policy_and_what_it_cannot_return_fails_the_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hurry_only_hangs(monkeypatch)
     tools = spec(f"{MODULE}:broken", timeout_s=2.0)
     assert messages(tools, call("broken", kind="raise")) == ["LookupError: no such page"]
     assert messages(tools, call("broken", kind="none")) == ["null"]
@@ -297,9 +301,9 @@ def test_python_is_seeded_and_says_when_a_replay_differs() -> None:
 
 
 def test_python_is_bounded() -> None:
-    tool = Interpreter(1.0)
-    text, state = tool.run("x = 1", [])
-    text, state = tool.run("while True: pass", state)
+    tool = Interpreter(HANG_S)
+    _, state = tool.run("x = 1", [])
+    text, state = Interpreter(1.0).run("while True: pass", state)
     assert text.startswith("TimeoutError: the code, after the code of earlier calls had run again, did not end in 1 s")
     text, kept = tool.run(f"print('x' * {MAX_CHARS + 5})", state, deadline_s=None)
     assert text == "x" * MAX_CHARS + "\n... and 6 more characters"
