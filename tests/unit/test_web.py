@@ -128,11 +128,11 @@ def engine() -> Iterator[BatchingEngine]:
 @contextlib.contextmanager
 def served(server: Server, folder: Path) -> Iterator[int]:
     """Run an engine's server in a thread, as its process does; yield its port."""
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-    ready_file = folder / "ready.json"
+    ready, ready_file = threading.Event(), folder / "ready.json"
     running: list[asyncio.Task[None]] = []
 
     async def run() -> None:
+        loop = asyncio.get_running_loop()
         loop.add_signal_handler = lambda *_: None  # type: ignore[method-assign] - not in this thread
         serving = asyncio.create_task(
             serve_engine(server, host="127.0.0.1", port=0, ready_file=ready_file, exit_with_parent=False)
@@ -144,13 +144,13 @@ def served(server: Server, folder: Path) -> Iterator[int]:
         with contextlib.suppress(asyncio.CancelledError):
             await serving
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
     try:
         assert ready.wait(HANG_S)
         yield json.loads(ready_file.read_text())["port"]
     finally:
-        loop.call_soon_threadsafe(running[0].cancel)
+        running[0].get_loop().call_soon_threadsafe(running[0].cancel)
         thread.join(HANG_S)
         logging.getLogger("aiohttp.server").filters.clear()
 
