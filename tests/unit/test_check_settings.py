@@ -327,6 +327,13 @@ def test_a_share_of_memory_is_between_0_and_1(value: str) -> None:
     assert messages("rollout.engine=sglang", "sglang.extra.mem_fraction_static=0.8") == []
 
 
+@pytest.mark.parametrize("value", ["high", "0", "-1", "inf", "nan", "true", '"0.8"'])
+def test_a_ratio_of_memory_is_positive(value: str) -> None:
+    (message,) = messages("rollout.engine=sglang", f"sglang.extra.mamba_full_memory_ratio={value}")
+    assert "is not memory for states / memory for keys and values; set it above 0, such as 0.9, or" in message
+    assert messages("rollout.engine=sglang", "sglang.extra.mamba_full_memory_ratio=1.5") == []
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -1,5 +1,6 @@
 """Checks of sampling, and of the servers that sample."""
 
+import math
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -95,6 +96,13 @@ def check_servers(config: Config) -> Iterator[Violation]:
             ("sglang.extra.mem_fraction_static",),
             f"sglang.extra.mem_fraction_static={share!r} is not a share of a GPU's memory, for weights and KV cache",
             "set it between 0 and 1, such as 0.85, or leave it out",
+        )
+    ratio = config.sglang.extra.get("mamba_full_memory_ratio")
+    if ratio is not None and not (type(ratio) in (int, float) and 0 < ratio < math.inf):
+        yield Violation(
+            ("sglang.extra.mamba_full_memory_ratio",),
+            f"sglang.extra.mamba_full_memory_ratio={ratio!r} is not memory for states / memory for keys and values",
+            "set it above 0, such as 0.9, or leave it out",
         )
 
 
