@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import shlex
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import ConfigError, UserError
-from bapo_megatron.runtime import program
+from bapo_megatron.runtime import program, stamp
 from bapo_megatron.runtime.files import CHECKOUT
 from bapo_megatron.version import __version__
 
@@ -69,8 +68,7 @@ bounds that BAPO searches and wide fixed ones learn equally much."""
 
 def demo(options: Namespace) -> int:
     """Train a small policy in a new run folder."""
-    name = f"run.name=demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # two may start in the same second
-    code = _run(["demo", name, *options.arguments])
+    code = _run(["demo", f"run.name=demo-{stamp()}", *options.arguments])
     if code == 0 and not options.arguments:  # it may not hold for another task, loss or length
         print(_DEMO_SHOWS)
     return code

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from bapo_megatron.errors import ConfigError
+
 # The upper limits are far above any real use. They keep the arithmetic of checks and plans short and finite.
 LARGEST = 10**9
 Count = Annotated[int, Field(gt=0, le=LARGEST)]
@@ -75,6 +77,12 @@ class Violation:
 def warning(settings: tuple[str, ...], problem: str, remedy: str = "") -> Violation:
     """Return a violation that does not stop the run."""
     return Violation(settings, problem, remedy, "warning")
+
+
+def refuse(violations: Iterable[Violation]) -> None:
+    """Raise ConfigError with the messages of these violations, if there are any."""
+    if messages := [violation.message for violation in violations]:
+        raise ConfigError("; ".join(messages))
 
 
 def overlap(some: Iterable[str], others: Iterable[str]) -> bool:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +36,7 @@ from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, texts
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, stop_token_ids, turn_driver
+from bapo_megatron.runtime import stamp
 from bapo_megatron.runtime.files import JsonlWriter, explaining_os_errors, write_atomically
 from bapo_megatron.types import Ended, Given, Prompt, Sample
 
@@ -73,8 +72,8 @@ def note_of_training(config: Config, data: Path | None) -> str | None:
 
 
 def new_folder() -> Path:
-    """Return the folder of an evaluation for which the user names none; two may start in the same second."""
-    return Path("evals") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    """Return the folder of an evaluation for which the user names none."""
+    return Path("evals") / stamp()
 
 
 def evaluate(

@@ -22,10 +22,10 @@ from bapo_megatron.algorithms.kl import KLCoefficient, reference_kl
 from bapo_megatron.algorithms.losses import LossInputs, ScoredTokens, TokenLoss
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
+from bapo_megatron.config.base import refuse
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
@@ -60,9 +60,7 @@ class MegatronLearner(TrainedModel):
     def __init__(self, config: Config, hf_path: str | Path) -> None:
         hf_config = load_hf_config(hf_path)
         split, replay = check_split(config, hf_config, "model.path"), check_replay(config, hf_config)
-        problems = [*check_extra(config), *split, *replay]
-        if problems:
-            raise ConfigError("; ".join(violation.message for violation in problems))
+        refuse([*check_extra(config), *split, *replay])
         shape = model_shape(hf_config, own=own_family(config.model.family))
         check_machine(config, shape, this_machine())
         apply_cpu_compat()

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.config.base import refuse
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.exchange import load_weights
 from bapo_megatron.learner.fit import check_reference
@@ -41,9 +41,7 @@ class ReferencePolicy(SplitModel):
         path = config.loss.reference_path
         folder = started_from if path is None else resolve_model_path(path, setting="loss.reference_path")
         hf_config = load_hf_config(folder)
-        found = check_reference(config, hf_config, load_hf_config(started_from), this_machine())
-        if problems := [violation.message for violation in found]:
-            raise ConfigError("; ".join(problems))
+        refuse(check_reference(config, hf_config, load_hf_config(started_from), this_machine()))
         super().__init__(config, model_shape(hf_config, own=own_family(config.model.family)), PolicyModel)
         load_weights(self.model, self.shape, self.layout, folder)
         model, settings = self.model.requires_grad_(False).eval(), self.settings

@@ -13,8 +13,8 @@ from torch import Tensor
 from bapo_megatron.algorithms.gae import explained_variance, gae, n_step, td_errors, whitened
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import Pass
+from bapo_megatron.config.base import refuse
 from bapo_megatron.config.schema import AdvantageConfig, Config
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.fit import check_critic_model
@@ -43,9 +43,7 @@ class ValueAdvantages:
         if not config.advantage.compares_responses and not config.train.rollout_only:
             path = config.critic.path
             start = resolve_model_path(path, setting="critic.path") if path else policy.hf_path
-            found = check_critic_model(config, load_hf_config(start), load_hf_config(policy.hf_path))
-            if problems := [violation.message for violation in found]:
-                raise ConfigError("; ".join(problems))
+            refuse(check_critic_model(config, load_hf_config(start), load_hf_config(policy.hf_path)))
             self.critic = Critic(config, start, policy.local_time)
 
     @property

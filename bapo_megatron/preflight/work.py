@@ -189,7 +189,7 @@ def spans_nodes(config: Config, num_consecutive: int) -> bool:
     return on_node < config.parallel.size and on_node % num_consecutive != 0
 
 
-_STATE_RATIO = 0.9  # of SGLang's memory for states to that for keys and values (mem_cache/kv_cache_configurator.py)
+_STATE_RATIO = 0.9  # memory for states / memory for keys and values, by default (mem_cache/kv_cache_configurator.py)
 _STATES_PER_REQUEST = 5  # three, and two more to keep ends of prefixes while steps overlap (the same file)
 _ROUTES_ITEM_BYTES = 4  # SGLang keeps int32, on each GPU's rank (srt/state_capturer/routed_experts.py)
 DEFAULT_MEM_FRACTION = 0.85  # if [sglang.extra] lacks mem_fraction_static, SGLang chooses 0.8 to 0.9, by GPU
@@ -204,8 +204,8 @@ class ServerMemory:
     kv_bytes_per_token: int
     routes_bytes_per_token: int  # in CPU memory, for each token in the cache; 0 without replay
     concurrency: int  # concurrent full-length responses, limited by memory, settings and work; 0 if not even one fits
-    state_bytes: int = 0  # linear attention's states after one token of a sequence
-    state_cache: int = 0  # for these states
+    state_bytes: int = 0  # one sequence's states of linear attention
+    state_cache: int = 0  # room for states
 
     @property
     def kv_tokens(self) -> int:

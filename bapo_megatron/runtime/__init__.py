@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,11 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def stamp() -> str:
+    """Return date, time and process id for the name of a new folder: two may be made in the same second."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def program() -> list[str]:
