@@ -15,7 +15,7 @@ A layout is compared with one process in float32, on the same device: losses, ea
 name, and bounds of three updates. In bfloat16, rounding alone would be 4e-3, and would hide an error below that. A push
 is compared in the type of real runs: bfloat16 on a GPU, float32 on CPUs. The bytes of a push are compared by checksum.
 
-Each result is one line of JSON, printed and appended to --output as soon as it is there: "ok", what was found, and its
+Each result is one line of JSON, printed and written to --output as soon as it is there: "ok", what was found, and its
 tolerance. A result that fails does not end the next ones. Exit code: 0; 1 if one is not ok. Every process has a
 deadline, and is killed with its process group.
 """
@@ -108,6 +108,8 @@ def main() -> int:
     except UserError as error:
         print(f"bapo: {error}", file=sys.stderr)
         return 2
+    if options.output:
+        options.output.write_text("")
     wanted = [title for title in PARTS[options.part] if options.only is None or title in options.only]
     with tempfile.TemporaryDirectory(prefix="one-gpu-ranks-") as folder:
         results = [report(options, title, Path(folder)) for title in ("imports", *wanted)]
@@ -452,7 +454,7 @@ class Exchange:
                 behaviour.append(torch.tensor([0.0] * len(prompt) + list(reply.behaviour_logprobs)))
                 versions |= {span.version for span in reply.spans}
             held = loop.run(engine.transport.digests(), self.deadline_s)
-            if held["algorithm"] == DIGEST:
+            if held.get("algorithm") == DIGEST:
                 checksums.append("the trainer's" if held["ranks"][0]["checksums"] == mine else "other")
             else:
                 checksums.append(str(held["per_engine_checksum"])[:16])

@@ -206,7 +206,9 @@ def updates(config: Config, model: Path, batch: Batch) -> dict[str, list[Any]]:
         metrics = learner.step(minibatch, bounds).metrics
         result["losses"].append(metrics["loss/policy"])
         result["norms"].append(metrics["optimizer/grad_norm"])
-        result["gradients"].append({name: gradient.to("cpu", copy=True) for name, gradient in learner.named_gradients()})
+        result["gradients"].append(
+            {name: gradient.to("cpu", copy=True) for name, gradient in learner.named_gradients()}
+        )
         result["bounds"].append([tuple(bounds.tolist()) for bounds in of_all])
     parallel_state.destroy_model_parallel()
     return result
