@@ -42,6 +42,7 @@ from bapo_megatron.errors import UserError  # noqa: E402
 from bapo_megatron.runtime import nccl  # noqa: E402
 from bapo_megatron.runtime.environment import trainer_variables  # noqa: E402
 from bapo_megatron.runtime.files import read_jsonl  # noqa: E402
+from bapo_megatron.trainer import leave  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -67,10 +68,10 @@ LAYOUT_TOLERANCE = {"loss": 1e-5, "gradient": 1e-4, "norm": 1e-4}
 # Mean |trainer - server| over sampled tokens, in nats.
 PUSH_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}
 NUM_VERSIONS, NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 4, 6, 24
-NUM_STEPS, LAST_BEFORE_DEATH = 4, 2  # of the run whose rank is killed
+NUM_STEPS, LAST_BEFORE_DEATH = 4, 2  # in the run whose rank is killed
 KEY = "a-key-of-this-script"
 RUN_VARIABLE = "ONE_GPU_RANKS_RUN"  # the folder of that run
-# SGLang beside a trainer: a small cache, which also bounds a second server's, and a short start.
+# SGLang next to a trainer and another server: a small cache, and a short start.
 ON_GPU = {
     "mem_fraction_static": 0.15,
     "max_total_tokens": 8192,
@@ -99,7 +100,8 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the engine, such as sglang.extra")
     options = parser.parse_intermixed_args()
     if options.job:
-        return run_job(options)
+        run_job(options)
+        leave(0)  # a thread may be stuck in a broadcast
     if options.part is None:
         parser.error("--part is missing")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the children
@@ -342,7 +344,7 @@ def dying_loss(inputs: Any) -> Any:
     return inputs.plain((-inputs.batch.advantages_R * inputs.log_probs_R).where(inputs.batch.mask_R, 0.0))
 
 
-def run_job(options: argparse.Namespace) -> int:
+def run_job(options: argparse.Namespace) -> None:
     """Run one rank of a job."""
     import torch
 
@@ -351,7 +353,6 @@ def run_job(options: argparse.Namespace) -> int:
         exchange(options)
     else:
         update(options.job, options.folder)
-    return 0
 
 
 def update(job: str, folder: Path) -> None:
@@ -502,7 +503,7 @@ def exchange(options: argparse.Namespace) -> None:
     num_servers = 1 if options.job == PUSH else 2
     settings = [
         *(f"data.max_prompt_tokens={PROMPT_TOKENS}", f"rollout.max_response_tokens={NEW_TOKENS}"),
-        *(f"rollout.num_servers={num_servers}", f"rollout.hang_timeout_s={4 * options.sync_timeout_s}"),
+        *(f"rollout.num_servers={num_servers}", f"rollout.hang_timeout_s={2 * options.sync_timeout_s}"),
         *(f"rollout.startup_timeout_s={options.deadline_s}", "rollout.max_restarts=2"),
         *(f"sync.timeout_s={options.sync_timeout_s}", "sync.bucket_mib=1", "optimizer.lr=1e-3"),
         *engine_settings(options),

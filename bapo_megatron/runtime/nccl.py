@@ -1,7 +1,7 @@
 """The NCCL that torch has loaded, and whether several processes may use one GPU in its groups.
 
-By default NCCL refuses a group with two ranks on one GPU. Since 2.30.7 its own variable allows that, slowly: the ranks'
-kernels take turns. It makes every layout testable on one GPU, and a variable that only tests need is no setting.
+By default NCCL refuses a group with two ranks on one GPU. From 2.30.7 on, its own variable allows that, slowly, because
+the ranks' kernels take turns. Every layout can then be tested on one GPU. Only tests need this, so there is no setting.
 """
 
 import ctypes
