@@ -44,7 +44,7 @@ def sharing_problem() -> str:
     if found is not None and found >= SHARES_SINCE and may_share_gpus():
         return ""
     name = "no NCCL is loaded" if found is None else f"NCCL {_shown(found)} is loaded"
-    return f"{name}, {SHARING_VARIABLE} is {os.environ.get(SHARING_VARIABLE, 'unset')}"
+    return f"{name}, {SHARING_VARIABLE} is {os.environ.get(SHARING_VARIABLE) or 'unset'}"
 
 
 def sharing_remedy() -> str:

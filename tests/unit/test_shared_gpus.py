@@ -53,7 +53,7 @@ def test_ranks_share_a_gpu_from_2_30_7_on_if_the_user_says_so(version: Version |
         problem = nccl.sharing_problem()
     assert (problem == "") == (version is not None and version >= NEW and variable == "1")
     if problem:
-        assert f"{nccl.SHARING_VARIABLE} is {'unset' if variable is None else variable}" in problem
+        assert f"{nccl.SHARING_VARIABLE} is {variable or 'unset'}" in problem
         assert (".".join(map(str, version)) if version else "no NCCL") in problem
 
 
