@@ -19,6 +19,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.runtime import num_cores
 from bapo_megatron.runtime.environment import nccl_variables
+from bapo_megatron.runtime.nccl import may_share_gpus
 
 OWN_ARGUMENTS = {
     "model_path": "model.path",
@@ -190,10 +191,16 @@ def visible_gpus(count: int) -> list[str]:
 
 
 def gpus(server: int, tensor_parallel: int, first_gpu: int, visible: Sequence[str]) -> tuple[str, ...]:
-    """Return the GPUs of one server; those before `first_gpu` are the trainer's. Empty without GPUs."""
+    """Return the GPUs of one server; those before `first_gpu` are the trainer's. Empty without GPUs.
+
+    If there are too few, they are shared: counting begins again at the first one.
+    """
+    if not visible:
+        return ()
     first = first_gpu + server * tensor_parallel
-    assert not visible or first + tensor_parallel <= len(visible), "preflight/checks/layout.py has counted them"
-    return tuple(visible[first : first + tensor_parallel])
+    is_enough = first + tensor_parallel <= len(visible)
+    assert is_enough or (may_share_gpus() and tensor_parallel <= len(visible)), "preflight/checks/layout.py counts them"
+    return tuple(visible[i % len(visible)] for i in range(first, first + tensor_parallel))
 
 
 def _render(name: str, value: Any) -> list[str]:

@@ -27,6 +27,7 @@ from bapo_megatron.errors import CheckpointError, ConfigError, plural
 from bapo_megatron.hf.splits import Axis
 from bapo_megatron.kernels import kernels_of
 from bapo_megatron.learner import lean_import
+from bapo_megatron.runtime.nccl import may_share_gpus
 from bapo_megatron.runtime.ranks import gather_json
 
 with lean_import():
@@ -41,14 +42,16 @@ def device() -> torch.device:
 def start_processes(config: ParallelConfig) -> None:
     """Join the process group that the environment describes (or stand alone) and form Megatron's groups.
 
-    Environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK with GPUs.
+    Environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK with GPUs, which ranks may share
+    (runtime/nccl.py).
 
     Raises:
         ConfigError: the number of processes is not tensor x pipeline x context x data.
     """
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local_rank % torch.cuda.device_count() if may_share_gpus() else local_rank)
     if not dist.is_initialized():
         # Batches are shared as CPU tensors (rollout/shared.py), even if gradients travel over NCCL.
         backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)

@@ -22,6 +22,7 @@ from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.group import Rendezvous, started_probes
 from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.preflight.packages import check_versions
+from bapo_megatron.runtime.nccl import may_share_gpus
 
 PROBE_TIMEOUT_S = 15.0
 GPU_PROBE_TIMEOUT_S = 90.0  # eight CUDA contexts and NCCL's first communicator
@@ -97,7 +98,7 @@ def _gpus_needed(config: Config | None) -> int:
         return config.cluster.gpus_per_node
     if config.model.dtype == "float32":
         return 0
-    return config.parallel.size + num_server_gpus(config.rollout)
+    return 1 if may_share_gpus() else config.parallel.size + num_server_gpus(config.rollout)
 
 
 def _may_use_engine(config: Config) -> bool:

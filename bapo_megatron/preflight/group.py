@@ -22,6 +22,7 @@ from bapo_megatron.engines.update_group import connect_store, host_store
 from bapo_megatron.errors import plural
 from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.runtime.environment import nccl_variables
+from bapo_megatron.runtime.nccl import loaded_version
 
 _REPEATS = 4
 _BYTES = {"gloo": 4 * 2**20, "nccl": 256 * 2**20}
@@ -66,7 +67,7 @@ def torch_facts() -> dict[str, Any]:
         facts["gpu"] = torch.cuda.get_device_name()
         facts["capability"] = torch.cuda.get_device_capability()
         if dist.is_nccl_available():
-            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            facts["nccl"] = ".".join(map(str, loaded_version() or torch.cuda.nccl.version()))
     return facts
 
 

@@ -26,6 +26,7 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.update_group import GroupBackend, UpdateGroup, connect_store, host_store, in_thread
 from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack_bucket, plan_buckets
 from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UserError
+from bapo_megatron.runtime.nccl import refuses_sharing, sharing_problem, sharing_remedy
 from bapo_megatron.sync.base import Submit, SyncStats
 from bapo_megatron.sync.session import Infos, Members, Replies, Session
 
@@ -247,6 +248,11 @@ class BucketSender:
         self.group.abandon()
         flight.works.clear()  # over gloo each work holds the connections, and the other engines wait for these to close
         _, failures = flight.replies.collect()
+        if any(refuses_sharing(str(error)) for error in (problem, *failures.values())):
+            raise EngineError(
+                f"the weights cannot be sent over NCCL, because the trainer and an engine, or two engines, use one GPU "
+                f'({sharing_problem() or "but not for all of them"}): set sync.channel="disk", or {sharing_remedy()}'
+            ) from problem
         if to_blame := {url: error for url, error in failures.items() if not isinstance(error, BroadcastLostError)}:
             return to_blame
         confirmed = {engine.url for engine in self.members.engines} - failures.keys()

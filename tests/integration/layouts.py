@@ -187,12 +187,13 @@ def measure(rank: int, world_size: int, root: Path, tables: Sequence[Table]) -> 
         for number, layout in enumerate(table.layouts):
             if layout.num_processes == world_size:
                 for family, rho0 in table.families.items():
-                    result = _updates(layout.config(rho0), root / family, table.batch)
+                    result = updates(layout.config(rho0), root / family, table.batch)
                     if rank == 0:
                         torch.save(result, root / f"{family}-{number}.pt")
 
 
-def _updates(config: Config, model: Path, batch: Batch) -> dict[str, list[Any]]:
+def updates(config: Config, model: Path, batch: Batch) -> dict[str, list[Any]]:
+    """Return what NUM_UPDATES updates give, with tensors on the CPU; all ranks call it together."""
     learner = MegatronLearner(config, model)
     finder = BoundsFinder(config, learner)
     minibatch = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
@@ -205,7 +206,9 @@ def _updates(config: Config, model: Path, batch: Batch) -> dict[str, list[Any]]:
         metrics = learner.step(minibatch, bounds).metrics
         result["losses"].append(metrics["loss/policy"])
         result["norms"].append(metrics["optimizer/grad_norm"])
-        result["gradients"].append({name: gradient.clone() for name, gradient in learner.named_gradients()})
+        result["gradients"].append(
+            {name: gradient.to("cpu", copy=True) for name, gradient in learner.named_gradients()}
+        )
         result["bounds"].append([tuple(bounds.tolist()) for bounds in of_all])
     parallel_state.destroy_model_parallel()
     return result

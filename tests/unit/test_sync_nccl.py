@@ -191,6 +191,46 @@ def test_an_engine_that_never_enters_the_first_broadcast_ends_the_push_in_time(
     world.channel.close()
 
 
+REFUSALS = (
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
+)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("num_engines", [1, 3])
+@pytest.mark.parametrize("who", ["trainer", "engines", "all"])
+def test_ranks_on_one_gpu_end_the_push_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+    loop: LoopThread,
+    groups: list[LazyGroup],
+    num_engines: int,
+    who: str,
+    refusal: str,
+) -> None:
+    """NCCL refuses the group as its ranks meet; no engine is at fault, so none is fenced and nothing is repeated."""
+    world = NcclWorld(loop, groups, num_engines)
+
+    def broadcast_refused(lazy: LazyGroup, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work:
+        raise RuntimeError(f"NCCL error in: NCCLUtils.cpp:94, invalid usage\nLast error:\n{refusal}")
+
+    async def take_refused(self: NcclEngine, *_: Any, **__: Any) -> dict[str, str]:
+        while who == "trainer":  # the others have the variable, and wait for it
+            await clock.wait_in_vain()
+        raise EngineError(f"{self.url}: HTTP 400: Failed to receive weights: ncclInvalidUsage {refusal}")
+
+    if who != "engines":
+        monkeypatch.setattr(LazyGroup, "broadcast", broadcast_refused)
+    monkeypatch.setattr(NcclEngine, "take", take_refused)
+    with pytest.raises(
+        EngineError, match=r'use one GPU .*: set sync.channel="disk", or set NCCL_MULTI_RANK_'
+    ) as caught:
+        world.push()
+    assert "\n" not in str(caught.value)
+    assert world.pool.num_fenced == 0
+    assert len(groups) == 1
+
+
 def test_a_broadcast_that_fails_to_start_says_why_to_who_waits() -> None:
     def fail() -> dist.Work:
         raise RuntimeError("ncclInvalidUsage")

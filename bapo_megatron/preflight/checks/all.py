@@ -47,7 +47,7 @@ def check_settings(
     shape = None if hf_config is None or unsupported(hf_config, own) else model_shape(hf_config, own=own)
     found = [
         *check_layout(config),
-        *check_gpu_count(config, num_gpus),
+        *check_gpu_count(config, num_gpus, starts_here=starts_here),
         *check_batch(config),
         *check_rollout(config),
         *check_shared_cores(config, num_gpus),

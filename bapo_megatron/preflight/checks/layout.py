@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.engines import engine_kind, num_server_gpus
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
+from bapo_megatron.runtime.nccl import may_share_gpus, sharing_problem, sharing_remedy
 
 RANKS = ("parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.data")
 """Settings whose product is the number of trainer ranks."""
@@ -52,12 +54,27 @@ def check_layout(config: Config) -> Iterator[Violation]:
         )
 
 
-def check_gpu_count(config: Config, num_gpus: int) -> Iterator[Violation]:
-    """Check the number of GPUs: each rank and server needs its own, as NCCL refuses groups with two members on one."""
+def check_gpu_count(config: Config, num_gpus: int, *, starts_here: bool = False) -> Iterator[Violation]:
+    """Check the number of GPUs: each rank and server needs its own, unless NCCL lets them share (runtime/nccl.py).
+
+    Args:
+        num_gpus: GPUs that the run may use; 0 means a run on CPUs.
+        starts_here: whether they are this machine's, whose processes may share them.
+    """
     c, r, ranks = config.cluster, config.rollout, config.parallel.size
     on_servers = num_server_gpus(r)
     needed = ranks + on_servers
     if not num_gpus or needed <= num_gpus:
+        if starts_here and num_gpus:
+            yield from _check_attached(config, num_gpus)
+        return
+    if starts_here and may_share_gpus() and (not on_servers or r.server_tensor_parallel <= num_gpus):
+        if problem := sharing_problem():
+            yield Violation(
+                (*RANKS, "rollout.num_servers"),
+                f"{needed} processes cannot share {plural(num_gpus, 'GPU')}: {problem}",
+                sharing_remedy(),
+            )
         return
     each = plural(r.server_tensor_parallel, "GPU")
     servers = f" and {plural(r.num_servers, engine_kind(r.engine).title)} x {each}" if on_servers else ""
@@ -73,6 +90,20 @@ def check_gpu_count(config: Config, num_gpus: int) -> Iterator[Violation]:
         f"{there}",
         remedy,
     )
+
+
+def _check_attached(config: Config, num_gpus: int) -> Iterator[Violation]:
+    """Warn of more ranks and servers on this machine than GPUs: two of them may be on one, which NCCL refuses."""
+    r = config.rollout
+    is_sent = config.sync.channel == "broadcast" and engine_kind(r.engine).needs == "urls"
+    num_here = sum(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in r.urls) if is_sent else 0
+    if config.parallel.size + num_here > num_gpus and num_here and (problem := sharing_problem()):
+        yield warning(
+            ("sync.channel", "rollout.urls", *RANKS),
+            f"{plural(config.parallel.size, 'trainer rank')} and {plural(num_here, 'server')} at rollout.urls use "
+            f"{plural(num_gpus, 'GPU')}: if one serves on a trainer's GPU, its weights cannot go over NCCL ({problem})",
+            f'set sync.channel="disk", or {sharing_remedy()}',
+        )
 
 
 def check_batch(config: Config) -> Iterator[Violation]:
