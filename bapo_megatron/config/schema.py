@@ -521,7 +521,7 @@ class TrainConfig(Section):
     parallelism, parallel.context ranks share a pack, which holds that many times more."""
     logprob_chunk_tokens: Count | None = None
     """Rows whose logits exist at the same time when log-probs are computed. Unset: on a GPU as many as make 1 GiB of
-    float32 logits, on a CPU 256."""
+    float32 logits, or with cluster.gpu up to 4096 if the plan then leaves a tenth of the memory free; on a CPU 256."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
     needs a GPU; auto: triton on a GPU, otherwise torch."""

@@ -7,10 +7,11 @@ reach (COMPUTE_SHARE, LINK_SHARE). The first is below what updates of one H200 r
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bapo_megatron.algorithms.chunks import CHUNK_STEP, MOST_CHUNK_ROWS
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
 from bapo_megatron.config.families import own_family
@@ -29,6 +30,7 @@ from bapo_megatron.preflight.memory import (
     layers_per_chunk,
     max_microbatches,
     model_parameters,
+    planned_chunk_rows,
     plans_forwards_first,
     recomputed_layers,
     routes_host_bytes,
@@ -147,6 +149,7 @@ class RunPlan:
     tokens: work.StepTokens
     flops: float  # per step, over all ranks
     recompute: str  # how much of the layers is recomputed
+    chunk_rows: int  # whose logits exist at the same time
     mfu: float  # expected while training, as `perf/mfu` counts it
     unused: tuple[str, ...]  # settings that would make training faster
     host_bytes: int  # copies of a checkpoint, on each node that trains
@@ -192,7 +195,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     """Plan memory, work and time. response_tokens: average response length; None means the maximum."""
     assert config.cluster.gpu is not None
     gpu = GPUS[config.cluster.gpu]
-    given, config = config, with_recompute(config, shape)
+    given, config = config, with_choices(config, shape)
     memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
     tokens = work.StepTokens.of(config, response_tokens)
     trainer = fullest_rank(config, shape, int(memory_gib * GIB))
@@ -216,6 +219,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
         tokens=tokens,
         flops=flops,
         recompute=_recomputed(config, shape),
+        chunk_rows=planned_chunk_rows(config, shape, on_gpu=True),
         mfu=work.model_flops(config, shape, tokens) / (train.expected * peak_flops),
         unused=tuple(_unused(given, shape, scores=passes > 0)),
         host_bytes=host_bytes(config, shape),
@@ -228,36 +232,61 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
 
 
 def decided(config: Config) -> Config:
-    """Return the configuration that a run keeps: see `with_recompute`.
+    """Return the configuration that a run keeps: see `with_choices`.
 
     Raises:
         UserError: there is a cluster to plan for, and the model's config.json is missing or unknown.
     """
     if config.cluster.gpu is None:
         return config
-    return with_recompute(config, model_shape(planned_config(config.model.path), own=own_family(config.model.family)))
+    return with_choices(config, model_shape(planned_config(config.model.path), own=own_family(config.model.family)))
 
 
-def with_recompute(config: Config, shape: ModelShape) -> Config:
-    """Choose how many layers to recompute, if that is left open: the fewest that leave a tenth of the memory free.
+def with_choices(config: Config, shape: ModelShape) -> Config:
+    """Choose what is left open: the fewest layers to recompute, and then the most rows of logits in a chunk, that leave
+    a tenth of the memory free.
 
     Without a cluster to plan for, nothing is chosen.
     """
-    t, c = config.train, config.cluster
-    if t.recompute is not None or t.recompute_layers is not None or t.recompute_modules or c.gpu is None:
+    c = config.cluster
+    if c.gpu is None:
         return config
     gpu_bytes = int((c.gpu_memory_gib or GPUS[c.gpu].memory_gib) * GIB)
+
+    def is_roomy(config: Config) -> bool:
+        return fullest_rank(config, shape, gpu_bytes).total <= ROOMY * gpu_bytes
+
+    return _with_chunks(_with_recompute(config, shape, is_roomy), shape, is_roomy)
+
+
+def _with_recompute(config: Config, shape: ModelShape, is_roomy: Callable[[Config], bool]) -> Config:
+    t = config.train
+    if t.recompute is not None or t.recompute_layers is not None or t.recompute_modules:
+        return config
     num_layers = layers_per_chunk(config, shape)
 
     def recomputing(count: int) -> Config:
         layers = count if 0 < count < num_layers else None
-        train = t.model_copy(update={"recompute": count > 0, "recompute_layers": layers})
-        return config.model_copy(update={"train": train})
+        return _training(config, {"recompute": count > 0, "recompute_layers": layers})
 
-    def is_roomy(count: int) -> bool:
-        return fullest_rank(recomputing(count), shape, gpu_bytes).total <= ROOMY * gpu_bytes
+    return recomputing(bisect.bisect_left(range(num_layers), True, key=lambda count: is_roomy(recomputing(count))))
 
-    return recomputing(bisect.bisect_left(range(num_layers), True, key=is_roomy))
+
+def _with_chunks(config: Config, shape: ModelShape, is_roomy: Callable[[Config], bool]) -> Config:
+    """Choose chunks above the usual size, if there is room for larger ones."""
+    if config.train.logprob_chunk_tokens is not None:
+        return config
+    larger = range(planned_chunk_rows(config, shape, on_gpu=True) + CHUNK_STEP, MOST_CHUNK_ROWS + 1, CHUNK_STEP)
+
+    def chunked(rows: int) -> Config:
+        return _training(config, {"logprob_chunk_tokens": rows})
+
+    num_roomy = bisect.bisect_left(larger, True, key=lambda rows: not is_roomy(chunked(rows)))
+    return chunked(larger[num_roomy - 1]) if num_roomy else config
+
+
+def _training(config: Config, settings: dict[str, Any]) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update=settings)})
 
 
 def _recomputed(config: Config, shape: ModelShape) -> str:
