@@ -1,9 +1,8 @@
 """The number of rows in a chunk of logits. Plans read this too, so it does not import torch."""
 
-CHUNK_STEP = 256  # rows: chunks on a GPU have a multiple of this many
-MOST_CHUNK_ROWS = (
-    4096  # that a plan chooses: an update took 742 ms with them, 754 ms with 1,536 (docs/measured/gpu.toml)
-)
+LARGER_CHUNKS = (4096, 3072, 2048)
+"""Rows that a plan chooses from: an update took 742 ms with 4096 rows and 754 ms with 1536 (docs/measured/gpu.toml)."""
+_CPU_ROWS = 256
 _GPU_BYTES = 1 << 30  # for float32 logits
 
 
@@ -12,5 +11,5 @@ def chunk_rows(vocab_rows: int, *, on_gpu: bool) -> int:
 
     On a GPU, chunks are large: each one reads and writes the gradient of all `vocab_rows` of this rank's weight.
     """
-    fitting = _GPU_BYTES // (4 * vocab_rows) if on_gpu else CHUNK_STEP
-    return max(1, fitting // CHUNK_STEP) * CHUNK_STEP
+    fitting = _GPU_BYTES // (4 * vocab_rows) if on_gpu else _CPU_ROWS
+    return max(1, fitting // _CPU_ROWS) * _CPU_ROWS
