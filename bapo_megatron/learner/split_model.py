@@ -265,7 +265,7 @@ class TrainedModel(SplitModel):
 def exceeds(grad_norm: float, limit: float) -> bool:
     """Return whether `clip_grads_with_norm_` would change gradients of this norm, instead of multiplying all by 1.
 
-    Every rank has the same norm on the CPU, so all decide alike and none waits for its GPU.
+    Every rank has the same norm, already on the CPU: all decide the same, and none waits for its GPU.
     """
     return bool(limit / (torch.tensor(grad_norm) + 1e-6) < 1)  # torch's factor, in its float32
 

@@ -28,7 +28,7 @@ class GPU:
     name: str
     memory_gib: float
     bf16_flops: float  # per second, dense, with float32 sums (most data sheets print twice that, "with sparsity")
-    fp8_flops: float | None  # the same; None: the chip has no FP8
+    fp8_flops: float | None  # the same; None means that the chip has no FP8
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to the machine's other GPUs, in one direction; data sheets print the sum of both
 

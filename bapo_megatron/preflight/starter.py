@@ -305,7 +305,7 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwa
             "cluster": {"gpu": hardware.gpu or "a100", "gpus_per_node": hardware.num_gpus},
         },
     )
-    kind = table["cluster"]["gpu"]  # of an unknown GPU, assume an A100's rates with this GPU's memory
+    kind = table["cluster"]["gpu"]  # assume an A100's rates, with this GPU's memory, if it is unknown
     if abs(hardware.gpu_memory_gib / GPUS[kind].memory_gib - 1) > _SAME_MEMORY:
         table["cluster"]["gpu_memory_gib"] = round(hardware.gpu_memory_gib, 1)
     if hardware.gpu is None:
