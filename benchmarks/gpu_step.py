@@ -5,12 +5,17 @@
     python benchmarks/gpu_step.py --variants te "te recompute" --tiny          on a CPU, in seconds, with our own layers
     python benchmarks/gpu_step.py --model 1.5b --variants --transfers    export, broadcast and snapshot of the weights
     python benchmarks/gpu_step.py --model 1.5b --variants te --deterministic    is an update repeated bit for bit?
+    python benchmarks/gpu_step.py --model 7b-half --variants te --packs 8 --optimizer-peak
 
-An update is one packed micro-batch of sequences of one length: forward, GRPO's loss, backward, Adam, in MegatronLearner
-as a run builds it. Weights are filled on the device, from one seed; no checkpoint is read. Seconds are medians,
-measured with CUDA events on a GPU and with the wall clock on a CPU. preflight/work.py computes the FLOPs, including
-recomputation; preflight/memory.py plans the memory, here without the assumed context of CUDA and NCCL. A row also has
-each update's loss, bounds and gradient norm.
+An update is --packs packed micro-batches of sequences of one length: forward, GRPO's loss, backward, Adam, in
+MegatronLearner as a run builds it. Weights are filled on the device, from one seed; no checkpoint is read. Seconds are
+medians, measured with CUDA events on a GPU and with the wall clock on a CPU. preflight/work.py computes the FLOPs: the
+hardware's, which include recomputation, and the model's, which `perf/mfu` counts. Each is a share of the data sheet's
+peak rate, and of the rate of one large product, measured first. preflight/memory.py plans the memory, here without the
+assumed context of CUDA and NCCL. A row also has each update's loss, bounds and gradient norm.
+
+--optimizer-peak measures what the optimizer's step allocates on top of weights, gradients and moments, next to the
+plan's `update`; on a CPU from the profiler's record of allocations.
 
 --deterministic sets what `run.deterministic` sets, and makes the first update twice, whose gradients must have the same
 bits. --output FILE keeps the rows, and skips variants whose rows it already has. --seconds ends in time, with exit code
@@ -20,6 +25,7 @@ says that one failed.
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import re
@@ -59,9 +65,9 @@ from bapo_megatron.learner import split_model
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.parallel import ParallelLayout, device, sum_in_fixed_order
-from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS
+from bapo_megatron.preflight.known import GIB, KNOWN_MODELS, device_peak_flops
 from bapo_megatron.preflight.memory import trainer_memory
-from bapo_megatron.preflight.work import StepTokens, step_flops
+from bapo_megatron.preflight.work import StepTokens, model_flops, step_flops
 from bapo_megatron.types import Batch, ClipBounds
 
 UNFINISHED = 75
@@ -102,6 +108,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "te triton": (*_TE, "train.logprob_backend=triton"),
     "te replay": (*_TE, "model.replay_routes=true"),
     "te moe_permute_fusion true": (*_TE, "megatron.extra.moe_permute_fusion=true"),
+    "te grouped": _TE,
+    "te grouped moe_permute_fusion true": (*_TE, "megatron.extra.moe_permute_fusion=true"),
     **{
         f"te {field} {value}": (*_TE, f"megatron.extra.{field}={value}")
         for field in ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")
@@ -109,17 +117,21 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     },
 }
 
+# Transformer Engine reads this in each call; see docs/moe.md
+GROUPED = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
 
 TINY = {"model": "tiny", "tokens": 256, "length": 64}
 
 
-def make_config(settings: tuple[str, ...], tokens: StepTokens, *, deterministic: bool = False) -> Config:
+def make_config(
+    settings: tuple[str, ...], tokens: StepTokens, num_packs: int = 1, *, deterministic: bool = False
+) -> Config:
     sizes = (
         f"rollout.prompts_per_step={tokens.num_sequences}",
         "rollout.samples_per_prompt=1",
         f"data.max_prompt_tokens={tokens.prompt}",
         f"rollout.max_response_tokens={tokens.response}",
-        f"train.max_tokens_per_microbatch={tokens.total}",
+        f"train.max_tokens_per_microbatch={tokens.total // num_packs}",
         "loss.name=grpo",
         f"run.deterministic={str(deterministic).lower()}",
         f"model.dtype={'bfloat16' if torch.cuda.is_available() else 'float32'}",
@@ -198,10 +210,42 @@ def seconds_of(call: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def peak_flops(dtype: str) -> float | None:
-    """Return this GPU's rate from its data sheet, or None for a CPU or an unknown GPU."""
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((gpu.flops(dtype) for key, gpu in GPUS.items() if key in name), None)
+def product_flops(dtype: str) -> float:
+    """Measure the rate of one large product in FLOPs per second: 8192 x 8192 x 8192 on a GPU, 512 on a CPU."""
+    size = 8192 if torch.cuda.is_available() else 512
+    a = torch.randn(size, size, device=device()).to(getattr(torch, dtype))
+    seconds = [seconds_of(lambda: a @ a) for _ in range(13)][3:]  # the first ones choose a kernel
+    return 2 * size**3 / statistics.median(seconds)
+
+
+def allocated_on_top(call: Callable[[], object]) -> int:
+    """Return the bytes that a call allocates at its peak, on top of those in use before."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    found = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    return max(itertools.accumulate((e.nbytes() for e in events), initial=0))
+
+
+def optimizer_peak(learner: MegatronLearner, update: Callable[[], None]) -> int:
+    """Make an update; return what its optimizer's step allocates, after the backward pass has freed its memory."""
+    step, found = learner.optimizer_step, []
+
+    def watched(learning_rate: float) -> float:
+        norms: list[float] = []
+        found.append(allocated_on_top(lambda: norms.append(step(learning_rate))))
+        return norms[0]
+
+    with patch.object(learner, "optimizer_step", watched):
+        update()
+    return found[0]
 
 
 def outside_torch() -> int:
@@ -224,13 +268,17 @@ def losses_of(results: list[StepResult]) -> list[dict[str, float]]:
     ]
 
 
-def measure(config: Config, hf_config: dict[str, Any], tokens: StepTokens, num_turns: int, profile: bool) -> Any:
+def measure(
+    config: Config, hf_config: dict[str, Any], tokens: StepTokens, options: argparse.Namespace
+) -> dict[str, Any]:
     shape = model_shape(hf_config)
     on_gpu = torch.cuda.is_available()
     results: list[StepResult] = []
+    product_rate = product_flops(config.model.dtype)
     with learner_of(config, hf_config) as learner:
         batch = make_batch(tokens, shape, config)
-        minibatch = one_minibatch(batch, max_tokens=tokens.total, share=learner.share)
+        minibatch = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
+        assert len(minibatch.micro_batches) == options.packs
 
         def update() -> None:
             results.append(learner.step(minibatch, BOUNDS))
@@ -238,24 +286,36 @@ def measure(config: Config, hf_config: dict[str, Any], tokens: StepTokens, num_t
         update()  # creates Adam's state and compiles kernels
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        seconds = [seconds_of(update) for _ in range(num_turns)]
+        seconds = [seconds_of(update) for _ in range(options.turns)]
         peak = torch.cuda.max_memory_allocated() if on_gpu else None
         outside = outside_torch() if on_gpu else None
         losses = losses_of(results)
-        operators = slowest_operators(update) if profile else None
+        of_optimizer = optimizer_peak(learner, update) if options.optimizer_peak else None
+        operators = slowest_operators(update) if options.profile else None
     median_s = statistics.median(seconds)
-    flops_per_s = step_flops(config, shape, tokens, 0) / median_s
-    fastest = peak_flops(config.model.dtype)
+    hardware, model = step_flops(config, shape, tokens, 0) / median_s, model_flops(config, shape, tokens) / median_s
+    sheet_rate = device_peak_flops(config.model.dtype) if on_gpu else None
     plan = trainer_memory(config, shape, gpu_bytes=torch.cuda.mem_get_info()[1] if on_gpu else None)
     return {
         "seconds": {"median": median_s, "least": min(seconds), "most": max(seconds)},
         "tokens_per_s": tokens.total / median_s,
-        "tflops_per_s": flops_per_s / 1e12,
-        "share_of_peak": flops_per_s / fastest if fastest else None,
+        "tflops_per_s": hardware / 1e12,
+        "model_tflops_per_s": model / 1e12,
+        "sheet_tflops_per_s": sheet_rate / 1e12 if sheet_rate else None,
+        "product_tflops_per_s": product_rate / 1e12,
+        "share_of_peak": hardware / sheet_rate if sheet_rate else None,
+        "share_of_product": hardware / product_rate,
+        "mfu": model / sheet_rate if sheet_rate else None,
+        "mfu_of_product": model / product_rate,
         "peak_gib": peak / GIB if peak else None,
         "outside_torch_gib": outside / GIB if outside else None,
         "plan_gib": (plan.total - plan.context) / GIB,
         "losses": losses,
+        **(
+            {}
+            if of_optimizer is None
+            else {"optimizer_mib": of_optimizer / 2**20, "plan_update_mib": plan.update / 2**20}
+        ),
         **({"operators": operators} if operators else {}),
     }
 
@@ -280,7 +340,8 @@ def compare_first_updates(config: Config, hf_config: dict[str, Any], tokens: Ste
     for _ in range(2):
         with learner_of(config, hf_config) as learner:
             batch = make_batch(tokens, learner.shape, config)
-            learner.step(one_minibatch(batch, max_tokens=tokens.total, share=learner.share), BOUNDS)
+            max_tokens = config.train.max_tokens_per_microbatch
+            learner.step(one_minibatch(batch, max_tokens=max_tokens, share=learner.share), BOUNDS)
             found.append({name: gradient.clone() for name, gradient in learner.named_gradients()})
     first, second = found
     different = [name for name, gradient in first.items() if not torch.equal(gradient, second[name])]
@@ -342,11 +403,15 @@ def row_of(name: str, options: argparse.Namespace, tokens: StepTokens) -> dict[s
     hf_config, settings = MODELS[options.model], VARIANTS.get(name, _LAYERS["local"])
     if options.tiny:
         settings = tuple(_LAYERS["local"][0] if setting in _TE else setting for setting in settings)
+    is_grouped = "grouped" in name
+    if is_grouped and "num_experts" not in hf_config:
+        return {"missing": "the model has no experts"}
     try:
-        config = make_config((*settings, *options.settings), tokens, deterministic=options.deterministic)
+        config = make_config((*settings, *options.settings), tokens, options.packs, deterministic=options.deterministic)
         if name == TRANSFERS:
             return measure_transfers(config, hf_config, options.turns)
-        row = measure(config, hf_config, tokens, options.turns, options.profile)
+        with patch.dict(os.environ, GROUPED if is_grouped else {}):
+            row = measure(config, hf_config, tokens, options)
         return row | compare_first_updates(config, hf_config, tokens) if options.deterministic else row
     except ConfigError as error:
         return {"missing": str(error)}
@@ -365,7 +430,11 @@ def main() -> int:
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[*VARIANTS], metavar="NAME")
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens of the pack")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each sequence, a quarter of them prompt")
+    parser.add_argument("--packs", type=int, default=1, help="packs of an update; a run's updates have 8 to 64")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument(
+        "--optimizer-peak", action="store_true", help="measure the memory of the optimizer's step alone"
+    )
     parser.add_argument("--profile", action="store_true", help="print the operators that take longest")
     parser.add_argument("--transfers", action="store_true", help="also measure export, broadcast and snapshot")
     parser.add_argument("--deterministic", action="store_true", help="sum in a fixed order; make an update twice")
@@ -374,6 +443,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no variant that would end later")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for every variant")
     options = parser.parse_intermixed_args()
+    if options.packs < 1:
+        parser.error(f"--packs={options.packs} must be at least 1")
     if options.tiny:
         has_experts = "num_experts" in MODELS[options.model]
         vars(options).update(TINY | ({"model": "tiny-experts"} if has_experts else {}))
@@ -381,11 +452,12 @@ def main() -> int:
         sum_in_fixed_order()
     began_s, longest_s = time.monotonic(), 0.0
     prompt = options.length // 4
-    tokens = StepTokens(max(1, options.tokens // options.length), prompt, options.length - prompt)
+    tokens = StepTokens(max(1, options.tokens // options.length) * options.packs, prompt, options.length - prompt)
     kept, names = Rows(options.output), [*options.variants, *([TRANSFERS] if options.transfers else [])]
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{where}, torch {torch.__version__}, {options.model}, {tokens.total} tokens, sequences of {options.length}")
-    modes = [mode for mode in ("profile", "deterministic") if getattr(options, mode)]
+    modes = [f"{options.packs} packs"] if options.packs > 1 else []
+    modes += [mode for mode in ("profile", "deterministic", "optimizer_peak") if getattr(options, mode)]
     rows = []
     for name in names:
         shown = re.sub(r"^te\b", "local", name) if options.tiny else name

@@ -141,6 +141,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_RH, weight_VH, targets_R, log_z_R, entropy_R = ctx.saved_tensors
         shard: VocabShard = ctx.shard
         real_VH, dtype = weight_VH[: shard.num_real], _accumulator(hidden_RH)
+        operand = _operand_dtype(hidden_RH, weight_VH)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_RH = torch.zeros_like(hidden_RH, dtype=dtype) if need_hidden else None
         grad_weight_VH, is_main = None, hasattr(weight_VH, "main_grad")
@@ -158,6 +159,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 pull_R[rows],
                 entropy_R[rows],
                 None if entropy_pull_R is None else entropy_pull_R[rows],
+                operand,
             )
             if grad_hidden_RH is not None:
                 grad_hidden_RH[rows] = matmul(grad_CV, real_VH)
@@ -211,14 +213,16 @@ def logit_gradients(
     pull_C: Tensor,
     entropy_C: Tensor,
     entropy_pull_C: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the loss's gradient with respect to the logits, in place.
+    """Compute the loss's gradient with respect to the logits, in place if they have its type.
 
     Args:
         columns_C: as in `row_statistics`.
         log_z_C: logarithm of the sum of exp(logits / temperature) over all ranks.
         pull_C: gradients of the log-probs, divided by the temperature.
         entropy_pull_C: gradients of the entropies, divided by the temperature; None means zero.
+        dtype: type of the gradient, rounded once for the two products that read it.
     """
     for rows in kernels_of(logits_CV).blocks(logits_CV):
         l_BV = logits_CV[rows] if temperature == 1 else logits_CV[rows].div_(temperature)
@@ -229,7 +233,8 @@ def logit_gradients(
             p_BV = log_p_BV.exp()
             log_p_BV.add_(entropy_C[rows, None]).mul_(entropy_pull_C[rows, None])
             log_p_BV.add_(pull_C[rows, None]).mul_(p_BV).neg_()
-    return logits_CV.scatter_add_(1, columns_C.clamp(min=0)[:, None], (pull_C * (columns_C >= 0))[:, None])
+    logits_CV.scatter_add_(1, columns_C.clamp(min=0)[:, None], (pull_C * (columns_C >= 0))[:, None])
+    return logits_CV.to(dtype)
 
 
 def _local_columns(targets_C: Tensor, shard: VocabShard) -> Tensor:
@@ -244,9 +249,9 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to float32 (or float64) `total` in place, on GPUs and for equal types without a temporary matrix."""
-    low = _low_dtype(a, b)
-    if low is not None and a.is_cuda and _ADDMM_WIDENS:
-        torch.addmm(total, a.to(low), b.to(low), out_dtype=torch.float32, out=total)
+    dtype = _operand_dtype(a, b)
+    if dtype.itemsize == 2 and _ADDMM_WIDENS:
+        torch.addmm(total, a.to(dtype), b.to(dtype), out_dtype=torch.float32, out=total)
     elif total.dtype == a.dtype == b.dtype:
         total.addmm_(a, b)
     else:
@@ -255,13 +260,16 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b, accumulated and returned in float32 (float64 for float64), even for 16-bit operands."""
-    low = _low_dtype(a, b)
-    if low is not None and a.is_cuda:  # tensor cores take 16-bit operands and can return their float32 sums
-        return torch.mm(a.to(low), b.to(low), out_dtype=torch.float32)
-    dtype = _accumulator(a)
+    dtype = _operand_dtype(a, b)
+    if dtype.itemsize == 2:
+        return torch.mm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)
     return a.to(dtype) @ b.to(dtype)
 
 
-def _low_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
-    """Return the 16-bit type of an operand; None if neither has one."""
-    return next((x.dtype for x in (a, b) if x.dtype in (torch.bfloat16, torch.float16)), None)
+def _operand_dtype(a: Tensor, b: Tensor) -> torch.dtype:
+    """Return the type in which a product takes a and b: on a GPU the 16-bit type of either, if one has it.
+
+    Tensor cores take 16-bit operands, and can return their float32 sums. A CPU multiplies in float32 (or float64).
+    """
+    low = next((x.dtype for x in (a, b) if x.dtype in (torch.bfloat16, torch.float16)), None)
+    return low if low is not None and a.is_cuda else _accumulator(a)

@@ -1,8 +1,8 @@
 """The two passes of `logprobs.py` over a chunk of logits, as Triton kernels: each reads the chunk once.
 
 The matrix products are still cuBLAS's. In plain torch a chunk of float32 logits goes through memory about ten times
-forward and backward; here it is read once forward, and read and written once backward, in place. The running maximum
-and sums follow online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867), in float32.
+forward and backward; here it is read once forward, and read and written once backward, in the type that the products
+take. The running maximum and sums follow online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867), in float32.
 
 Shape legend: C rows of a chunk, V vocabulary rows of this rank that are not padding.
 """
@@ -47,16 +47,20 @@ def logit_gradients(
     pull_C: Tensor,
     entropy_C: Tensor,
     entropy_pull_C: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """See `logprobs.logit_gradients`; overwrites the logits."""
+    """See `logprobs.logit_gradients`."""
     num_rows, num_columns = _checked(logits_CV).shape
     grid = (num_rows, triton.cdiv(num_columns, BLOCK))
     has_entropy = entropy_pull_C is not None
     rows = [x.contiguous() for x in (columns_C, log_z_C, pull_C, entropy_C, entropy_pull_C) if x is not None]
     if not has_entropy:
         rows.append(pull_C)  # a pointer that is not read
-    gradients_kernel[grid](logits_CV, *rows, num_columns, 1.0 / temperature, has_entropy, BLOCK, num_warps=NUM_WARPS)
-    return logits_CV
+    grads_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
+    gradients_kernel[grid](
+        logits_CV, grads_CV, *rows, num_columns, 1.0 / temperature, has_entropy, BLOCK, num_warps=NUM_WARPS
+    )
+    return grads_CV
 
 
 def _checked(logits_CV: Tensor) -> Tensor:
@@ -101,6 +105,7 @@ def statistics_kernel(
 @triton.jit
 def gradients_kernel(
     logits,
+    grads,
     columns,
     log_zs,
     pulls,
@@ -114,12 +119,12 @@ def gradients_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < num_columns
-    place = logits + row * num_columns + column
-    log_p = tl.load(place, mask=inside, other=0.0) * scale - tl.load(log_zs + row)
+    place = row * num_columns + column
+    log_p = tl.load(logits + place, mask=inside, other=0.0) * scale - tl.load(log_zs + row)
     pull = tl.load(pulls + row)
     slope = pull
     if has_entropy:
         slope = pull + (log_p + tl.load(entropies + row)) * tl.load(entropy_pulls + row)
     grad = -tl.exp(log_p) * slope
     grad = tl.where(column == tl.load(columns + row), grad + pull, grad)
-    tl.store(place, grad, mask=inside)
+    tl.store(grads + place, grad, mask=inside)  # rounds to the type of `grads`

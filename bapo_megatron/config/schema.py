@@ -521,7 +521,7 @@ class TrainConfig(Section):
     parallelism, parallel.context ranks share a pack, which holds that many times more."""
     logprob_chunk_tokens: Count | None = None
     """Rows whose logits exist at the same time when log-probs are computed. Unset: on a GPU as many as make 1 GiB of
-    float32 logits, on a CPU 256."""
+    float32 logits, with cluster.gpu 2048 to 4096 if the plan still leaves a tenth of the memory free; on a CPU 256."""
     logprob_backend: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of log-probs. triton: one kernel reads a chunk of logits once instead of several times, and
     needs a GPU; auto: triton on a GPU, otherwise torch."""
@@ -661,12 +661,18 @@ class ClusterConfig(Section):
     """The machines that a run is meant for. If `gpu` is set, `bapo check` plans for them instead of this machine:
     trainer ranks take the first GPUs, SGLang servers the next ones."""
 
-    gpu: Literal["a100", "h100", "h200", "b200"] | None = None
-    """Kind of GPU: A100 or H100 with 80 GB, H200 with 141 GB, B200 with 180 GB. Unset: this machine."""
+    gpu: (
+        Literal[
+            "a100", "h100", "h200", "h20", "b200", "b300", "gb200",
+            "l4", "l40s", "a10", "a10g", "a40", "a6000", "rtx3090", "rtx4090", "rtx5090",
+        ]
+        | None
+    ) = None  # fmt: skip
+    """Kind of GPU, with its usual memory; a100 and h100 are SXM boards with 80 GB. Unset: this machine."""
     nodes: Processes = 1
     """Number of machines."""
     gpus_per_node: int = Field(8, gt=0, le=256)
-    """GPUs of each machine, connected by NVLink."""
+    """GPUs of each machine, connected by NVLink, or by PCIe if they are cards."""
     gpu_memory_gib: float | None = Field(None, gt=0, le=100_000)
     """GPU memory that a process can use. Unset: the usual amount for this kind of GPU."""
 

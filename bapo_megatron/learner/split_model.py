@@ -148,9 +148,10 @@ class TrainedModel(SplitModel):
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(grad_norm):
-            norm = torch.tensor(grad_norm, device=device())
-            for one in self.optimizer.chained_optimizers:  # the chain's own `get_parameters` allows one optimizer
-                torch.nn.utils.clip_grads_with_norm_(one.get_parameters(), adam.clip_grad, norm)
+            if exceeds(grad_norm, adam.clip_grad):
+                norm = torch.tensor(grad_norm, device=device())
+                for one in self.optimizer.chained_optimizers:  # the chain's own `get_parameters` allows one optimizer
+                    torch.nn.utils.clip_grads_with_norm_(one.get_parameters(), adam.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
         return grad_norm
 
@@ -259,6 +260,14 @@ class TrainedModel(SplitModel):
             use_distributed_optimizer=adam.distributed,
             fp8_recipe=settings.fp8_recipe if settings.fp8 else None,
         )
+
+
+def exceeds(grad_norm: float, limit: float) -> bool:
+    """Return whether `clip_grads_with_norm_` would change gradients of this norm, instead of multiplying all by 1.
+
+    Every rank has the same norm, already on the CPU: all decide the same, and none waits for its GPU.
+    """
+    return bool(limit / (torch.tensor(grad_norm) + 1e-6) < 1)  # torch's factor, in its float32
 
 
 def overlap_communication(settings: TransformerConfig, chunks: Sequence[DistributedDataParallel]) -> None:

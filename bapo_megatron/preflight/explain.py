@@ -261,7 +261,10 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
     for name, seconds in (("train", plan.train), ("rollout", plan.rollout)):
         if seconds is not None:
             yield f"{name:<10} {_span(seconds)} a step"
-    yield f"mfu        {plan.mfu:.0%} expected while training; recomputed: {plan.recompute}"
+    yield (
+        f"mfu        {plan.mfu:.0%} expected while training; recomputed: {plan.recompute}; logits of "
+        f"{plan.chunk_rows:,} rows at a time"
+    )
     if plan.unused:
         yield f"not used   {', '.join(plan.unused)}"
     if plan.host_bytes:

@@ -319,6 +319,12 @@ def max_microbatches(config: Config) -> int:
     return -(-per_rank // per_microbatch)
 
 
+def planned_chunk_rows(config: Config, shape: ModelShape, *, on_gpu: bool) -> int:
+    """Return the rows of logits that exist together on a rank of the last stage."""
+    tensor = config.parallel.tensor
+    return config.train.logprob_chunk_tokens or chunk_rows(shape.padded_vocab_size(tensor) // tensor, on_gpu=on_gpu)
+
+
 def layers_per_chunk(config: Config, shape: ModelShape) -> int:
     """Count the layers of the largest chunk."""
     return max(1, max(config.parallel.stage_sizes(shape.num_layers)) // config.parallel.virtual_pipeline)
@@ -531,6 +537,6 @@ class _Activations:
 
     def logits(self) -> int:
         """Count the bytes of one chunk's logits, probabilities and low-precision copy."""
-        chunk_tokens = self._config.train.logprob_chunk_tokens or chunk_rows(self._V, on_gpu=self._on_gpu)
+        chunk_tokens = planned_chunk_rows(self._config, self._shape, on_gpu=self._on_gpu)
         is_low = self._item < MASTER_BYTES
         return min(chunk_tokens, self._T) * self._V * (2 * MASTER_BYTES + (self._item if is_low else 0))

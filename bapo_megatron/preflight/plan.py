@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bapo_megatron.algorithms.chunks import LARGER_CHUNKS
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
 from bapo_megatron.config.families import own_family
@@ -29,15 +30,17 @@ from bapo_megatron.preflight.memory import (
     layers_per_chunk,
     max_microbatches,
     model_parameters,
+    planned_chunk_rows,
     plans_forwards_first,
     recomputed_layers,
     routes_host_bytes,
     searches_exactly,
+    trainer_memory,
 )
 from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
 
 COMPUTE_SHARE = 0.4  # share of the peak rate of matrix products
-LINK_SHARE = 0.7  # share of NVLink, network and GPU memory bandwidth
+LINK_SHARE = 0.7  # share of the bandwidth of NVLink or PCIe, of the network, and of GPU memory
 NETWORK_BYTES_PER_S = 50e9  # per GPU, between machines, in one direction: 400 Gbit/s
 FULL = 0.95  # usable share of the memory; fragmentation may take the rest
 ROOMY = 0.9  # share of the memory to choose by: a plan is an estimate, and free memory absorbs its errors
@@ -147,6 +150,7 @@ class RunPlan:
     tokens: work.StepTokens
     flops: float  # per step, over all ranks
     recompute: str  # how much of the layers is recomputed
+    chunk_rows: int  # whose logits exist at the same time
     mfu: float  # expected while training, as `perf/mfu` counts it
     unused: tuple[str, ...]  # settings that would make training faster
     host_bytes: int  # copies of a checkpoint, on each node that trains
@@ -192,7 +196,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
     """Plan memory, work and time. response_tokens: average response length; None means the maximum."""
     assert config.cluster.gpu is not None
     gpu = GPUS[config.cluster.gpu]
-    given, config = config, with_recompute(config, shape)
+    given, config = config, with_choices(config, shape)
     memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
     tokens = work.StepTokens.of(config, response_tokens)
     trainer = fullest_rank(config, shape, int(memory_gib * GIB))
@@ -216,6 +220,7 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
         tokens=tokens,
         flops=flops,
         recompute=_recomputed(config, shape),
+        chunk_rows=planned_chunk_rows(config, shape, on_gpu=True),
         mfu=work.model_flops(config, shape, tokens) / (train.expected * peak_flops),
         unused=tuple(_unused(given, shape, scores=passes > 0)),
         host_bytes=host_bytes(config, shape),
@@ -228,36 +233,57 @@ def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = N
 
 
 def decided(config: Config) -> Config:
-    """Return the configuration that a run keeps: see `with_recompute`.
+    """Return the configuration that a run keeps: see `with_choices`.
 
     Raises:
         UserError: there is a cluster to plan for, and the model's config.json is missing or unknown.
     """
     if config.cluster.gpu is None:
         return config
-    return with_recompute(config, model_shape(planned_config(config.model.path), own=own_family(config.model.family)))
+    return with_choices(config, model_shape(planned_config(config.model.path), own=own_family(config.model.family)))
 
 
-def with_recompute(config: Config, shape: ModelShape) -> Config:
-    """Choose how many layers to recompute, if that is left open: the fewest that leave a tenth of the memory free.
+def with_choices(config: Config, shape: ModelShape) -> Config:
+    """Choose what is left open: the fewest layers to recompute, and then the most rows of logits in a chunk, that leave
+    a tenth of the memory free.
 
     Without a cluster to plan for, nothing is chosen.
     """
-    t, c = config.train, config.cluster
-    if t.recompute is not None or t.recompute_layers is not None or t.recompute_modules or c.gpu is None:
+    c = config.cluster
+    if c.gpu is None:
         return config
     gpu_bytes = int((c.gpu_memory_gib or GPUS[c.gpu].memory_gib) * GIB)
+    return _with_chunks(_with_recompute(config, shape, gpu_bytes), shape, gpu_bytes)
+
+
+def _with_recompute(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
+    t = config.train
+    if t.recompute is not None or t.recompute_layers is not None or t.recompute_modules:
+        return config
     num_layers = layers_per_chunk(config, shape)
 
     def recomputing(count: int) -> Config:
         layers = count if 0 < count < num_layers else None
-        train = t.model_copy(update={"recompute": count > 0, "recompute_layers": layers})
-        return config.model_copy(update={"train": train})
+        return _training(config, {"recompute": count > 0, "recompute_layers": layers})
 
     def is_roomy(count: int) -> bool:
         return fullest_rank(recomputing(count), shape, gpu_bytes).total <= ROOMY * gpu_bytes
 
     return recomputing(bisect.bisect_left(range(num_layers), True, key=is_roomy))
+
+
+def _with_chunks(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
+    """Choose larger chunks than the usual ones if the last stage, which has the logits, has room for them."""
+    if config.train.logprob_chunk_tokens is not None:
+        return config
+    usual, last = planned_chunk_rows(config, shape, on_gpu=True), config.parallel.pipeline - 1
+    larger = (_training(config, {"logprob_chunk_tokens": rows}) for rows in LARGER_CHUNKS if rows > usual)
+    memory = ((c, trainer_memory(c, shape, stage=last, gpu_bytes=gpu_bytes).total) for c in larger)
+    return next((c for c, total in memory if total <= ROOMY * gpu_bytes), config)
+
+
+def _training(config: Config, settings: dict[str, Any]) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update=settings)})
 
 
 def _recomputed(config: Config, shape: ModelShape) -> str:
@@ -273,15 +299,16 @@ def _unused(config: Config, shape: ModelShape, *, scores: bool) -> Iterator[str]
         scores: whether updates have scoring passes.
     """
     p, r = config.parallel, config.rollout
-    is_new = config.cluster.gpu != "a100"
-    has_fp8 = is_new and shape.experts is None and shape.linear is None  # learner/fit.py refuses it
+    assert config.cluster.gpu is not None
+    gpu = GPUS[config.cluster.gpu]
+    has_fp8 = gpu.fp8_flops is not None and shape.experts is None and shape.linear is None  # learner/fit.py refuses it
     levers = {
         "train.recompute=false": config.train.recompute,
         'bapo.scope="lagged"': scores and searches_exactly(config),
         'precision.fp8="hybrid"': has_fp8 and not config.precision.uses_fp8,
         "parallel.overlap_communication=true": p.data * p.context > 1 and not p.overlap_communication,
         "parallel.virtual_pipeline=2": p.pipeline > 1 and p.virtual_pipeline == 1,
-        "sglang.extra.enable_nccl_nvls=true": is_new
+        "sglang.extra.enable_nccl_nvls=true": gpu.has_multicast
         and engine_kind(r.engine).section == "sglang"
         and p.tensor * p.data > 1
         and not config.sglang.extra.get("enable_nccl_nvls"),
@@ -383,7 +410,7 @@ def _train_seconds(
     computing *= work.bubble(config, _num_microbatches(config, tokens))
     updates = t.minibatches_per_step * t.epochs_per_step
     sharing, stage = p.tensor * p.context, p.tensor * p.context * p.data  # consecutive ranks
-    sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.nvlink_bytes_per_s
+    sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.link_bytes_per_s
     sending += work.context_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, sharing)
     sending += work.expert_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, max(p.expert, p.tensor))
     sending += work.pipeline_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, config.parallel.size)
@@ -393,7 +420,7 @@ def _train_seconds(
 
 def _link(config: Config, gpu: GPU, num_consecutive: int) -> float:
     """Return the bytes per second between ranks of a group that spans `num_consecutive` ranks."""
-    return NETWORK_BYTES_PER_S if work.spans_nodes(config, num_consecutive) else gpu.nvlink_bytes_per_s
+    return NETWORK_BYTES_PER_S if work.spans_nodes(config, num_consecutive) else gpu.link_bytes_per_s
 
 
 def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
@@ -406,8 +433,8 @@ def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
 def _sync_seconds(config: Config, shape: ModelShape, gpu: GPU) -> Seconds:
     """Estimate gathering from tensor ranks and later stages to rank 0, then the broadcast from there."""
     p, num_bytes = config.parallel, work.sync_bytes(config, shape)
-    gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.nvlink_bytes_per_s
+    gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.link_bytes_per_s
     if p.pipeline > 1:
         gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(config, gpu, config.parallel.size)
-    sending = num_bytes / (NETWORK_BYTES_PER_S if config.cluster.nodes > 1 else gpu.nvlink_bytes_per_s)
+    sending = num_bytes / (NETWORK_BYTES_PER_S if config.cluster.nodes > 1 else gpu.link_bytes_per_s)
     return Seconds(gathering + sending, (gathering + sending) / LINK_SHARE)

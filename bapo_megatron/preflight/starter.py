@@ -27,7 +27,7 @@ from bapo_megatron.errors import ConfigError, DataError, UserError
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.preflight.check import num_visible_gpus, violations_of
-from bapo_megatron.preflight.known import GIB, GPUS
+from bapo_megatron.preflight.known import GIB, GPUS, kind_of
 from bapo_megatron.preflight.memory import fullest_rank, model_parameters
 from bapo_megatron.preflight.plan import make_plan, memory_problems
 from bapo_megatron.preflight.suggest import suggest
@@ -40,6 +40,7 @@ _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm
 _ASKED = ("question", "problem")  # columns with bare questions, which do not say how to answer
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .,'-]+[^\W\d_]+)*[.]?")
 _MAX_MEASURED = 10_000  # prompts to measure; a run skips longer ones after them
+_SAME_MEMORY = 0.02  # difference from the table that a driver explains; a board with 40 GB in place of 80 differs more
 _CPU_SHARE = 0.8  # usable share of the memory without GPUs
 
 Table = dict[str, Any]
@@ -57,7 +58,7 @@ class Hardware:
     @property
     def gpu(self) -> str | None:
         """The kind of GPU, if plans know it."""
-        return next((kind for kind in GPUS if kind in self.gpu_name.lower()), None)
+        return kind_of(self.gpu_name)
 
 
 def this_hardware() -> Hardware:
@@ -304,8 +305,10 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwa
             "cluster": {"gpu": hardware.gpu or "a100", "gpus_per_node": hardware.num_gpus},
         },
     )
-    if hardware.gpu is None:  # assume an A100's rates, with this GPU's memory
+    kind = table["cluster"]["gpu"]  # assume an A100's rates, with this GPU's memory, if it is unknown
+    if abs(hardware.gpu_memory_gib / GPUS[kind].memory_gib - 1) > _SAME_MEMORY:
         table["cluster"]["gpu_memory_gib"] = round(hardware.gpu_memory_gib, 1)
+    if hardware.gpu is None:
         merge(table, {"train": {"recompute": False}})  # without [cluster] the run has no plan that decides
     problems = ["there is no layout for this model"]
     for tensor in (n for n in range(1, num_served + 1) if num_served % n == 0 and shape.num_heads % n == 0):

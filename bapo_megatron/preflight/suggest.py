@@ -12,14 +12,13 @@ from typing import Any
 
 import tomli_w
 
-from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.engines import num_server_gpus
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, plans_forwards_first
+from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, planned_chunk_rows, plans_forwards_first
 from bapo_megatron.preflight.plan import ROOMY, Balance, RunPlan, make_plan, step_balance
 
 _FASTER = 0.9  # share of a time: a smaller gain is within the estimate's error
@@ -310,9 +309,7 @@ def _changes(config: Config, shape: ModelShape, gpu_bytes: int | None) -> Iterat
         yield {"train": {"recompute_modules": ()}}
     elif t.recompute_layers is not None:
         yield {"train": {"recompute_layers": shape.num_layers}}
-    chunk_tokens = t.logprob_chunk_tokens or chunk_rows(
-        shape.padded_vocab_size(p.tensor) // p.tensor, on_gpu=gpu_bytes is not None
-    )
+    chunk_tokens = planned_chunk_rows(config, shape, on_gpu=gpu_bytes is not None)
     yield {"train": {"logprob_chunk_tokens": max(_MIN_CHUNK_TOKENS, chunk_tokens // 4)}}
     yield {"train": {"minibatches_per_step": 2 * t.minibatches_per_step}}
     yield {"sync": {"bucket_mib": config.sync.bucket_mib / 4}}

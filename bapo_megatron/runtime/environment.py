@@ -17,6 +17,7 @@ TRAINER_VARIABLES = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     # If no fused kernel accepts a pack, fail: unfused attention needs memory for every pair of tokens.
     "NVTE_UNFUSED_ATTN": "0",
+    # NVTE_USE_CUTLASS_GROUPED_GEMM, one kernel for all experts, is the user's choice: docs/moe.md says why.
 }
 _DETERMINISTIC_VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one workspace for each stream, so that products are split the same way

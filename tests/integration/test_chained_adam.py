@@ -2,11 +2,15 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from bapo_megatron_patches.megatron_core import apply_cpu_compat
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -62,10 +66,10 @@ def check_chain(rank: int, world_size: int, distributed: bool) -> None:
     assert layout.axes["expert"].rank == rank
 
     model = Model(rank)
-    settings = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=True)
+    megatron = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=True)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     options = OptimizerConfig(optimizer="adam", lr=LR, weight_decay=0.0, use_distributed_optimizer=distributed)
-    wrapped = DistributedDataParallel(settings, ddp, model)
+    wrapped = DistributedDataParallel(megatron, ddp, model)
     chain = get_megatron_optimizer(options, [wrapped], use_gloo_process_groups=False)
     assert len(chain.chained_optimizers) == 2
     adam = ChainedAdam(chain, layout)
@@ -108,3 +112,50 @@ GRADIENTS = (("dense", 10), ("bias", 10), ("expert", 10), ("expert", 11))
 @pytest.mark.parametrize("distributed", [False, True])
 def test_dense_parameters_and_experts_have_an_adam_of_their_own(distributed: bool) -> None:
     run_distributed(check_chain, 2, distributed)
+
+
+class Ready:
+    """A chain of one torch Adam, whose gradients are ready, in place of Megatron's."""
+
+    def __init__(self, parameters: list[Parameter], grad_norm: float) -> None:
+        self.adam = torch.optim.AdamW([{"params": parameters, "wd_mult": 0.0}], lr=LR)
+        self.param_groups = self.adam.param_groups
+        self.chained_optimizers = [SimpleNamespace(get_parameters=lambda: parameters)]
+        self.prepare_grads = lambda: False
+        self.get_grad_norm = lambda: grad_norm
+        self.step_with_ready_grads = self.adam.step
+
+
+def updated(seed: int, grad_norm: float, clip_grad: float, *, always_clips: bool) -> tuple[list[torch.Tensor], int]:
+    """Return weights and gradients after an update, and the number of passes that clipped."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [Parameter(torch.randn(size, generator=generator)) for size in (3, 5)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad[0] = -0.0
+    clip = torch.nn.utils.clip_grads_with_norm_
+    config: Any = SimpleNamespace(optimizer=SimpleNamespace(weight_decay=0.0, clip_grad=clip_grad))
+    trained: Any = SimpleNamespace(config=config, optimizer=Ready(parameters, grad_norm))
+    with patch.object(torch.nn.utils, "clip_grads_with_norm_", side_effect=clip) as passes:
+        if always_clips:
+            with patch("bapo_megatron.learner.split_model.exceeds", lambda *_: True):
+                TrainedModel.optimizer_step(trained, LR)
+        else:
+            TrainedModel.optimizer_step(trained, LR)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [*(parameter.detach() for parameter in parameters), *gradients], passes.call_count
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**31), st.floats(1e-6, 1e6), st.integers(-40, 40) | st.floats(1e-3, 1e3))
+def test_only_a_norm_above_the_limit_costs_a_pass_over_the_gradients(seed: int, clip_grad: float, off: float) -> None:
+    """Near the limit, in steps of float32, and far from it: the same bits as clipping always."""
+    near = np.float32(clip_grad)
+    near = near + off * np.spacing(near) if isinstance(off, int) else near * off
+    want, _ = updated(seed, float(near), clip_grad, always_clips=True)
+    got, passes = updated(seed, float(near), clip_grad, always_clips=False)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32)), "bits, signs of zeros included"
+    factor = torch.tensor(float(near)).add(1e-6).reciprocal().mul(clip_grad)
+    if abs(float(factor) - 1) > 1e-6:
+        assert passes == (factor < 1)

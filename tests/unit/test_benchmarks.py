@@ -1,6 +1,8 @@
 """The benchmarks' common parts: turns and ratios, the command, its page, and the comparison with the baseline."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from benchmarks import __main__ as command
 from benchmarks import gates
 from benchmarks.page import COMPARED, RESULTS, benchmarks_page, page
 from benchmarks.side_by_side import DisagreementError, Row, same, take_turns
+from tests.distributed import HANG_S
 
 
 def test_ways_take_turns_in_alternating_order_and_a_row_is_the_median_of_the_turns_ratios() -> None:
@@ -139,3 +142,37 @@ def test_the_baseline_covers_every_gate() -> None:
     assert baseline["counts"].keys() == gates.COUNTS.keys()
     assert {name: len(steps) for name, steps in baseline["history"].items()} == gates.HISTORIES
     assert all(set(step) == set(gates.METRICS) for steps in baseline["history"].values() for step in steps)
+
+
+def gpu_step(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/gpu_step.py", "--tiny", "--turns", "1", *arguments]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_S, check=False)
+
+
+@pytest.mark.slow
+def test_updates_of_several_packs_on_a_cpu(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    done = gpu_step(
+        "--variants", "te", "te recompute", "te grouped", "--packs=3", "--optimizer-peak", f"--output={output}"
+    )
+    assert done.returncode == 0, done.stderr
+    plain, recomputed, grouped = json.loads(output.read_text()).values()
+    assert grouped == {"missing": "the model has no experts"}
+    assert next(iter(json.loads(output.read_text()))) == "tiny, 768 tokens of 64, local, 3 packs, optimizer_peak"
+    for row in (plain, recomputed):
+        assert row["tokens_per_s"] * row["seconds"]["median"] == pytest.approx(3 * 256)
+        assert row["share_of_peak"] is row["mfu"] is row["sheet_tflops_per_s"] is None, "a CPU has no data sheet here"
+        assert row["share_of_product"] == pytest.approx(row["tflops_per_s"] / row["product_tflops_per_s"])
+        assert row["mfu_of_product"] == pytest.approx(row["model_tflops_per_s"] / row["product_tflops_per_s"])
+        assert 0 < row["optimizer_mib"] <= row["plan_update_mib"]
+        assert len(row["losses"]) == 2
+    assert plain["losses"] == recomputed["losses"]
+
+    def overhead(row: dict[str, float]) -> float:
+        return row["share_of_product"] / row["mfu_of_product"]
+
+    assert 1 < overhead(plain) < overhead(recomputed) < 4 / 3 + 0.1, "a third more, at most, and logits computed twice"
+    refused = gpu_step("--packs=0")
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].endswith("error: --packs=0 must be at least 1")

@@ -146,7 +146,7 @@ def first_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> lis
 
 def test_the_first_three_lines_say_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     fits, time, change = first_lines([*SMALL, "train.recompute=true"], capsys)
-    assert fits.startswith("fits       yes: a trainer GPU needs 57.9 of 75.1 GiB; a server holds ")
+    assert fits.startswith("fits       yes: a trainer GPU needs 58.4 of 75.1 GiB; a server holds ")
     assert time.startswith("time       ")
     assert "a step expected (synchronous): training " in time
     setting = change.split()[1]

@@ -150,7 +150,7 @@ UNREADABLE = {
     "train.recompute=yes": "train.recompute must be true or false",
     "parallel.context=0": "parallel.context must be above 0",
     "parallel.pipeline=[1": "override",
-    "cluster.gpu=b300": "cluster.gpu must be",
+    "cluster.gpu=v100": "cluster.gpu must be",
     "cluster.nodes=some": "cluster.nodes must be a whole number",
     "slurm.time_limit=soon": "slurm.time_limit must be a time above 0",
     "sync.bucket_mib=1e9": "sync.bucket_mib must be at most 1e+06",
@@ -369,7 +369,7 @@ def test_without_its_engine_everything_else_is_still_told() -> None:
 
 def test_names_are_compared_and_not_their_letters() -> None:
     """For example, cluster.gpu in cluster.gpus_per_node, and train.recompute in the advice on memory."""
-    found = found_in(["cluster.gpu=b300", "train.recompute_layers=2", "train.recompute=yes"])
+    found = found_in(["cluster.gpu=v100", "train.recompute_layers=2", "train.recompute=yes"])
     assert [v.settings for v in found] == [("train.recompute",), ("cluster.gpu",)]
     found = found_in(["rollout.engine_threads=0", "rollout.engine=attach"])
     assert ("rollout.urls", "rollout.engine") in [v.settings for v in found]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import gradcheck
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
@@ -220,6 +221,69 @@ def test_logits_of_one_chunk_at_a_time(monkeypatch):
     hidden_RH, weight_VH, targets_R = inputs()
     token_log_probs(hidden_RH, weight_VH, targets_R, shard=whole(), chunk_tokens=4)
     assert shapes == [(4, VOCAB), (4, VOCAB), (3, VOCAB)]
+
+
+@pytest.mark.parametrize("way", ["main_grad", "grad"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_tensor_cores_get_gradients_that_are_rounded_once(monkeypatch, way, temperature):
+    """Both products read the same 16-bit gradient: the same bits as two roundings of the float32 one."""
+    from bapo_megatron.algorithms import logprobs
+
+    low, rows, chunk, vocab = torch.bfloat16, 12, 4, 31  # no other matrix has the size of a chunk of logits
+    exact = logprobs.logit_gradients
+    mm = torch.mm
+
+    def product(a, b, *, out_dtype):  # as cuBLAS does: 16-bit operands, float32 sums
+        assert (a.dtype, b.dtype, out_dtype) == (low, low, torch.float32)
+        return mm(a.float(), b.float())
+
+    def added(total, a, b, *, out_dtype, out):
+        assert out is total
+        return total.add_(product(a, b, out_dtype=out_dtype))
+
+    monkeypatch.setattr(logprobs, "_operand_dtype", lambda a, b: low)
+    monkeypatch.setattr(logprobs, "_ADDMM_WIDENS", True)
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "addmm", added)
+
+    class Roundings(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            is_cast = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == low
+            self.count += is_cast and args[0].numel() == chunk * vocab
+            return func(*args, **(kwargs or {}))
+
+    got, counts = [], []
+    for rounds_twice in (True, False):
+        if rounds_twice:  # products round what they get
+            monkeypatch.setattr(logprobs, "logit_gradients", lambda *args: exact(*args[:-1], torch.float32))
+        else:
+            monkeypatch.setattr(logprobs, "logit_gradients", exact)
+        hidden_RH, weight_VH, targets_R = inputs(low, rows, vocab)
+        if way == "main_grad":
+            weight_VH.main_grad = torch.zeros(vocab, HIDDEN)
+        outputs = token_log_probs(
+            hidden_RH, weight_VH, targets_R, temperature=temperature, shard=whole(vocab), chunk_tokens=chunk
+        )
+        with Roundings() as roundings:
+            combined_loss(*outputs).backward()
+        got.append((hidden_RH.grad, getattr(weight_VH, way)))
+        counts.append(roundings.count)
+    assert counts == [2 * rows // chunk, rows // chunk]
+    torch.testing.assert_close(got[1], got[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_cpu_does_not_round_gradients(monkeypatch, dtype):
+    from bapo_megatron.algorithms import logprobs
+
+    gradients, seen = logprobs.logit_gradients, []
+    monkeypatch.setattr(logprobs, "logit_gradients", lambda *args: seen.append(gradients(*args)) or seen[-1])
+    backward(*inputs(dtype))
+    assert {grad_CV.dtype for grad_CV in seen} == {torch.float64 if dtype == torch.float64 else torch.float32}
 
 
 def check_shards(rank, world_size):

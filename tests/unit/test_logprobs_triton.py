@@ -120,6 +120,33 @@ def test_bfloat16_operands_give_float32_results() -> None:
     assert_close(got[2:], wanted[2:], tolerance=1e-2)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 5), st.integers(2, 100), st.sampled_from([1.0, 0.6]), st.booleans())
+def test_a_bfloat16_gradient_is_the_float32_one_rounded(
+    rows: int, vocab: int, temperature: float, has_entropy: bool
+) -> None:
+    generator = torch.Generator().manual_seed(rows * 1000 + vocab)
+
+    def normal(*size: int) -> torch.Tensor:
+        return (5 * torch.randn(*size, generator=generator)).to(DEVICE)
+
+    logits_CV, pull_C, entropy_C = normal(rows, vocab), normal(rows), normal(rows).abs()
+    columns_C = torch.randint(-1, vocab, (rows,), generator=generator).to(DEVICE)
+    arguments = (columns_C, temperature, (logits_CV / temperature).logsumexp(1), pull_C, entropy_C)
+    entropy_pull_C = normal(rows) if has_entropy else None
+    exact, low = (
+        logprobs_triton.logit_gradients(logits_CV.clone(), *arguments, entropy_pull_C, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert low.dtype == torch.bfloat16
+    if DEVICE == "cuda":
+        assert torch.equal(low, exact.bfloat16())
+    else:  # the interpreter cuts digits off; test_the_kernels_compile_for_hopper finds the rounding instruction
+        torch.testing.assert_close(low.float(), exact, rtol=2**-7, atol=1e-30)
+    by_torch = logprobs.logit_gradients(logits_CV.clone(), *arguments, entropy_pull_C, torch.bfloat16)
+    torch.testing.assert_close(low, by_torch, rtol=2**-6, atol=1e-4)  # two steps of bfloat16
+
+
 @pytest.mark.parametrize("bad", ["float64", "strided"])
 def test_what_the_kernels_cannot_read_is_refused(bad: str) -> None:
     logits_CV = torch.zeros(4, 6, dtype=torch.float64) if bad == "float64" else torch.zeros(6, 4).T
@@ -152,15 +179,20 @@ from bapo_megatron.algorithms import logprobs_triton as kernels
 
 statistics = {"logits": "*fp32", "columns": "*i64", "out": "*fp32", "num_rows": "i32", "num_columns": "i32"}
 rows = dict.fromkeys(("log_zs", "pulls", "entropies", "entropy_pulls"), "*fp32")
-gradients = {"logits": "*fp32", "columns": "*i64", **rows, "num_columns": "i32"}
+gradients = [
+    {"logits": "*fp32", "grads": grads, "columns": "*i64", **rows, "num_columns": "i32"} for grads in ("*fp32", "*bf16")
+]
 for kernel, types, flag in (
-    (kernels.statistics_kernel, statistics, "with_entropy"), (kernels.gradients_kernel, gradients, "has_entropy")
+    (kernels.statistics_kernel, statistics, "with_entropy"),
+    *((kernels.gradients_kernel, types, "has_entropy") for types in gradients),
 ):
     types |= {"scale": "fp32", flag: "constexpr", "block": "constexpr"}
     source = ASTSource(kernel, types, {flag: True, "block": kernels.BLOCK})
     done = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels.NUM_WARPS})
     assert done.asm["cubin"]
     assert "st.local" not in done.asm["ptx"], "registers are spilled"
+    rounds_to_nearest = "cvt.rn.bf16" in done.asm["ptx"]
+    assert rounds_to_nearest == (types.get("grads") == "*bf16")
 """
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bapo_megatron.cli import main
 from bapo_megatron.config.engines import num_server_gpus
@@ -18,7 +20,7 @@ from bapo_megatron.preflight.check import accepts_layout, load_checked
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.slurm import check_placement
 from bapo_megatron.preflight.explain import outline
-from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops
+from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops, kind_of
 from bapo_megatron.preflight.memory import (
     Held,
     forwards_under_way,
@@ -475,21 +477,82 @@ def test_each_side_waits_for_the_other_or_the_slower_one() -> None:
         assert found.servers_idle == pytest.approx(1 - rollout_s / found.step_s)
 
 
-@pytest.mark.parametrize(
-    ("name", "flops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA GeForce RTX 4090", None),
-    ],
+NAMES = {
+    "a100": ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", "NVIDIA A100-SXM-64GB"),
+    "h100": ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM5 80GB", "NVIDIA H100"),
+    "h200": ("NVIDIA H200",),
+    "h20": ("NVIDIA H20",),
+    "b200": ("NVIDIA B200",),
+    "b300": ("NVIDIA B300 SXM6 AC",),
+    "gb200": ("NVIDIA GB200",),
+    "l4": ("NVIDIA L4",),
+    "l40s": ("NVIDIA L40S",),
+    "a10": ("NVIDIA A10",),
+    "a10g": ("NVIDIA A10G",),
+    "a40": ("NVIDIA A40",),
+    "a6000": ("NVIDIA RTX A6000", "RTX A6000"),
+    "rtx3090": ("NVIDIA GeForce RTX 3090", "GeForce RTX 3090"),
+    "rtx4090": ("NVIDIA GeForce RTX 4090",),
+    "rtx5090": ("NVIDIA GeForce RTX 5090",),
+}
+OTHERS = (
+    *("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA H20-3e", "NVIDIA GH200 480GB", "NVIDIA GB300"),
+    *("NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA A10-24Q"),
+    *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA A30"),
+    *(
+        "NVIDIA L40",
+        "NVIDIA L20",
+        "NVIDIA RTX 6000 Ada Generation",
+        "NVIDIA RTX 4000 SFF Ada Generation",
+        "NVIDIA H800",
+    ),
+    *("Quadro RTX 6000", "Tesla V100-SXM2-32GB", "Tesla T4", "AMD Instinct MI300X", "NVIDIA", "4090", ""),
 )
-def test_the_peak_of_a_gpu_is_in_the_table(monkeypatch: pytest.MonkeyPatch, name: str, flops: float | None) -> None:
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+def test_the_peak_of_a_gpu_is_in_the_table(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    assert device_peak_flops("bfloat16") == flops
+    assert kind_of(name) == kind
+    assert device_peak_flops("bfloat16") == 2 * device_peak_flops("float32") == GPUS[kind].bf16_flops
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_figures_of_another_gpu_are_not_assumed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert kind_of(name) is None
+    assert device_peak_flops("bfloat16") is None
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from([(kind, name) for kind, names in NAMES.items() for name in names]),
+    st.sampled_from(["PCIe", "NVL", "Ti", "SUPER", "D", "Max-Q", "Laptop GPU", "MIG 1g.10gb", "Ada", "24Q", "v2", "X"]),
+    st.sampled_from([" ", "-", ""]),
+)
+def test_another_word_makes_another_gpu(named: tuple[str, str], word: str, joint: str) -> None:
+    kind, name = named
+    assert kind_of(f"{name}{joint}{word}") != kind
+
+
+def test_every_kind_can_be_planned_for() -> None:
+    """Each is a value of `cluster.gpu`, and its figures are of the same order as its neighbours'."""
+    assert [*GPUS] == [*NAMES]
+    for kind, gpu in GPUS.items():
+        config = load_config(
+            ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"], [f"cluster.gpu={kind}"]
+        )
+        made = make_plan(config, SHAPE)
+        assert made.gpu == gpu
+        assert made.trainer_fits == (made.trainer.total <= 0.95 * gpu.memory_gib * GIB)
+        assert ("precision.fp8" in " ".join(made.unused)) == (gpu.fp8_flops is not None)
+        assert gpu.fp8_flops is None or 1.9 <= gpu.fp8_flops / gpu.bf16_flops <= 2.1, "dense, like bfloat16's"
+        printed_gb = int(gpu.name.split()[-2])
+        assert 0.9 < gpu.memory_gib * GIB / 1e9 / printed_gb < 1.08
+        assert 80 < gpu.bf16_flops / gpu.memory_bytes_per_s < 450 or kind in ("h20", "a10g", "rtx3090")
+    assert {kind for kind, gpu in GPUS.items() if gpu.has_multicast} == {"h100", "h200", "h20", "b200", "b300", "gb200"}
 
 
 def test_the_peak_of_a_cpu_is_measured() -> None:

@@ -4,14 +4,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plans_page import ALGORITHMS, RESPONSE_SHARE, best_example, combinations, example, planned, table
 
 from bapo_megatron import cli, local
+from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, planned_config
+from bapo_megatron.preflight.memory import fullest_rank
 from bapo_megatron.preflight.plan import (
     ROOMY,
     check_machines,
@@ -20,7 +24,7 @@ from bapo_megatron.preflight.plan import (
     decided,
     make_plan,
     step_balance,
-    with_recompute,
+    with_choices,
 )
 from bapo_megatron.preflight.suggest import fitting_splits
 
@@ -95,7 +99,7 @@ def test_as_few_layers_are_recomputed_as_the_memory_asks_for() -> None:
         shape = model_shape(planned_config(config.model.path))
         assert config.cluster.gpu
         limit = ROOMY * GPUS[config.cluster.gpu].memory_gib * GIB
-        train = with_recompute(config, shape).train
+        train = with_choices(config, shape).train
         per_rank = max(config.parallel.stage_sizes(shape.num_layers))
         count = (train.recompute_layers or per_rank) if train.recompute else 0
         chosen.add(0 < count < per_rank)
@@ -110,6 +114,53 @@ def test_as_few_layers_are_recomputed_as_the_memory_asks_for() -> None:
     assert chosen == {True, False}
 
 
+CHUNKED = ("recipes/octothinker-3b-8k", "recipes/r1-distill-qwen-7b-8k", "recipes/r1-distill-qwen-7b-32k")
+
+
+def chosen_chunk(model: str, algorithm: str, memory_gib: float, recompute: bool | None) -> str:
+    """Check the choice by trying each size: the largest that leaves a tenth free, after recomputation is chosen."""
+    files = [model, *ALGORITHMS[algorithm], "clusters/1x8-h100"]
+    overrides = [f"cluster.gpu_memory_gib={memory_gib}"]
+    config = load_config(
+        files, overrides if recompute is None else [*overrides, f"train.recompute={recompute}".lower()]
+    )
+    shape, gpu_bytes = model_shape(planned_config(config.model.path)), int(memory_gib * GIB)
+    kept = with_choices(config, shape)
+    usual = chunk_rows(shape.padded_vocab_size(config.parallel.tensor) // config.parallel.tensor, on_gpu=True)
+
+    def chunked(config: Config, rows: int) -> Config:
+        return config.model_copy(update={"train": config.train.model_copy(update={"logprob_chunk_tokens": rows})})
+
+    needs = {n: fullest_rank(chunked(kept, n), shape, gpu_bytes).total for n in (2048, 3072, 4096)}
+    rows = max([usual, *(n for n, need in needs.items() if need <= ROOMY * gpu_bytes)])
+    assert kept.train.logprob_chunk_tokens == (rows if rows > usual else None)
+    assert make_plan(config, shape).chunk_rows == rows
+    own = with_choices(chunked(config, usual), shape)
+    assert own == chunked(kept, usual), "your own choice stays, and no layer is recomputed for larger chunks"
+    return "usual" if rows == usual else "most" if rows == 4096 else "between"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(CHUNKED), st.sampled_from([*ALGORITHMS]), st.floats(30, 180), st.sampled_from([None, True]))
+def test_chunks_of_logits_take_what_memory_is_left(
+    model: str, algorithm: str, memory_gib: float, recompute: bool | None
+) -> None:
+    chosen_chunk(model, algorithm, memory_gib, recompute)
+
+
+@pytest.mark.parametrize(
+    ("model", "memory_gib", "chosen"),
+    [
+        (CHUNKED[0], 80.0, "between"),
+        (CHUNKED[0], 139.8, "most"),
+        (CHUNKED[1], 40.0, "usual"),
+        (CHUNKED[2], 139.8, "usual"),
+    ],
+)
+def test_chunks_of_logits_on_gpus_of_every_size(model: str, memory_gib: float, chosen: str) -> None:
+    assert chosen_chunk(model, "BAPO", memory_gib, None) == chosen
+
+
 def test_a_run_keeps_what_its_plan_has_chosen() -> None:
     config = planned("recipes/r1-distill-qwen-7b-8k", "BAPO", "clusters/1x8-h100")
     assert (config.train.recompute, config.train.recompute_layers) == (None, None)
@@ -121,6 +172,7 @@ def test_a_run_keeps_what_its_plan_has_chosen() -> None:
     assert decided(kept.model_copy(update=larger)).train == kept.train, "a resumed run repeats it"
     here = {"cluster": config.cluster.model_copy(update={"gpu": None})}
     assert decided(config.model_copy(update=here)).train.recompute is None, "nothing is known of this machine"
+    assert decided(config.model_copy(update=here)).train.logprob_chunk_tokens is None
     parts = load_config([], ["cluster.gpu=h100", "train.recompute_modules=['mlp']"])
     assert decided(parts).train.recompute is None, "your own choice waits for train.recompute=true"
 

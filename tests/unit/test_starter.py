@@ -15,7 +15,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight import starter
 from bapo_megatron.preflight.check import violations_of
-from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.preflight.known import GPUS, KNOWN_MODELS
 from bapo_megatron.preflight.starter import Hardware, write_config
 from tests.distributed import HANG_S
 
@@ -89,7 +89,9 @@ def test_lengths_follow_the_prompts(tmp_path: Path, data: Path) -> None:
         ("Qwen2.5-Math-7B", 4, "NVIDIA H200", 139.8),
         ("OctoThinker-3B-Long-Zero", 2, "NVIDIA B200", 178.0),
         ("OctoThinker-3B-Long-Zero", 4, "NVIDIA A100-SXM4-80GB", 79.1),
+        ("OctoThinker-3B-Long-Zero", 8, "NVIDIA A100-SXM4-40GB", 39.4),
         ("OctoThinker-3B-Long-Zero", 8, "NVIDIA L40S", 44.4),
+        ("OctoThinker-3B-Long-Zero", 8, "NVIDIA L40", 44.4),
     ],
 )
 def test_layouts_fit_the_gpus(
@@ -105,6 +107,7 @@ def test_layouts_fit_the_gpus(
     assert config.model.dtype == "bfloat16"
     assert config.cluster.gpu == here.gpu
     if here.gpu:
+        assert (config.cluster.gpu_memory_gib or GPUS[here.gpu].memory_gib) == gib
         assert not [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]
     else:
         assert config.train.recompute is not None, "no plan decides later"

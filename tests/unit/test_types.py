@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.tokens import CORE_STREAMS, JoinedRows, TokenStream, encoded_rows
 from bapo_megatron.types import (
@@ -21,6 +23,7 @@ from bapo_megatron.types import (
     Sample,
     Segment,
     Trajectory,
+    copied_together,
     with_values,
 )
 
@@ -199,3 +202,55 @@ def test_core_values_have_attributes_of_their_stream() -> None:
     for stream in CORE_STREAMS:
         assert f"{stream.name}_T" in Batch.__dataclass_fields__
         assert stream.on != "sampled" or f"{stream.name}_R" in MicroBatch.__dataclass_fields__
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float64, torch.bfloat16]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Draw a tensor of any bits: of no, one or several dimensions, empty or not, in order of memory or transposed."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 5), max_size=3))
+    raw = torch.from_numpy(np.random.default_rng(draw(st.integers(0, 999))).integers(0, 256, (1, 8 * 125), np.uint8))
+    values = (raw % 2).bool() if dtype == torch.bool else raw.view(dtype)
+    tensor = values[0, : int(np.prod(shape))].view(shape)
+    return tensor.transpose(0, 1) if len(shape) > 1 and draw(st.booleans()) else tensor
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@given(st.lists(tensors(), min_size=1, max_size=14))
+def test_what_is_copied_together_keeps_every_bit(given_tensors: list[torch.Tensor]) -> None:
+    before = [bits(x) for x in given_tensors]
+    copies = copied_together(given_tensors, DEVICE)
+    assert len({x.untyped_storage().data_ptr() for x in copies if x.numel()}) <= 1, "one piece"
+    for copy, x, old in zip(copies, given_tensors, before, strict=True):
+        assert (copy.device.type, copy.dtype, copy.shape) == (DEVICE.type, x.dtype, x.shape)
+        assert bits(copy) == bits(x) == old
+        assert copy.storage_offset() * copy.itemsize % 256 == 0
+        copy.zero_()  # a view of another would now be changed, too
+
+
+def test_a_micro_batch_goes_to_a_device_in_one_copy_and_stays_as_it_is_on_a_cpu() -> None:
+    values = {f.name: torch.zeros(3) for f in fields(MicroBatch) if f.name != "extra"} | {"is_token_T": None}
+    batch = MicroBatch(**values, extra={ROUTES: torch.zeros(3, 3, 2), SCORES: torch.zeros(3)})  # type: ignore[arg-type]
+    same = batch.to(torch.device("cpu"))
+    assert all(getattr(same, name) is value for name, value in values.items())
+    assert all(same.extra[stream] is rows for stream, rows in batch.extra.items())
+    copies: list[torch.Size] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                copies.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        moved = batch.to(torch.device("meta"))
+    assert len(copies) == 1
+    assert moved.is_token_T is None
+    assert moved.extra[ROUTES].shape == (3, 3, 2)
+    assert list(moved.extra) == [ROUTES, SCORES]
