@@ -150,8 +150,8 @@ def _not_used(config: Config, one: SourceConfig, source: RowSource, settings: tu
     if config.environment.kind == "agent" and num_chats:
         yield warning(
             ("environment.kind", *settings),
-            f"{one.origin}: {plural(num_chats, 'prompt')} of {len(source)} have earlier messages or tools, and an agent "
-            "program gets only the text of the last message",
+            f"{one.origin}: {plural(num_chats, 'prompt')} of {len(source)} have earlier messages or tools, and an "
+            "agent program gets only the text of the last message",
             "write all that it needs into that message",
         )
 
@@ -210,7 +210,9 @@ def _lengths(
         yield Violation((*settings, *how), str(error))
         return
     if stream.left_out:
-        fields = ", ".join(f"{name} (in {num} of the first {plural(len(first), 'prompt')})" for name, num in stream.left_out.items())
+        fields = ", ".join(
+            f"{name} (in {num} of the first {plural(len(first), 'prompt')})" for name, num in stream.left_out.items()
+        )
         yield warning(
             (*settings, "model.path", "data.template_options"),
             f"{data.origin}: the model's chat template does not show {fields}",

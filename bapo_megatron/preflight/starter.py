@@ -8,7 +8,6 @@ The file passes `bapo check`.
 """
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.encoding import chat_ids, many_chat_ids, many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
+from bapo_megatron.runtime import memory_bytes
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
 _ASKED = ("question", "problem")  # columns with bare questions, which do not say how to answer
@@ -63,7 +63,7 @@ class Hardware:
 
 def this_hardware() -> Hardware:
     """Return the visible GPUs and the memory of this machine."""
-    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    memory_gib = memory_bytes() / GIB
     num_gpus = num_visible_gpus()
     if not num_gpus:
         return Hardware(0, "", 0.0, memory_gib)

@@ -306,7 +306,9 @@ def _holds_words(column: str, value: Any) -> bool:
         return len(value.split()) > 1 and any(map(str.isalpha, value))
     if isinstance(value, dict):
         value = [*value.values()]
-    return isinstance(value, list) and any(isinstance(one, str | list | dict) and one not in ("", [], {}) for one in value)
+    return isinstance(value, list) and any(
+        isinstance(one, str | list | dict) and one not in ("", [], {}) for one in value
+    )
 
 
 def _all_columns(values: Mapping[str, Any]) -> list[str]:

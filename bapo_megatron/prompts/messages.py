@@ -1,7 +1,7 @@
 """Messages of a row, as people write them, in the one form that chat templates take; and what a template leaves out.
 
-    written   {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]}
-    read      {"role": "assistant", "content": "", "tool_calls": [{..., "function": {"name": "f", "arguments": {"a": 1}}}]}
+    written   {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    read      {"role": "assistant", "content": "", "tool_calls": [{..., "function": {"name": "f", "arguments": {}}}]}
 
 A key that is not read is refused. An empty value (null, "", [] or {}) asks for nothing: columns of Parquet fill absent
 keys with null.
@@ -171,7 +171,9 @@ def is_needed(field: str) -> bool:
     return field.endswith(("content", ".name", ".arguments", ".parameters")) and field != "reasoning_content"
 
 
-def left_out(messages: Sequence[Mapping[str, Any]], offered: Sequence[Tool], render: Render) -> Iterator[tuple[str, int]]:
+def left_out(
+    messages: Sequence[Mapping[str, Any]], offered: Sequence[Tool], render: Render
+) -> Iterator[tuple[str, int]]:
     """Yield the fields that a chat template does not show, each with the place of its message or tool, from 0.
 
     Each field gets another value in turn, and the rendered text must change with it. A template that refuses the other

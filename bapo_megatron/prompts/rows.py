@@ -121,7 +121,8 @@ def _wrapped(file: Path, value: dict[str, Any]) -> str:
     for key, item in value.items() if len(value) == 1 or "data" in value else ():
         if isinstance(item, list) and item and all(isinstance(one, dict) for one in item):
             held = plural(len(item), "row")
-            return f"one JSON object whose {key!r} holds {held}; save that list alone: jq '.[\"{key}\"]' {file} > rows.json"
+            how = f"jq '.[\"{key}\"]' {file} > rows.json"
+            return f"one JSON object whose {key!r} holds {held}; save that list alone: {how}"
     return ""
 
 

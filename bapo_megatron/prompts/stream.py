@@ -46,8 +46,8 @@ class StreamState(TypedDict):
 class PromptStream:
     """Prompts in a new random order each epoch; order and content depend only on the configuration.
 
-    Fields of messages that the chat template does not show are in `left_out`, by the number of prompts that have them; if
-    a prompt means something else without one, DataError names it.
+    Fields of messages that the chat template does not show are in `left_out`, by the number of prompts that have them.
+    If a prompt means something else without one, DataError names it.
 
     An empty or over-long prompt raises DataError or, with data.on_bad_prompt = "skip", counts in `skipped_empty` or
     `skipped_too_long`.
