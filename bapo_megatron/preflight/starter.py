@@ -7,6 +7,7 @@ machine -> GPUs, memory -------------------------+
 The file passes `bapo check`.
 """
 
+import functools
 import json
 import re
 import shlex
@@ -34,6 +35,7 @@ from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.encoding import chat_ids, many_chat_ids, many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
+from bapo_megatron.prompts.messages import as_taken, rendered
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
 from bapo_megatron.runtime import memory_bytes
 
@@ -268,7 +270,8 @@ def _put(questions: Sequence[Question], tokenizer: Any, given: Table, data: Path
             )
         return many_prompt_ids(tokenizer, [question.text for question in questions])
     options, system_prompt = given.get("template_options", {}), given.get("system_prompt")
-    chats = [(question.conversation(system_prompt), question.tools) for question in questions]
+    render = functools.partial(rendered, tokenizer, options)
+    chats = [(as_taken(one.conversation(system_prompt), one.tools, render), one.tools) for one in questions]
     if any(tools for _, tools in chats):
         return [chat_ids(tokenizer, chat, options | ({"tools": [*tools]} if tools else {})) for chat, tools in chats]
     return many_chat_ids(tokenizer, [chat for chat, _ in chats], options)

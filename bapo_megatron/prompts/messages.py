@@ -13,6 +13,7 @@ from typing import Any
 
 from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.base import Message
+from bapo_megatron.prompts.encoding import chat_text
 from bapo_megatron.prompts.rows import kind_of, parsed_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -166,6 +167,37 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Tool]], str]
 """Puts messages and tools into a chat template."""
 
 
+def rendered(
+    tokenizer: Any, options: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], offered: Sequence[Tool]
+) -> str:
+    """Return messages and tools in the chat template, as text. Raises what the template does."""
+    own = {**options, "tools": [*offered]} if offered else options
+    return chat_text(tokenizer, [*map(dict, messages)], own, opens_turn=True)
+
+
+def as_taken(messages: list[dict[str, Any]], offered: Sequence[Tool], render: Render) -> list[dict[str, Any]]:
+    """Return messages in the form that a chat template takes: arguments of calls as objects, or otherwise as text."""
+    arguments = [call["function"]["arguments"] for one in messages for call in one.get("tool_calls", ())]
+    if not arguments:
+        return messages
+    as_text = [
+        {**one, "tool_calls": [*map(_with_text, one["tool_calls"])]} if "tool_calls" in one else one for one in messages
+    ]
+    for form in (messages, as_text):
+        try:
+            text = render(form, offered)
+        except Exception:  # a template may fail in any way
+            continue
+        if form is as_text or not any(one and str(one) in text and str(one) != json.dumps(one) for one in arguments):
+            return form  # otherwise it writes objects as Python does, and expects text
+    return as_text
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
 def is_needed(field: str) -> bool:
     """Return whether a prompt would mean something else without a field that `left_out` names."""
     return field.endswith(("content", ".name", ".arguments", ".parameters")) and field != "reasoning_content"
@@ -221,7 +253,7 @@ def _variants(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, d
 
 def _changed(key: str, value: Any) -> Any:
     """Return another value of the same kind for a field."""
-    if key == "arguments":
+    if key == "arguments" and isinstance(value, dict):
         return {**value, _MARK: _MARK}
     if key == "parameters" and isinstance(value, dict):
         known = value.get("properties")

@@ -6,7 +6,8 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
@@ -15,8 +16,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
-from bapo_megatron.prompts.encoding import chat_ids, chat_text, is_template_option, prompt_ids
-from bapo_megatron.prompts.messages import Tool, is_needed, left_out
+from bapo_megatron.prompts.encoding import chat_ids, is_template_option, prompt_ids
+from bapo_megatron.prompts.messages import Render, as_taken, is_needed, left_out, rendered
 from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.types import Natural, Prompt
 
@@ -200,9 +201,13 @@ class PromptStream:
                 raise DataError(f"{question.where}: the prompt {what}; set data.chat_template = true")
             return tuple(prompt_ids(self.tokenizer, question.text))
         options = self._options_of(question)
-        token_ids = tuple(chat_ids(self.tokenizer, question.conversation(self.data.system_prompt), options))
-        self.left_out.update(self._not_shown(question, options))
+        messages = as_taken(question.conversation(self.data.system_prompt), question.tools, self._render(options))
+        token_ids = tuple(chat_ids(self.tokenizer, messages, options))
+        self.left_out.update(self._not_shown(question, messages, options))
         return token_ids
+
+    def _render(self, options: Mapping[str, Any]) -> Render:
+        return partial(rendered, self.tokenizer, options)
 
     def _options_of(self, question: Question) -> dict[str, Any]:
         """Return the options of the chat template, with a row's own tools."""
@@ -215,23 +220,19 @@ class PromptStream:
             )
         return {**self._template_options, "tools": [*question.tools]}
 
-    def _not_shown(self, question: Question, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def _not_shown(
+        self, question: Question, messages: list[dict[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[str, ...]:
         """Return fields of a conversation that the chat template does not show, each once.
 
         Raises DataError if the prompt means something else without one.
         """
-        messages = question.conversation(self.data.system_prompt)
         kind = (bool(question.messages), *map(_kind, messages), *(_kind(tool["function"]) for tool in question.tools))
         if kind in self._left_out_by_kind:
             return self._left_out_by_kind[kind]
-
-        def render(some: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
-            own = {**options, "tools": [*tools]} if tools else options
-            return chat_text(self.tokenizer, [*map(dict, some)], own, opens_turn=True)
-
         num_before = len(messages) - max(len(question.messages), 1)  # 1: the system prompt
         found: list[str] = []
-        for field, place in left_out(messages, question.tools, render):
+        for field, place in left_out(messages, question.tools, self._render(options)):
             is_tool = field.startswith("tools.")
             if is_needed(field):
                 role = "" if is_tool else messages[place]["role"]
