@@ -159,11 +159,11 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
             "`pip install 'bapo-megatron[parquet]'`, or convert the file to JSON lines"
         ) from None
     try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
-        names = table.column_names
+        file_in_memory = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
+        names = file_in_memory.schema_arrow.names
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f"{file}: the column {twice!r} is there twice; rename one")
-        rows = table.to_pylist()
+        rows = file_in_memory.read().to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{file}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
     for number, row in enumerate(rows, start=1):

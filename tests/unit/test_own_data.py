@@ -429,7 +429,7 @@ def test_parquet_under_another_name(tmp_path: Path) -> None:
         ),
         ("x.jsonl", json.dumps({"examples": ROWS}).encode(), "whose 'examples' holds 2 rows"),
         ("x.jsonl", b"[1]", "x.jsonl, item 1: expected an object"),
-        ("x.json", b'[{"prompt": "a", "answer": "8"},]', r"x.json: not JSON: .*column 32"),
+        ("x.json", b'[{"prompt": "a", "answer": "8"},]', r"x.json: not JSON: .*column 33"),
         ("x.jsonl", b'{"prompt": "a", "answer": "8", "answer": "9"}', "x.jsonl:1: the key 'answer' is twice"),
         ("x.json", b'[{"prompt": "a", "meta": {"b": 1, "b": 1}, "answer": 1}]', "x.json: the key 'b' is twice"),
     ],
