@@ -19,7 +19,7 @@ from bapo_megatron.runtime.files import regular_file
 
 EXAMPLE = '{"prompt": "...", "answer": ...}'
 _MAX_CSV_CHARS = 1 << 30  # limit of one value; csv's own limit is 131,072
-_MAX_UNPACKED_BYTES = 4 << 30  # of a file in gzip: a few kilobytes can stand for terabytes
+_MAX_UNPACKED_BYTES = 4 << 30  # limit for gzip: a few kilobytes can stand for terabytes
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _OTHERS = (
     (b"\x28\xb5\x2f\xfd", "compressed with zstd; run `zstd -d {}`"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NUM_CHECKED = 256
 """Prompts that `PromptStream.check` makes of a procedural source."""
 _MAX_NAMED = 5  # bad prompts that one message names
-_NUMBER = re.compile(r"\[\d+\]")  # of a call in a field's name
+_NUMBER = re.compile(r"\[\d+\]")  # the number that a call has in a field's name
 _ADVICE = 'correct it, or set data.on_bad_prompt = "skip"'
 
 
@@ -62,7 +62,9 @@ class PromptStream:
         self.skipped_empty = 0
         self.skipped_too_long = 0
         self.left_out: Counter[str] = Counter()
-        self._left_out_by_kind: dict[Any, tuple[str, ...]] = {}  # of conversations that a template treats alike
+        self._left_out_by_kind: dict[
+            Any, tuple[str, ...]
+        ] = {}  # by what makes a template treat conversations the same way
         self._epoch = 0
         self._position = 0  # in this epoch's order
         self._next_id = 0
@@ -216,7 +218,7 @@ class PromptStream:
         if "tools" in self._template_options:
             raise DataError(
                 f"{question.where}: the prompt has tools of its own, and environment.options.tools offers others; "
-                "remove the rows' tools, or those of the environment"
+                "remove the rows' tools, or the environment's tools"
             )
         return {**self._template_options, "tools": [*question.tools]}
 

@@ -392,7 +392,7 @@ def _foreign_blocks(text: str) -> Callable[[int], bool]:
     It must be asked about places in ascending order.
     """
     lines = _FENCE_LINE.finditer(text)
-    language: str | None = None  # of the block at the latest place
+    language: str | None = None  # language of the latest place's block
     following = next(lines, None)
 
     def is_foreign(place: int) -> bool:

@@ -220,7 +220,7 @@ def _is_http_proxy(value: str) -> bool:
     try:
         parts = urlsplit(value if "://" in value else f"http://{value}")
         return not value or (parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0)
-    except ValueError:  # a port that is no number
+    except ValueError:  # its port is not a number
         return False
 
 
