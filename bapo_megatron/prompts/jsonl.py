@@ -88,7 +88,8 @@ class RowSource:
                 continue
             self.questions.append(Question(text, answer, row.where, messages, offered))
             for name, value in _unused(row.values, columns.used):
-                self.unused[name] = self.unused.get(name, 0) + _holds_words(name, value)
+                is_read = isinstance(value, str) and value in text  # another name of the prompt
+                self.unused[name] = self.unused.get(name, 0) + (not is_read and _holds_words(name, value))
             if not text.strip():
                 empty.append(row.where)
         if problems:

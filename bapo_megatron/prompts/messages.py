@@ -87,7 +87,7 @@ def _message(value: Any, what: str) -> Message:
         if key in value:
             if not isinstance(value[key], str):
                 raise DataError(f"{what}: {key} must be a string, got {kind_of(value[key])}")
-            message[key] = value[key]  # type: ignore[literal-required]
+            message[key] = value[key]
     if "tool_calls" in value:
         if role != "assistant" or not isinstance(value["tool_calls"], list):
             raise DataError(f"{what}: tool_calls must be a list in an assistant's message, with calls like {_CALL}")

@@ -62,9 +62,7 @@ class PromptStream:
         self.skipped_empty = 0
         self.skipped_too_long = 0
         self.left_out: Counter[str] = Counter()
-        self._left_out_by_kind: dict[
-            Any, tuple[str, ...]
-        ] = {}  # by what makes a template treat conversations the same way
+        self._left_out_by_kind: dict[Any, tuple[str, ...]] = {}  # by `_kind` of all its parts
         self._epoch = 0
         self._position = 0  # in this epoch's order
         self._next_id = 0
