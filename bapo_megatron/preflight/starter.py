@@ -35,8 +35,9 @@ from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.encoding import chat_ids, many_chat_ids, many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
-from bapo_megatron.prompts.messages import as_taken, rendered
+from bapo_megatron.prompts.messages import as_taken
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
+from bapo_megatron.prompts.stream import rendered
 from bapo_megatron.runtime import memory_bytes
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math

@@ -13,7 +13,6 @@ from typing import Any
 
 from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.base import Message
-from bapo_megatron.prompts.encoding import chat_text
 from bapo_megatron.prompts.rows import kind_of, parsed_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -165,14 +164,6 @@ def _refuse_others(value: Mapping[str, Any], known: Sequence[str], what: str) ->
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Tool]], str]
 """Puts messages and tools into a chat template."""
-
-
-def rendered(
-    tokenizer: Any, options: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], offered: Sequence[Tool]
-) -> str:
-    """Return messages and tools in the chat template, as text. Raises what the template does."""
-    own = {**options, "tools": [*offered]} if offered else options
-    return chat_text(tokenizer, [*map(dict, messages)], own, opens_turn=True)
 
 
 def as_taken(messages: list[dict[str, Any]], offered: Sequence[Tool], render: Render) -> list[dict[str, Any]]:

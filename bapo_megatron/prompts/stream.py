@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
-from bapo_megatron.prompts.encoding import chat_ids, is_template_option, prompt_ids
-from bapo_megatron.prompts.messages import Render, as_taken, is_needed, left_out, rendered
+from bapo_megatron.prompts.encoding import chat_ids, chat_text, is_template_option, prompt_ids
+from bapo_megatron.prompts.messages import Render, Tool, as_taken, is_needed, left_out
 from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.types import Natural, Prompt
 
@@ -245,6 +245,14 @@ class PromptStream:
             found.append(_NUMBER.sub("", field))
         self._left_out_by_kind[kind] = tuple(dict.fromkeys(found))
         return self._left_out_by_kind[kind]
+
+
+def rendered(
+    tokenizer: Any, options: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], offered: Sequence[Tool]
+) -> str:
+    """Return messages and tools in the chat template, as text. Raises what the template does."""
+    own = {**options, "tools": [*offered]} if offered else options
+    return chat_text(tokenizer, [*map(dict, messages)], own, opens_turn=True)
 
 
 def _kind(value: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -17,9 +17,9 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DataError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.jsonl import JsonlSource, RowSource
-from bapo_megatron.prompts.messages import as_taken, conversation, rendered, tools
+from bapo_megatron.prompts.messages import as_taken, conversation, tools
 from bapo_megatron.prompts.rows import Row
-from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.prompts.stream import PromptStream, rendered
 
 TEMPLATES = sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
 WITH_TOOLS = (
