@@ -259,6 +259,9 @@ class NamedColumns:
         usual = {"prompt": PROMPT_COLUMNS, "answer": ANSWER_COLUMNS}.get(field, ())
         here = next((column for column in usual if has(self.row.values, column)), None)
         hint = f'or set {self.setting}.{field}="{here or "COLUMN"}"' if usual else ""
+        found = value_at(self.row.values, here) if here else None
+        if isinstance(found, list) and found and isinstance(found[0], list):
+            hint = f"(not {here!r}: it is a list of lists, such as several turns; write one list of messages)"
         raise DataError(
             f"field {wanted} is missing {present}{neither}; does data.format fit this file? {hint}".rstrip()
         )

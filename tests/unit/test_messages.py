@@ -198,6 +198,9 @@ def test_values_that_say_nothing_are_as_if_absent() -> None:
 def test_turns_of_messages_are_told_apart_from_messages() -> None:
     with pytest.raises(DataError, match="'question' is a list of lists, such as several turns of messages"):
         conversation([[USER]], "field 'question'")
+    row = Row("x:1", {"id": 1, "question": [[USER]], "function": []})
+    with pytest.raises(DataError, match=r"field 'prompt' is missing .*\(not 'question': it is a list of lists"):
+        RowSource("jsonl", [row], what="x")
 
 
 def test_what_a_template_does_not_show_is_refused_if_it_is_needed() -> None:
