@@ -38,7 +38,7 @@ from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.numbers import duration
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, start_again
 from bapo_megatron.runs.resuming import with_pinned_models
-from bapo_megatron.runtime import num_cores, program
+from bapo_megatron.runtime import num_cores, program, python_module
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
 from bapo_megatron.trainer import LAUNCHER_VARIABLE, STOPPED
 
@@ -346,7 +346,7 @@ def _ranks(
     Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
     """
     count = config.parallel.size
-    command = [sys.executable, "-m", "bapo_megatron.trainer", "--run-dir", str(run_dir.path)]
+    command = [*python_module("bapo_megatron.trainer"), "--run-dir", str(run_dir.path)]
     for url in urls:
         command += ["--engine-url", url]
     ranks: list[subprocess.Popen[bytes]] = []

@@ -82,9 +82,11 @@ def _run(arguments: Sequence[str]) -> int:
 
 def init(options: Namespace) -> int:
     """Write a configuration for a model and prompts."""
+    from bapo_megatron.preflight.check import tell
     from bapo_megatron.preflight.starter import this_hardware, write_config
 
     start = write_config(options.model, options.data, options.output, this_hardware(), options.settings)
+    tell(start.told)
     print(start)
     print(f"{start.file} is written; next: {shlex.join([*program(), 'train', str(start.file)])}")
     return 0

@@ -19,7 +19,6 @@ asynchronous save runs collectives in the background. Our shards are plain safet
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -34,6 +33,7 @@ from typing_extensions import TypedDict
 from bapo_megatron.errors import CheckpointError, TornCheckpointError, wrong_fields
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.hf.writer import write_durably
+from bapo_megatron.runtime import memory_bytes
 from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.types import Natural
 
@@ -225,7 +225,7 @@ def _read_line(file: Path) -> bytes:
         ValueError: it is not a line of text, or is larger than what this machine could decode.
     """
     num_bytes = regular_file(file).stat().st_size
-    if num_bytes > (most := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _DECODED_BYTES):
+    if num_bytes > (most := memory_bytes() // _DECODED_BYTES):
         raise ValueError(f"it has {num_bytes} bytes, and this machine could decode {most}")
     chunks: list[bytes] = []
     with file.open("rb", buffering=0) as stream:

@@ -46,12 +46,13 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something wrong with one setting, or with several together. An error stops the run, a warning does not.
+    """Something wrong with one setting, or with several together. An error stops the run, a warning does
+    not, and a note only tells.
 
     Example: Violation(("data.path", "data.source"), 'data.source="jsonl" needs data.path', "set it to a file")
     """

@@ -28,6 +28,22 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def hidden_file(module: str) -> str:
+    """Say which file of the working folder an imported module of the same name hides; "" if it hides none.
+
+    The folder is last on the search path, so that no file in it hides a module of Python or of a package.
+    """
+    place = os.path.join(os.getcwd(), *module.split("."))
+    own = next((file for file in (f"{place}.py", os.path.join(place, "__init__.py")) if os.path.isfile(file)), None)
+    loaded = sys.modules.get(module)
+    if own is None or loaded is None:
+        return ""
+    file = getattr(loaded, "__file__", None)
+    if file is not None and os.path.exists(file) and os.path.samefile(own, file):
+        return ""
+    return f"{own} is hidden by the module {module} of {file or 'Python itself'}"
+
+
 @dataclass(frozen=True, slots=True)
 class Seam:
     """A setting that accepts a dotted path, its built-in names, and the object expected at such a path."""
@@ -66,7 +82,11 @@ class Seam:
         except (Exception, SystemExit) as error:  # a user's module may fail in any way
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             advice = "it must be installed, in the working directory, or on PYTHONPATH"
+            if isinstance(error, ImportError) and (hidden := hidden_file(error.name or "")):
+                advice = f"{hidden}; rename yours"
             raise self.error(path, f"importing {module} failed: {reason}; {advice}") from error
+        if hidden := hidden_file(module):
+            raise self.error(path, f"{hidden}; rename yours, and the module in this path")
         try:
             found = operator.attrgetter(name)(loaded)
         except AttributeError:

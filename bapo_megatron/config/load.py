@@ -13,6 +13,7 @@ rest of what is wrong.
 import difflib
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -335,7 +336,10 @@ def parse_override(text: str) -> tuple[paths.Path, Any]:
         ConfigError: no "=", an empty key, or a value that starts like TOML but is not valid TOML.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(f"override {text!r} is not UTF-8")
+        if (encoding := sys.getfilesystemencoding()) == "utf-8":
+            raise ConfigError(f"override {text!r} is not UTF-8")
+        how = "set LC_ALL=C.UTF-8, and leave PYTHONUTF8=0 out"
+        raise ConfigError(f"override {text!r}: this locale's encoding, {encoding}, lacks some of its characters; {how}")
     key, equals, value = (part.strip() for part in text.partition("="))
     path = tuple(key.split("."))
     if not equals or not all(path):

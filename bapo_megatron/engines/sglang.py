@@ -17,7 +17,7 @@ from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_vari
 from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config, model_shape
-from bapo_megatron.runtime import num_cores
+from bapo_megatron.runtime import num_cores, python_module
 from bapo_megatron.runtime.environment import nccl_variables
 from bapo_megatron.runtime.nccl import may_share_gpus
 
@@ -104,7 +104,7 @@ def command(
             "enable_deterministic_inference": True,  # otherwise seeds have no effect
         }
     rendered = [part for name, value in (arguments | config.sglang.extra).items() for part in _render(name, value)]
-    return [sys.executable, "-m", "bapo_megatron.engines.sglang_server", *rendered]
+    return [*python_module("bapo_megatron.engines.sglang_server"), *rendered]
 
 
 def environment(config: Config, share: EngineShare, server: int, visible: Sequence[str]) -> dict[str, str]:

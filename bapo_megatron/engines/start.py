@@ -12,7 +12,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.supervisor import EngineSpec, StartedEngines, supervised
-from bapo_megatron.runtime import num_cores
+from bapo_megatron.runtime import num_cores, python_module
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def embedded_specs(
     _, threads = config.divide_cores(num_cores(), share.num_ranks, share.count)
     context = config.longest_sequence
     command = [
-        *(sys.executable, "-m", "bapo_megatron.engines.embedded"),
+        *python_module("bapo_megatron.engines.embedded"),
         *("--model-path", str(model_path)),
         *("--family", config.model.family),
         *("--host", share.host),

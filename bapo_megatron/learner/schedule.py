@@ -10,7 +10,6 @@ scoring pass, and no FLOP is spent twice; but all micro-batches then keep their 
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +24,7 @@ from torch.nn import Module
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import logprob_backend
+from bapo_megatron.runtime import memory_bytes
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
@@ -192,9 +192,6 @@ class Schedule:
 
 def _smallest_memory(layout: ParallelLayout) -> float:
     """Return the memory in bytes of the smallest device, or machine without GPUs. One small all-reduce."""
-    if torch.cuda.is_available():
-        own = torch.cuda.get_device_properties(device()).total_memory
-    else:
-        own = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    own = torch.cuda.get_device_properties(device()).total_memory if torch.cuda.is_available() else memory_bytes()
     table = torch.tensor(float(own), dtype=torch.float64)
     return float(layout.reduce_over_data(table, torch.distributed.ReduceOp.MIN))

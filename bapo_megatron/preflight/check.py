@@ -59,19 +59,25 @@ def load_checked(
     job: CheckJob | None = None,
     ignored: Collection[str] = (),
 ) -> Config:
-    """Load and check a configuration, print warnings, and raise ConfigError with every problem.
+    """Load and check a configuration, print warnings and notes, and raise ConfigError with every problem.
 
     Args:
         elsewhere, here, memory, job: see `violations_of`.
         ignored: see `read_and_check`.
     """
     config, found = read_and_check(arguments, elsewhere=elsewhere, here=here, memory=memory, job=job, ignored=ignored)
-    for violation in found:
-        if violation.severity == "warning":
-            print(f"bapo: warning: {located(escaped(violation.message))}", file=sys.stderr)
+    tell(found)
     if errors := [v.message for v in found if v.severity == "error"]:
         raise ConfigError("\n".join(errors))
     return config
+
+
+def tell(found: Iterable[Violation]) -> None:
+    """Print warnings, and notes to the output."""
+    for violation in found:
+        if violation.severity != "error":
+            file = sys.stderr if violation.severity == "warning" else sys.stdout
+            print(f"bapo: {violation.severity}: {located(escaped(violation.message))}", file=file)
 
 
 def read_and_check(
@@ -106,7 +112,7 @@ def read_and_check(
 def _with_file(violation: Violation, files: Mapping[str, str]) -> Violation:
     """If there are several files, name the one that contains the setting to change."""
     setting = violation.settings[0]
-    if violation.severity == "warning" or setting not in files:
+    if violation.severity != "error" or setting not in files:
         return violation
     where = f" ({setting} is from {files[setting]})"
     last = "remedy" if violation.remedy else "problem"

@@ -1,7 +1,6 @@
 """A run and its plan, as text for the terminal."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +32,7 @@ from bapo_megatron.preflight.suggest import (
     smallest_cluster,
     suggest,
 )
+from bapo_megatron.runtime import memory_bytes
 
 
 def outline(config: Config) -> str:
@@ -102,7 +102,7 @@ def explain_plan(config: Config, response_tokens: int | None = None) -> Explanat
     hf_config = planned_config(config.model.path)
     shape = model_shape(hf_config, own=own_family(config.model.family))
     if config.cluster.gpu is None:
-        memory, have = fullest_rank(config, shape), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+        memory, have = fullest_rank(config, shape), memory_bytes() / GIB
         need = memory.total / GIB
         ranks = config.parallel.size
         processes = plural(ranks, "trainer process")

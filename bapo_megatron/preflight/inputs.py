@@ -22,6 +22,7 @@ from bapo_megatron.engines.key import read_key
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
+from bapo_megatron.prompts.jsonl import RowSource
 from bapo_megatron.prompts.rows import missing
 from bapo_megatron.prompts.tools import ToolOptions, schemas_of
 from bapo_megatron.rewards.judges import EXACT, JudgeSpec
@@ -109,6 +110,8 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
         name = one.name if isinstance(one, MixedSource) else source.name
         if not (is_trained and is_code and not one.has_rows):  # checks/reward.py reports it
             questions.append((config if is_trained and not is_code else alone, name, source[0]))
+        if isinstance(source, RowSource):
+            yield from _not_used(config, one, source, settings)
         if table == "data" and one.has_rows:
             yield from _few_prompts(config, len(source), settings)
         yield from _lengths(alone, model, source, first, settings)
@@ -135,6 +138,21 @@ def _few_prompts(config: Config, num_prompts: int, settings: tuple[str, ...]) ->
             f"rollout.prompts_per_step={config.rollout.prompts_per_step} is more than the "
             f"{plural(num_prompts, 'prompt')} of {config.data.origin}: a step takes some of them twice or more",
             f"set rollout.prompts_per_step={num_prompts}, or add prompts",
+        )
+
+
+def _not_used(config: Config, one: SourceConfig, source: RowSource, settings: tuple[str, ...]) -> Iterator[Violation]:
+    """Name what rows have beyond prompt and answer; warn if it may be a part of the question."""
+    if told := source.not_used:
+        remedy = "if they belong to the question, write all of it into one column" if source.worth_a_look else ""
+        yield Violation(settings, f"{one.origin}: {told}", remedy, "warning" if remedy else "note")
+    num_chats = sum(len(question.messages) > 1 or bool(question.tools) for question in source.questions)
+    if config.environment.kind == "agent" and num_chats:
+        yield warning(
+            ("environment.kind", *settings),
+            f"{one.origin}: {plural(num_chats, 'prompt')} of {len(source)} have earlier messages or tools, and an "
+            "agent program gets only the text of the last message",
+            "write all that it needs into that message",
         )
 
 
@@ -190,6 +208,16 @@ def _lengths(
     except UserError as error:
         how = ("data.max_prompt_tokens", "data.on_bad_prompt", "data.chat_template", "data.system_prompt", "model.path")
         yield Violation((*settings, *how), str(error))
+        return
+    if stream.left_out:
+        fields = ", ".join(
+            f"{name} (in {num} of the first {plural(len(first), 'prompt')})" for name, num in stream.left_out.items()
+        )
+        yield warning(
+            (*settings, "model.path", "data.template_options"),
+            f"{data.origin}: the model's chat template does not show {fields}",
+            "what the policy should read belongs into the messages' text",
+        )
 
 
 def _tokenizer(config: Config, model: Path) -> Any:

@@ -1,6 +1,5 @@
 """Checks of this machine: disk space and open files for a run (`bapo check`), ports (`bapo doctor`)."""
 
-import os
 import re
 import resource
 import shutil
@@ -18,7 +17,7 @@ from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import checkpoint_bytes, host_bytes, routes_host_bytes
 from bapo_megatron.preflight.plan import LAYOUT
-from bapo_megatron.runtime import num_cores
+from bapo_megatron.runtime import memory_bytes, num_cores
 
 Grade = Literal["ok", "absent", "warning", "error"]
 
@@ -86,7 +85,7 @@ def check_host_memory(config: Config, hf_config: dict[str, Any], *, starts_here:
     copies, routes = host_bytes(config, shape), routes_host_bytes(config, shape)
     asked = next((found for option in config.slurm.options if (found := _MEMORY_OPTION.fullmatch(option))), None)
     if starts_here:
-        have, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine has"
+        have, where = memory_bytes(), "this machine has"
     elif asked and int(asked[1]):
         have = int(asked[1]) * 1024 ** " KMGT".index(asked[2] or "M")
         where = f"{asked[0]} of slurm.options is"

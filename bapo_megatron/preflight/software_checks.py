@@ -259,7 +259,7 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
 
 def run_python(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Run code in a new process; return the last lines of its output and of its traceback ("" on success)."""
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-P", "-c", code, *arguments]
     variables = os.environ | (environment or {})
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PYTHON_TIMEOUT_S, env=variables)

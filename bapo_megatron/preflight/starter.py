@@ -7,8 +7,8 @@ machine -> GPUs, memory -------------------------+
 The file passes `bapo check`.
 """
 
+import functools
 import json
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from typing import Any
 import tomli_w
 
 from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
+from bapo_megatron.config.base import Violation
 from bapo_megatron.config.dotted import is_dotted
 from bapo_megatron.config.load import load_tables, merge, parse_override
 from bapo_megatron.config.schema import SourceConfig
@@ -32,9 +33,12 @@ from bapo_megatron.preflight.memory import fullest_rank, model_parameters
 from bapo_megatron.preflight.plan import make_plan, memory_problems
 from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question
-from bapo_megatron.prompts.encoding import many_chat_ids, many_prompt_ids
+from bapo_megatron.prompts.encoding import chat_ids, many_chat_ids, many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
+from bapo_megatron.prompts.messages import as_taken
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
+from bapo_megatron.prompts.stream import rendered
+from bapo_megatron.runtime import memory_bytes
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
 _ASKED = ("question", "problem")  # columns with bare questions, which do not say how to answer
@@ -63,7 +67,7 @@ class Hardware:
 
 def this_hardware() -> Hardware:
     """Return the visible GPUs and the memory of this machine."""
-    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    memory_gib = memory_bytes() / GIB
     num_gpus = num_visible_gpus()
     if not num_gpus:
         return Hardware(0, "", 0.0, memory_gib)
@@ -81,6 +85,7 @@ class WrittenConfig:
     table: Table
     prompt: str  # as the model reads it, special tokens included
     answer: Any
+    told: list[Violation]  # warnings and notes of its check
 
     def __str__(self) -> str:
         """Describe what was found in the data, and how the model sees the first prompt."""
@@ -118,11 +123,12 @@ def write_config(
             value = {key: value}
         merge(given, value)
     load_tables({"": given})
-    table, (prompt, question) = _table(model, data, name if output is None else _run_name(file, name), hardware, given)
+    table, prompt, source = _table(model, data, name if output is None else _run_name(file, name), hardware, given)
     if file.parent.resolve() != Path.cwd():  # relative paths start from the working folder
         _make_absolute(table)
     config = load_tables({str(file): table})
-    if errors := [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]:
+    found = violations_of(config, elsewhere=True)
+    if errors := [v.message for v in found if v.severity == "error"]:
         raise ConfigError("\n".join(errors))
     command = shlex.join(["bapo", "init", model, str(data), *settings])
     text = f"# Written by `{command}`. Every other setting has its default: `bapo help settings`.\n\n"
@@ -130,7 +136,7 @@ def write_config(
         file.write_text(text + tomli_w.dumps(table), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}; give another name with -o") from error
-    return WrittenConfig(file, table, prompt, question.answer)
+    return WrittenConfig(file, table, prompt, source[0].answer, found)
 
 
 def _make_absolute(table: Table) -> None:
@@ -146,12 +152,13 @@ def _run_name(file: Path, default: str) -> str:
     return file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.stem) else default
 
 
-def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) -> tuple[Table, tuple[str, Question]]:
-    """Return the settings, and the first prompt as the model sees it and as it was read."""
+def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) -> tuple[Table, str, RowSource]:
+    """Return the settings, the first prompt as the model sees it, and the rows as they were read."""
     folder = resolve_model_path(model, weights=False)
     hf_config = load_hf_config(folder)
     shape = model_shape(hf_config, folder)
-    read_as, questions = _read(data, given.get("data", {}))
+    read_as, source = _read(data, given.get("data", {}))
+    questions = source.questions
     tokenizer = load_tokenizer(folder)
     prompts = _put(questions[:_MAX_MEASURED], tokenizer, given.get("data", {}), data)
     longest = max(map(len, prompts))
@@ -178,16 +185,16 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
         table["reward"] = {"kind": judge}
     if len(questions) > _MAX_MEASURED:
         table["data"]["on_bad_prompt"] = "skip"
-    first = tokenizer.decode(prompts[0]), questions[0]
+    first = tokenizer.decode(prompts[0])
     merge(table, given)
     if hardware.num_gpus > 1:
         table = _on_gpus(table, hf_config, shape, hardware)
     else:
         table = _on_cpu(table, shape, hardware, len(questions))
-    return merge(table, given), first
+    return merge(table, given), first, source
 
 
-def _read(data: Path, given: Table) -> tuple[Table, list[Question]]:
+def _read(data: Path, given: Table) -> tuple[Table, RowSource]:
     """Return source, format, columns and rows. Raises DataError, with the plainest's reason, if no format fits."""
     source, what, rows = _rows(data, given)
     problems = []
@@ -200,7 +207,7 @@ def _read(data: Path, given: Table) -> tuple[Table, list[Question]]:
         except DataError as error:
             problems.append(error)
             continue
-        return {**source, **(settings if settings["fields"] else read_as)}, found.questions
+        return {**source, **(settings if settings["fields"] else read_as)}, found
     raise problems[0]
 
 
@@ -264,8 +271,12 @@ def _put(questions: Sequence[Question], tokenizer: Any, given: Table, data: Path
                 "model that was trained to chat"
             )
         return many_prompt_ids(tokenizer, [question.text for question in questions])
-    chats = [question.conversation(given.get("system_prompt")) for question in questions]
-    return many_chat_ids(tokenizer, chats, given.get("template_options", {}))
+    options, system_prompt = given.get("template_options", {}), given.get("system_prompt")
+    render = functools.partial(rendered, tokenizer, options)
+    chats = [(as_taken(one.conversation(system_prompt), one.tools, render), one.tools) for one in questions]
+    if any(tools for _, tools in chats):
+        return [chat_ids(tokenizer, chat, options | ({"tools": [*tools]} if tools else {})) for chat, tools in chats]
+    return many_chat_ids(tokenizer, [chat for chat, _ in chats], options)
 
 
 def _rounded_up(num_tokens: int) -> int:

@@ -1,7 +1,7 @@
 """Prompt sources: indexable lists of questions that depend only on settings and seed."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NotRequired, Protocol, TypeVar
 
 from pydantic import ValidationError
 from typing_extensions import TypedDict
@@ -17,6 +17,10 @@ class Message(TypedDict):
 
     role: str
     content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]  # the arguments of each call are an object
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +35,15 @@ class Question:
     where: str  # its place, for error messages
     messages: tuple[Message, ...] = ()
     """The whole conversation, for the chat template; empty if it is only the user's text."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """What the chat template shows as tools; see prompts/messages.py."""
 
-    def conversation(self, system_prompt: str | None) -> list[dict[str, str]]:
+    def conversation(self, system_prompt: str | None) -> list[dict[str, Any]]:
         """Return all messages, preceded by the system prompt unless the conversation has its own."""
         messages: list[Message] = [*self.messages] or [{"role": "user", "content": self.text}]
         if system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": system_prompt})
-        return [{"role": message["role"], "content": message["content"]} for message in messages]
+        return [{**message} for message in messages]
 
 
 class PromptSource(Protocol):

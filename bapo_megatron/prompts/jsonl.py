@@ -6,8 +6,9 @@ Rows of well-known data sets become questions too: each of `FORMATS` reads the f
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bapo_megatron.errors import DataError, plural
 from bapo_megatron.prompts.base import Message, Question
 from bapo_megatron.prompts.function_rows import function_rows
 from bapo_megatron.prompts.hub_rows import hub_rows
+from bapo_megatron.prompts.messages import conversation, tools
 from bapo_megatron.prompts.rows import EXAMPLE, Row, kind_of, read_rows
 
 PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
@@ -31,9 +33,10 @@ ANSWER_COLUMNS = (
     "output",
 )
 """Usual names of columns, likelier ones first; a dotted name means a value inside an object."""
+_EXPLAINED = {column.rpartition(".")[2] for column in ANSWER_COLUMNS} | {"rationale", "explanation", "solutions"}
+_CHOICE = re.compile(r"(?i)[a-j]|(?:option|choice)s?[ _-]?\w?")
 _MAX_DEPTH = 100  # Python's own limit depends on the caller
 _MAX_SHOWN = 5  # problems of a file, and rows with the same problem
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 _PROGRAM = (
     "Complete this Python function. Answer with one ```python block that holds the whole program, with its imports."
@@ -42,7 +45,9 @@ _PROGRAM = (
 
 
 class RowSource:
-    """All rows of a file, a data set of the hub or a function, read once. Other columns are ignored.
+    """All rows of a file, a data set of the hub or a function, read once.
+
+    Columns that the format does not read are in `unused`, by the number of rows in which they hold words or choices.
 
     Args:
         what: what messages call the rows as a whole.
@@ -68,17 +73,23 @@ class RowSource:
         self.name = name
         rows = list(rows)
         self.questions: list[Question] = []
+        self.unused: dict[str, int] = {}
         empty: list[str] = []
         problems: dict[str, list[str]] = {}  # problem -> places that have it
         for row in rows:
             try:
                 if row.problem:
                     raise DataError(row.problem)
-                text, answer, messages = FORMATS[format](NamedColumns(row, fields or {}, f"{table}.fields"))
+                columns = NamedColumns(row, fields or {}, f"{table}.fields")
+                text, answer, messages = FORMATS[format](columns)
+                offered = columns.tools()
             except DataError as problem:
                 problems.setdefault(str(problem), []).append(row.where)
                 continue
-            self.questions.append(Question(text, answer, row.where, messages))
+            self.questions.append(Question(text, answer, row.where, messages, offered))
+            for name, value in _unused(row.values, columns.used):
+                is_read = isinstance(value, str) and value in text  # another name of the prompt
+                self.unused[name] = self.unused.get(name, 0) + (not is_read and _holds_words(name, value))
             if not text.strip():
                 empty.append(row.where)
         if problems:
@@ -87,6 +98,18 @@ class RowSource:
             raise DataError(_listed(problems, len(rows)))
         if not rows:
             raise DataError(f"{what} has no prompts; expected rows like {EXAMPLE}")
+
+    @property
+    def worth_a_look(self) -> list[str]:
+        """The unused columns in which most rows hold words or choices."""
+        return [name for name, num in self.unused.items() if 2 * num > len(self.questions)]
+
+    @property
+    def not_used(self) -> str:
+        """The unused columns, in words; "" if there are none."""
+        told = f"not used: {', '.join(self.unused)}" if self.unused else ""
+        said = ", ".join(self.worth_a_look)
+        return f"{told}; most rows have words in {said}, and the model does not see them" if said else told
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -165,6 +188,7 @@ class NamedColumns:
     row: Row
     fields: Mapping[str, str]
     setting: str  # the name of data.fields
+    used: set[str] = field(default_factory=set)  # columns that were read
 
     def text(self, field: str, *columns: str) -> str:
         """Return a string. Raises DataError."""
@@ -185,11 +209,24 @@ class NamedColumns:
             return self.text("prompt", *columns) + suffix, ()
         if not isinstance(value, list):
             raise DataError(f"field {column!r} must be a string or a list of messages, got {kind_of(value)}")
-        messages = _conversation(value, f"field {column!r}")
+        messages = conversation(value, f"field {column!r}")
+        for place, message in enumerate(messages, start=1):
+            _check_json(message["content"], f"field {column!r}, message {place}")
+            _check_json(message, f"field {column!r}, message {place}")
         last: Message = {**messages[-1], "content": messages[-1]["content"] + suffix}
-        if len(messages) == 1:
+        if len(messages) == 1 and last["role"] == "user" and last.keys() == {"role", "content"}:
             return last["content"], ()
         return last["content"], (*messages[:-1], last)
+
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """Return the row's tools; none if its column `tools` holds something else. Raises DataError."""
+        value = self.row.values.get("tools")
+        if "tools" in self.used or not _may_be_tools(value):
+            return ()
+        self.used.add("tools")
+        offered = tools(value, "field 'tools'")
+        _check_json([*offered], "field 'tools'")
+        return offered
 
     def answer(self, *columns: str) -> Any:
         """Return any JSON value except null. Raises DataError."""
@@ -209,6 +246,7 @@ class NamedColumns:
                         f"field {column!r} would be both {other}, as {self.setting}.{other} says, and {field}; name "
                         f"two columns in {self.setting}"
                     )
+                self.used.add(column)
                 return column, value_at(self.row.values, column)
         names = list(self.row.values)
         present = f"(fields: {', '.join(sorted(map(repr, names))) or 'none'})"
@@ -221,6 +259,9 @@ class NamedColumns:
         usual = {"prompt": PROMPT_COLUMNS, "answer": ANSWER_COLUMNS}.get(field, ())
         here = next((column for column in usual if has(self.row.values, column)), None)
         hint = f'or set {self.setting}.{field}="{here or "COLUMN"}"' if usual else ""
+        found = value_at(self.row.values, here) if here else None
+        if isinstance(found, list) and found and isinstance(found[0], list):
+            hint = f"(not {here!r}: it is a list of lists, such as several turns; write one list of messages)"
         raise DataError(
             f"field {wanted} is missing {present}{neither}; does data.format fit this file? {hint}".rstrip()
         )
@@ -240,33 +281,43 @@ def value_at(values: Mapping[str, Any], column: str) -> Any:
     return value_at(values[head], rest)
 
 
+def _may_be_tools(value: Any) -> bool:
+    """Return whether a value looks like descriptions of tools: objects in a list, or text that begins like them."""
+    if isinstance(value, str):
+        return re.match(r"\s*\[\s*[{\]]", value) is not None
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _unused(values: Mapping[str, Any], used: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield each column that was not read; of an object with a value that was read, its other values."""
+    for name, value in values.items():
+        if name in used or value is None:
+            continue
+        inner = {one.removeprefix(f"{name}.") for one in used if one.startswith(f"{name}.")}
+        if inner and isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in _unused(value, inner))
+        else:
+            yield name, value
+
+
+def _holds_words(column: str, value: Any) -> bool:
+    """Return whether a value may be a part of the question: several words, a list of texts, or a choice."""
+    if column.rpartition(".")[2].lower() in _EXPLAINED:
+        return False
+    if _CHOICE.fullmatch(column):
+        return value not in ("", [], {})
+    if isinstance(value, str):
+        return len(value.split()) > 1 and any(map(str.isalpha, value))
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return isinstance(value, list) and any(
+        isinstance(one, str | list | dict) and one not in ("", [], {}) for one in value
+    )
+
+
 def _all_columns(values: Mapping[str, Any]) -> list[str]:
     inner = (f"{name}.{key}" for name, value in values.items() if isinstance(value, dict) for key in value)
     return [*map(str, values), *inner]
-
-
-def _conversation(value: list[Any], what: str) -> list[Message]:
-    """Return the messages that the policy answers, without the assistant's last turn. Raises DataError."""
-    messages = [_message(one, f"{what}, message {i}") for i, one in enumerate(value, start=1)]
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
-        last = f"the last one has the role {messages[-1]['role']!r}" if messages else "there is none"
-        raise DataError(f"{what} must have a user message to answer; {last}")
-    return messages
-
-
-def _message(value: Any, what: str) -> Message:
-    role, content = (value.get("role"), value.get("content")) if isinstance(value, dict) else (None, None)
-    if role not in _ROLES:
-        found = f"role {role!r:.40}" if isinstance(value, dict) else kind_of(value)
-        raise DataError(f"{what} must be an object with role ({', '.join(_ROLES)}) and content, got {found}")
-    if isinstance(content, list) and all(isinstance(one, dict) and one.get("type") == "text" for one in content):
-        content = "".join(str(one.get("text", "")) for one in content)
-    if not isinstance(content, str):
-        raise DataError(f"{what} must have text as its content, got {kind_of(content)}")
-    _check_json(content, what)
-    return {"role": role, "content": content}
 
 
 PromptParts = tuple[str, Any, tuple[Message, ...]]

@@ -1,8 +1,13 @@
-"""Rows of a prompt file: JSON lines, a JSON list (.json), CSV (.csv) or Parquet (.parquet)."""
+"""Rows of a prompt file: JSON lines or a JSON list, CSV (.csv) or Parquet (.parquet); as they are, or in gzip.
+
+The content tells Parquet, gzip, and lines from a list, whatever the file is called.
+"""
 
 import csv
+import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +19,19 @@ from bapo_megatron.runtime.files import regular_file
 
 EXAMPLE = '{"prompt": "...", "answer": ...}'
 _MAX_CSV_CHARS = 1 << 30  # limit of one value; csv's own limit is 131,072
+_MAX_UNPACKED_BYTES = 4 << 30  # limit for gzip: a few kilobytes can stand for terabytes
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_OTHERS = (
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd; run `zstd -d {}`"),
+    (b"BZh", "compressed with bzip2; run `bunzip2 -k {}`"),
+    (b"\xfd7zXZ", "compressed with xz; run `unxz -k {}`"),
+    (b"PK\x03\x04", "a zip archive (or a spreadsheet); unpack it, and save its rows as JSON lines or CSV"),
+    (b"ARROW1", "an Arrow file; save its table as Parquet"),
+    (b"SQLite format 3", "an SQLite database; save its table as JSON lines or CSV"),
+    (b"\xff\xfe", "UTF-16, not UTF-8; run `iconv -f utf-16 -t utf-8 {}`"),
+    (b"\xfe\xff", "UTF-16, not UTF-8; run `iconv -f utf-16 -t utf-8 {}`"),
+)
+"""Beginnings of files that hold no text in UTF-8, with what such a file is and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +51,13 @@ def read_rows(file: Path, setting: str) -> Iterator[Row]:
 
     Raises DataError for a file that is missing or cannot be read as a whole.
     """
-    match file.suffix.lower():
-        case ".parquet":
-            return _parquet_rows(file, setting)
-        case ".csv":
-            return _csv_rows(file, setting)
-        case ".json" if (text := _text(file, setting)).lstrip().startswith("["):
-            return _listed_rows(file, text)
-    return _json_rows(file, setting)
+    suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() != ".gz"]
+    suffix = suffixes[-1] if suffixes else ""
+    data = _bytes(file, setting)
+    if suffix == ".parquet" or data.startswith(_PARQUET):
+        return _parquet_rows(file, data)
+    text = _text(file, data)
+    return _csv_rows(file, text) if suffix == ".csv" else _json_rows(file, text)
 
 
 def kind_of(value: Any) -> str:
@@ -50,35 +67,68 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
-def _text(file: Path, setting: str) -> str:
+def _bytes(file: Path, setting: str) -> bytes:
+    """Return what is in a file, out of gzip. Raises DataError."""
     try:
-        return regular_file(file).read_text(encoding="utf-8-sig")
+        data = regular_file(file).read_bytes()
     except OSError as error:
         raise _unreadable(file, setting, error) from error
+    if not data.startswith(_GZIP):
+        return data
+    try:
+        with gzip.open(io.BytesIO(data)) as packed:
+            data = packed.read(_MAX_UNPACKED_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: not a whole gzip file: {error}; run `gzip -t {file}`") from error
+    if len(data) > _MAX_UNPACKED_BYTES:
+        raise DataError(f"{file}: more than {_MAX_UNPACKED_BYTES >> 30} GiB in gzip; unpack it, or split it")
+    return data
+
+
+def _text(file: Path, data: bytes) -> str:
+    """Return a file's text. Raises DataError if it is something else."""
+    if told := next((told for start, told in _OTHERS if data.startswith(start)), None):
+        raise DataError(f"{file}: the file is {told.format(file)}")
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        number = error.object.count(b"\n", 0, error.start) + 1
+        number = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{file}:{number}: not UTF-8 (byte {error.start}); convert it") from error
 
 
-def _json_rows(file: Path, setting: str) -> Iterator[Row]:
-    # not splitlines, since JSON strings may hold other Unicode line separators
-    for number, line in enumerate(_text(file, setting).split("\n"), start=1):
-        if line.strip():
-            yield as_row(f"{file}:{number}", *_parsed(line))
-
-
-def _listed_rows(file: Path, text: str) -> Iterator[Row]:
-    values, problem = _parsed(text)
-    if problem:
-        yield Row(str(file), problem=problem)
+def _json_rows(file: Path, text: str) -> Iterator[Row]:
+    if text.lstrip().startswith("["):
+        values, problem = parsed_json(text)
+        if problem:
+            yield Row(str(file), problem=problem)
+            return
+        for number, value in enumerate(values, start=1):
+            yield as_row(f"{file}, item {number}", value)
         return
-    for number, value in enumerate(values, start=1):
-        yield as_row(f"{file}, item {number}", value)
+    # not splitlines, since JSON strings may hold other Unicode line separators
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if len(lines) == 1 or (lines and parsed_json(lines[0][1])[1]):
+        value, _ = parsed_json(text)
+        if isinstance(value, dict):  # one object, maybe over several lines
+            yield as_row(str(file) if len(lines) > 1 else f"{file}:{lines[0][0]}", value, _wrapped(file, value))
+            return
+    for number, line in lines:
+        yield as_row(f"{file}:{number}", *parsed_json(line))
 
 
-def _csv_rows(file: Path, setting: str) -> Iterator[Row]:
+def _wrapped(file: Path, value: dict[str, Any]) -> str:
+    """Return the problem of an object that is not a row but holds all rows, as in {"data": [{...}, {...}]}."""
+    for key, item in value.items() if len(value) == 1 or "data" in value else ():
+        if isinstance(item, list) and item and all(isinstance(one, dict) for one in item):
+            held = plural(len(item), "row")
+            how = f"jq '.[\"{key}\"]' {file} > rows.json"
+            return f"one JSON object whose {key!r} holds {held}; save that list alone: {how}"
+    return ""
+
+
+def _csv_rows(file: Path, text: str) -> Iterator[Row]:
     csv.field_size_limit(_MAX_CSV_CHARS)
-    reader = csv.reader(io.StringIO(_text(file, setting), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
     line = 1
     try:
@@ -99,7 +149,7 @@ def _csv_rows(file: Path, setting: str) -> Iterator[Row]:
         yield Row(f"{file}:{reader.line_num}", problem=f"not CSV: {error}")
 
 
-def _parquet_rows(file: Path, setting: str) -> Iterator[Row]:
+def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -109,10 +159,12 @@ def _parquet_rows(file: Path, setting: str) -> Iterator[Row]:
             "`pip install 'bapo-megatron[parquet]'`, or convert the file to JSON lines"
         ) from None
     try:
-        rows = pyarrow.parquet.read_table(regular_file(file), memory_map=False).to_pylist()
-    except OSError as error:
-        raise _unreadable(file, setting, error) from error
-    except (pyarrow.ArrowException, ValueError) as error:
+        file_in_memory = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
+        names = file_in_memory.schema_arrow.names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise DataError(f"{file}: the column {twice!r} is there twice; rename one")
+        rows = file_in_memory.read().to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{file}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
     for number, row in enumerate(rows, start=1):
         yield Row(f"{file}, row {number}", row)
@@ -133,7 +185,7 @@ def missing(file: Path, setting: str) -> str:
 
 def may_be_on_hub(file: Path) -> bool:
     """Return whether a path could be a data set's name on the Hugging Face hub."""
-    return is_hub_name(str(file)) and file.suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet")
+    return is_hub_name(str(file)) and file.suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet", ".gz")
 
 
 def _unreadable(file: Path, setting: str, error: OSError) -> DataError:
@@ -142,13 +194,27 @@ def _unreadable(file: Path, setting: str, error: OSError) -> DataError:
     return DataError(f"{setting}: cannot read {file}: {error.strerror or error}")
 
 
-def _parsed(text: str) -> tuple[Any, str]:
+class _TwiceError(ValueError):
+    """A key that an object has twice."""
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
+    return value
+
+
+def parsed_json(text: str) -> tuple[Any, str]:
     """Return the JSON value of a text, and the problem if it has none."""
     try:
-        return json.loads(text), ""
+        return json.loads(text, object_pairs_hook=_without_twins), ""
     except json.JSONDecodeError as error:
         at = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         return None, f"not JSON: {error.msg} ({at})"
+    except _TwiceError as error:
+        return None, f"the key {error.args[0]!r:.60} is twice in one object, and only one value can count; remove one"
     except ValueError:  # Python limits the digits of an integer
         return None, "not JSON that Python reads: an integer of thousands of digits; write it as a string"
     except RecursionError:

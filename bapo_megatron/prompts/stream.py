@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
@@ -12,7 +16,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
-from bapo_megatron.prompts.encoding import chat_ids, is_template_option, prompt_ids
+from bapo_megatron.prompts.encoding import chat_ids, chat_text, is_template_option, prompt_ids
+from bapo_megatron.prompts.messages import Render, Tool, as_taken, is_needed, left_out
 from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.types import Natural, Prompt
 
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 NUM_CHECKED = 256
 """Prompts that `PromptStream.check` makes of a procedural source."""
 _MAX_NAMED = 5  # bad prompts that one message names
+_NUMBER = re.compile(r"\[\d+\]")  # the number that a call has in a field's name
 _ADVICE = 'correct it, or set data.on_bad_prompt = "skip"'
 
 
@@ -41,6 +47,9 @@ class StreamState(TypedDict):
 class PromptStream:
     """Prompts in a new random order each epoch; order and content depend only on the configuration.
 
+    Fields of messages that the chat template does not show are in `left_out`, by the number of prompts that have them.
+    If a prompt means something else without one, DataError names it.
+
     An empty or over-long prompt raises DataError or, with data.on_bad_prompt = "skip", counts in `skipped_empty` or
     `skipped_too_long`.
     """
@@ -52,6 +61,8 @@ class PromptStream:
         self.source = build_source(config) if source is None else source
         self.skipped_empty = 0
         self.skipped_too_long = 0
+        self.left_out: Counter[str] = Counter()
+        self._left_out_by_kind: dict[Any, tuple[str, ...]] = {}  # by `_kind` of all its parts
         self._epoch = 0
         self._position = 0  # in this epoch's order
         self._next_id = 0
@@ -185,7 +196,66 @@ class PromptStream:
 
     def _token_ids(self, question: Question) -> tuple[int, ...]:
         if not self.data.chat_template:
-            if question.messages:
-                raise DataError(f"{question.where}: the prompt is a conversation; set data.chat_template = true")
+            if question.messages or question.tools:
+                what = "is a conversation" if question.messages else "has tools"
+                raise DataError(f"{question.where}: the prompt {what}; set data.chat_template = true")
             return tuple(prompt_ids(self.tokenizer, question.text))
-        return tuple(chat_ids(self.tokenizer, question.conversation(self.data.system_prompt), self._template_options))
+        options = self._options_of(question)
+        messages = as_taken(question.conversation(self.data.system_prompt), question.tools, self._render(options))
+        token_ids = tuple(chat_ids(self.tokenizer, messages, options))
+        self.left_out.update(self._not_shown(question, messages, options))
+        return token_ids
+
+    def _render(self, options: Mapping[str, Any]) -> Render:
+        return partial(rendered, self.tokenizer, options)
+
+    def _options_of(self, question: Question) -> dict[str, Any]:
+        """Return the options of the chat template, with a row's own tools."""
+        if not question.tools:
+            return self._template_options
+        if "tools" in self._template_options:
+            raise DataError(
+                f"{question.where}: the prompt has tools of its own, and environment.options.tools offers others; "
+                "remove the rows' tools, or the environment's tools"
+            )
+        return {**self._template_options, "tools": [*question.tools]}
+
+    def _not_shown(
+        self, question: Question, messages: list[dict[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[str, ...]:
+        """Return fields of a conversation that the chat template does not show, each once.
+
+        Raises DataError if the prompt means something else without one.
+        """
+        kind = (bool(question.messages), *map(_kind, messages), *(_kind(tool["function"]) for tool in question.tools))
+        if kind in self._left_out_by_kind:
+            return self._left_out_by_kind[kind]
+        num_before = len(messages) - max(len(question.messages), 1)  # 1: the system prompt
+        found: list[str] = []
+        for field, place in left_out(messages, question.tools, self._render(options)):
+            is_tool = field.startswith("tools.")
+            if is_needed(field):
+                role = "" if is_tool else messages[place]["role"]
+                owner = f"tool {place + 1}" if is_tool else f"message {place + 1 - num_before} ({role})"
+                what = "data.system_prompt" if place < num_before and not is_tool else f"{field} of {owner}"
+                raise DataError(
+                    f"{question.where}: the model's chat template does not show {what}; write it as text of a message "
+                    "that it shows, leave it out, or choose another model"
+                )
+            found.append(_NUMBER.sub("", field))
+        self._left_out_by_kind[kind] = tuple(dict.fromkeys(found))
+        return self._left_out_by_kind[kind]
+
+
+def rendered(
+    tokenizer: Any, options: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], offered: Sequence[Tool]
+) -> str:
+    """Return messages and tools in the chat template, as text. Raises what the template does."""
+    own = {**options, "tools": [*offered]} if offered else options
+    return chat_text(tokenizer, [*map(dict, messages)], own, opens_turn=True)
+
+
+def _kind(value: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what decides whether a template shows a message or a tool: its role, and which fields say something."""
+    calls = tuple(_kind(call["function"]) for call in value.get("tool_calls", ()))
+    return value.get("role"), *(key for key, item in value.items() if item or key == "role"), calls

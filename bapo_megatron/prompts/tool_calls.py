@@ -3,10 +3,14 @@
     <tool_call>{"name": "search", "arguments": {"query": "cat"}}</tool_call>             Qwen, Hermes
     <function=search><parameter=query>cat</parameter></function>, also in a <tool_call>  Qwen3-Coder
     <tool_call>[{"name": "search", "arguments": {"query": "cat"}}]</tool_call>           SmolLM2
+    <tool_call>search<arg_key>query</arg_key><arg_value>cat</arg_value></tool_call>      GLM
     {"name": "search", "parameters": {"query": "cat"}}, several, or a list of them       Llama, Mistral
+    [TOOL_CALLS]search[ARGS]{"query": "cat"}, also with [CALL_ID]                        Mistral, from tokenizer v11
+    search{"query": "cat"}, the same without special tokens                              Mistral
     ```python ... ``` where a tool named python is offered                               any
 
-What a model thinks in <think> is not searched. Each call that cannot be read becomes a `BadCall`; the others count.
+JSON may stand behind text or in a fence; on a line that begins with words, it must name a tool that is offered. What a
+model thinks in <think> is not searched. Each call that cannot be read becomes a `BadCall`; the others count.
 Worker processes import this file too. The time is linear in the length of the text: marks are found in one pass, and at
 most MAX_CALLS calls are read.
 """
@@ -14,7 +18,7 @@ most MAX_CALLS calls are read.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +26,24 @@ Schema = Mapping[str, Any]
 """A JSON schema."""
 
 MAX_CALLS = 64  # that are read in one turn
-_MARK = re.compile(r"</?(?:tool_call|think)>|<function=([^<>\s]*)>")
+_MARK = re.compile(r"</?(?:tool_call|think)>|<function(?:=|\s+name=)([^<>\s]*)>")
 _SPACE = re.compile(r"\s*")
-_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
-_BARE = re.compile(r"\[?\s*\{")
+_PARAMETER = re.compile(r"<parameter(?:=|\s+name=)([^<>\s]+)>")
+_KEYED = re.compile(r"([^\s<>{}\[\]\"]{1,64})\s*(?=<arg_key>|</tool_call>)")
+_KEY = re.compile(r"\s*<arg_key>([^<>]*)</arg_key>\s*<arg_value>")
+_JSON = re.compile(r"(?:\[\s*)?\{")
+_OPENINGS = (
+    r"(?P<mark>\[TOOL_CALLS\])\s*"
+    r"|(?<![\w.-])(?P<called>[\w.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?\[ARGS\]\s*"
+    r"|(?<!\w)(?P<offered>%s)(?:[A-Za-z0-9]{9})?(?=\{\s*[\"}])"  # nine: an id without its special token
+    r"|(?P<json>(?:\A\s*(?:\[\s*)?\{|(?:\[\s*)?\{\s*\"(?:name|type|id|function|arguments|parameters)\"\s*:))"
+)
+"""Where a call without tags may begin; %s stands for the names of the offered tools."""
+_NAMED = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS\])?\s*(?=\{)")
+_BEGINS_LINE = re.compile(r"(?:\A|\n|<\|python_tag\|>)[ \t]*\Z")
+_OPEN_FENCE = re.compile(r"```[\w-]*[ \t]*\n\s*\Z|<\|python_tag\|>\s*\Z")
+_FENCE_LINE = re.compile(r"^[ \t]*```([^`\n]*)$", re.MULTILINE)
+_JSON_FENCES = ("", "json", "jsonc", "tool_call", "tool_calls")
 _BETWEEN = re.compile(r"[\s;,]*")  # between the bare objects of one turn
 _PYTHON = ("python", "python3", "py")
 _MAX_SHOWN = 60  # characters of a call in a reason
@@ -104,22 +122,71 @@ class _Turn:
         self.content.append(self.text[place:])
 
     def read_bare(self) -> None:
-        """Read content that begins with a call as JSON, with no mark around it."""
+        """Read calls in the content that no tags mark. One that cannot be read ends the search."""
         text = "".join(self.content).strip()
-        if not (_BARE.match(text) and '"name"' in text and ('"parameters"' in text or '"arguments"' in text)):
-            return
-        place = 0
-        try:
-            while _BARE.match(text, place):
-                value, end = _decoded(text, place)
-                if not all(map(_is_call, value if isinstance(value, list) else [value])):
-                    break
-                self.calls += _calls(value)
-                place = _after(_BETWEEN, text, end)
-        except ValueError as problem:
-            self.calls.append(BadCall(str(problem)))
-            place = len(text)
-        self.content = [text[place:]]
+        names = "|".join(map(re.escape, sorted(self.tools, key=len, reverse=True)))
+        may_be_json = '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
+        foreign = _foreign_blocks(text)
+        kept: list[str] = []
+        place = num_others = 0
+        for opening in re.finditer(_OPENINGS % names, text):
+            start, is_json = opening.start(), opening["json"] is not None
+            if start < place or (is_json and not may_be_json) or foreign(start):
+                continue
+            begins_line = start == place or _BEGINS_LINE.search(text, max(place, start - _MAX_SHOWN), start) is not None
+            try:
+                calls, end = self._bare_calls(text, opening, is_certain=begins_line)
+            except ValueError as problem:
+                is_other = is_json and not begins_line and not self._names_offered(text[start : start + 2 * _MAX_SHOWN])
+                num_others += is_other  # each may have been decoded up to the end of the text
+                if is_other and num_others <= MAX_CALLS:
+                    calls, end = [], opening.end()
+                else:
+                    calls, end = [BadCall(str(problem))], len(text)
+            if not calls:
+                kept.append(text[place:end])
+                place = end
+                continue
+            before = text[place:start]
+            fence = _OPEN_FENCE.search(before, max(0, len(before) - _MAX_SHOWN))
+            kept.append(before[: fence.start()] if fence else before)
+            place = _after(_BETWEEN, text, end)
+            if fence and text.startswith("```", place):
+                place += len("```")
+            self.calls += calls
+            if len(self.calls) > MAX_CALLS:
+                break
+        self.content = [*kept, text[place:]]
+
+    def _bare_calls(self, text: str, opening: re.Match[str], *, is_certain: bool) -> tuple[list[Call | BadCall], int]:
+        """Return the calls at a place where some may begin, and the place after them; none if it is something else.
+
+        Args:
+            is_certain: whether JSON there may name a tool that is not offered.
+
+        Raises ValueError with the reason if a call begins there that cannot be read.
+        """
+        name, start = opening["called"] or opening["offered"], opening.end()
+        if opening["json"] is not None:
+            value, end = _decoded(text, _skipped(text, opening.start()))
+            values = value if isinstance(value, list) else [value]
+            is_call = all(map(_is_call, values)) and (
+                is_certain or any(_function_of(one).get("name") in self.tools for one in values)
+            )
+            return (_calls(value) if is_call else []), end
+        if opening["mark"] is not None:
+            if _JSON.match(text, start):
+                value, end = _decoded(text, start)
+                return _calls(value), end
+            if (named := _NAMED.match(text, start)) is None:
+                raise ValueError(f"a call is [TOOL_CALLS]NAME[ARGS]{{...}}, but there is {_shown(text, start)}")
+            name, start = named[1], named.end()
+        value, end = _decoded(text, start)
+        return [_call({"name": name, "arguments": value})], end
+
+    def _names_offered(self, text: str) -> bool:
+        found = re.search(r'"name"\s*:\s*"([^"]*)"', text)
+        return found is not None and found[1] in self.tools
 
     def read_fenced(self) -> None:
         """Read blocks of Python in the content."""
@@ -165,6 +232,10 @@ class _Turn:
             after = _skipped(self.text, place)
             return [call], after + len("</tool_call>") if self.text.startswith("</tool_call>", after) else place
         start = _skipped(self.text, mark.end())
+        keyed = _KEYED.match(self.text, start)
+        if keyed is not None and (self.text.startswith("<arg_key>", keyed.end()) or keyed[1] in self.tools):
+            call, place = self._keyed(keyed)
+            return [call], place
         if (function := _MARK.match(self.text, start)) is not None and function[1] is not None:
             return [], start
         try:
@@ -179,9 +250,29 @@ class _Turn:
             return [BadCall(f"a call ends with </tool_call>, but there is {_shown(self.text, after)}")], start
         return _calls(value), after
 
+    def _keyed(self, name: re.Match[str]) -> tuple[Call | BadCall, int]:
+        """Return the call of a name with keys and values in tags, and how far it was read."""
+        properties = self.tools.get(name[1], {}).get("properties", {})
+        arguments: dict[str, Any] = {}
+        place = name.end()
+        while (key := _KEY.match(self.text, place)) is not None:
+            end = self.text.find("</arg_value>", key.end())
+            if end < 0:
+                return BadCall(f"<arg_key>{key[1]}</arg_key> has no </arg_value>"), len(self.text)
+            value = self.text[key.end() : end].removeprefix("\n").removesuffix("\n")
+            arguments[key[1].strip()] = _typed(value, properties.get(key[1].strip(), {}))
+            place = end + len("</arg_value>")
+        after = _skipped(self.text, place)
+        if self.text.startswith("</tool_call>", after):
+            return Call(name[1], arguments), after + len("</tool_call>")
+        if after == len(self.text) or self.text.startswith(("<tool_call>", "</think>"), after):
+            return Call(name[1], arguments), after
+        form = "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"
+        return BadCall(f"a call is {form}, with as many keys as needed; there is {_shown(self.text, after)}"), place
+
     def _function(self, mark: re.Match[str]) -> tuple[Call | BadCall, int]:
         """Return the call <function=...> that begins at a mark, and how far it was read."""
-        name, place = mark[1], _skipped(self.text, mark.end())
+        name, place = _unquoted(mark[1]), _skipped(self.text, mark.end())
         properties = self.tools.get(name, {}).get("properties", {})
         arguments: dict[str, Any] = {}
         while (parameter := _PARAMETER.match(self.text, place)) is not None:
@@ -189,7 +280,8 @@ class _Turn:
             if end < 0:
                 return BadCall(f"<parameter={parameter[1]}> has no </parameter>"), len(self.text)
             value = self.text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
-            arguments[parameter[1]] = _typed(value, properties.get(parameter[1], {}))
+            key = _unquoted(parameter[1])
+            arguments[key] = _typed(value, properties.get(key, {}))
             place = _skipped(self.text, end + len("</parameter>"))
         if not name or not self.text.startswith("</function>", place):
             form = "<function=NAME><parameter=NAME>value</parameter></function>"
@@ -241,7 +333,18 @@ _DECODER = json.JSONDecoder(strict=False, parse_int=_integer, parse_float=_float
 """A reader of JSON that takes line breaks in a string, as many models write them."""
 
 
+def _unquoted(name: str) -> str:
+    return name[1:-1] if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'" else name
+
+
+def _function_of(value: Any) -> Any:
+    """Return the object with a call's name and arguments, which may be inside {"type": "function", "function": ...}."""
+    inner = value.get("function") if isinstance(value, dict) else None
+    return inner if isinstance(inner, dict) else value
+
+
 def _is_call(value: Any) -> bool:
+    value = _function_of(value)
     return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
 
 
@@ -250,6 +353,7 @@ def _calls(value: Any) -> list[Call | BadCall]:
 
 
 def _call(value: Any) -> Call | BadCall:
+    value = _function_of(value)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return BadCall('a call is an object like {"name": "...", "arguments": {...}}')
     arguments = value.get("arguments", value.get("parameters"))
@@ -280,6 +384,25 @@ def _takes_text(schema: Schema) -> bool:
         options = schema.get("anyOf", schema.get("oneOf"))
         return options is None or any(map(_takes_text, options))
     return "string" in ([types] if isinstance(types, str) else types)
+
+
+def _foreign_blocks(text: str) -> Callable[[int], bool]:
+    """Return a function that tells whether a place is in a fenced block of another language than JSON.
+
+    It must be asked about places in ascending order.
+    """
+    lines = _FENCE_LINE.finditer(text)
+    language: str | None = None  # language of the latest place's block
+    following = next(lines, None)
+
+    def is_foreign(place: int) -> bool:
+        nonlocal language, following
+        while following is not None and following.start() <= place:
+            language = following[1].strip().lower() if language is None else None
+            following = next(lines, None)
+        return language is not None and language not in _JSON_FENCES
+
+    return is_foreign
 
 
 def _fence(line: str) -> str | None:

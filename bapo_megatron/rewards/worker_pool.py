@@ -21,7 +21,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,7 +31,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.environments import EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
 from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
-from bapo_megatron.runtime import num_cores
+from bapo_megatron.runtime import num_cores, python_module
 
 MAX_STARTS = 3
 MAX_PROCESSES = 8
@@ -79,7 +78,7 @@ class Worker:
         with theirs:
             streams = await asyncio.open_connection(sock=ours, limit=_MAX_REPLY_BYTES)
             process = subprocess.Popen(
-                [sys.executable, "-m", "bapo_megatron.rewards.worker", str(theirs.fileno())],
+                [*python_module("bapo_megatron.rewards.worker"), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # judges print to the log
                 pass_fds=(theirs.fileno(),),

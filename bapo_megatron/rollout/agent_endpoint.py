@@ -4,7 +4,7 @@ A key names the sample that a program drives. Its requests wait in the sample's 
 sampled. A client that repeats a request gets the turn that it has asked for already.
 
 The run decides how tokens are sampled: temperature, top_p, seed and the like are accepted and have no effect. A field
-that would need another effect is refused.
+that would need another effect is refused, unless its value asks for nothing.
 """
 
 import asyncio
@@ -23,13 +23,14 @@ from aiohttp.typedefs import Handler
 from pydantic import Field
 
 from bapo_megatron.engines.embedded.openai import (
+    OpenAIBody,
     StreamOptions,
     TextPart,
     UnknownModelError,
     openai_errors,
     send_event,
 )
-from bapo_megatron.engines.embedded.protocol import BadRequestError, RequestBody, parse
+from bapo_megatron.engines.embedded.protocol import BadRequestError, parse
 from bapo_megatron.rollout.conversations import Asked, Message
 from bapo_megatron.runtime.web import Guard
 
@@ -47,7 +48,7 @@ class _UnknownKeyError(BadRequestError):
     status, code = 401, "invalid_api_key"
 
 
-class _Ignored(RequestBody):
+class _Ignored(OpenAIBody):
     """Fields without effect."""
 
     temperature: float | None = None
@@ -63,19 +64,19 @@ class _Ignored(RequestBody):
     metadata: dict[str, Any] | None = None
 
 
-class _Function(RequestBody):
+class _Function(OpenAIBody):
     name: str
     arguments: str
 
 
-class _Call(RequestBody):
+class _Call(OpenAIBody):
     id: str = ""
     type: Literal["function"] = "function"
     function: _Function
     index: int | None = None
 
 
-class _Message(RequestBody):
+class _Message(OpenAIBody):
     """A message. A program may send back what it got, with thoughts under any of their names."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -113,19 +114,19 @@ def _plain_call(call: _Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-class _Offer(RequestBody):
+class _Offer(OpenAIBody):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class _Tool(RequestBody):
+class _Tool(OpenAIBody):
     type: Literal["function"]
     function: _Offer
 
 
-class _Text(RequestBody):
+class _Text(OpenAIBody):
     type: Literal["text"]
 
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.embedded.protocol import BadRequestError
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _MAX_OUTPUT_BYTES = 64 << 10  # kept of what a program prints, from its end
 _MAX_SHOWN = 500  # characters of it that a message shows
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_HOST = re.compile(r"\*|(?:https?://)?[*.]*[\w-][\w.-]*(?:/\d+)?(?::\d+)?")  # a name, IPv4 address or network
 _END_TIMEOUT_S = 10.0  # how long to wait for a killed program
 LAUNCHER = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 """Ends a program with the process that started it (PR_SET_PDEATHSIG, SIGKILL)."""
@@ -135,6 +139,13 @@ class AgentPrograms:
         self._seed = config.run.seed
         self._command = _command(config.environment.options)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._inherited, left_out = inherited(os.environ)
+        if left_out:
+            log.warning(
+                "agents: programs start without %s: OpenAI's client would refuse to start with it; a program that "
+                'needs it gets it by its command, such as ["env", "ALL_PROXY=...", "python", ...]',
+                ", ".join(left_out),
+            )
 
     async def start(self, sample: Sample, conversations: Conversations) -> Session:
         """Start the program of a sample. Raises OSError."""
@@ -180,14 +191,37 @@ class AgentPrograms:
         """Return a program's environment: this process's, without the engines' key, and what it should ask."""
         of, seed = sample.prompt, sample_seed(self._seed, sample.sample_id)
         task = {"prompt": of.text, "answer": of.answer, "source": of.source, "seed": seed}
-        inherited = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-        return inherited | {
+        return self._inherited | {
             "OPENAI_BASE_URL": self.endpoint.url,
             "OPENAI_API_KEY": inbox.key,
             "OPENAI_MODEL": MODEL,
             "BAPO_TASK": json.dumps(task),
-            **{name: f"{os.environ.get(name, '')},127.0.0.1" for name in ("NO_PROXY", "no_proxy")},
         }
+
+
+def inherited(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the environment that programs inherit, and the names of proxies that they do not: an HTTP client may be
+    unable to read those. The engines' key is left out too. Programs ask the policy on loopback, past every proxy.
+
+    Source: httpx 0.28, which OpenAI's client uses, _utils.py: get_environment_proxies.
+    """
+    kept = {name: value for name, value in variables.items() if name != KEY_VARIABLE}
+    left_out = [name for name, value in kept.items() if name.lower() in _PROXIES and not _is_http_proxy(value)]
+    for name in left_out:
+        del kept[name]
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = [host for text in kept.get(name, "").split(",") if (host := text.strip())]
+        left_out += [f"{host} of {name}" for host in hosts if not _HOST.fullmatch(host)]
+        kept[name] = ",".join([*filter(_HOST.fullmatch, hosts), "127.0.0.1"])
+    return kept, left_out
+
+
+def _is_http_proxy(value: str) -> bool:
+    try:
+        parts = urlsplit(value if "://" in value else f"http://{value}")
+        return not value or (parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0)
+    except ValueError:  # its port is not a number
+        return False
 
 
 def _command(options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What every process needs: here its cores and the command `bapo`; in the modules its rank, heartbeat, times and files.
+"""What every process needs: here its cores, memory and the command `bapo`; in modules its rank, heartbeat and files.
 
 Does not import torch.
 """
@@ -12,12 +12,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from bapo_megatron.runtime.cgroups import cgroup_limits
+
 
 def num_cores() -> int:
-    """Count the cores this process may use: taskset, cpusets and SLURM may allow fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Count the cores this process may use: taskset, SLURM and containers may allow fewer than the machine has.
+
+    A part of a core does not count, because a thread would wait for it.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, int(min(cores, cgroup_limits().cores)))
+
+
+def memory_bytes() -> int:
+    """Return the memory that this process may use: the machine's, or less in a container."""
+    return int(min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup_limits().memory_bytes))
+
+
+def python_module(name: str) -> list[str]:
+    """Return the words that start a module of this package in a new process.
+
+    With -P the working folder is not on its search path, where a file such as random.py would hide Python's own module.
+    `config/dotted.py` appends the folder for the user's own functions.
+    """
+    return [sys.executable, "-P", "-m", name]
 
 
 def stamp() -> str:

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bapo_megatron.runtime import python_module
+
 
 @dataclass(frozen=True, slots=True)
 class Orders:
@@ -45,7 +47,7 @@ class StandbyRanks:
     """
 
     def __init__(self, run_path: Path, count: int, environment: Mapping[str, str]) -> None:
-        self._command = [sys.executable, "-m", "bapo_megatron.trainer", "--run-dir", str(run_path), "--standby"]
+        self._command = [*python_module("bapo_megatron.trainer"), "--run-dir", str(run_path), "--standby"]
         self._count = count
         self._environment = os.environ | environment
         self._waiting: list[subprocess.Popen[bytes]] = []

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -35,6 +36,8 @@ from bapo_megatron.runtime.files import read_jsonl, write_atomically
 
 _SBATCH_TIMEOUT_S = 60.0
 _RECENT_STEPS = 20
+_OF_ALLOCATION = re.compile(r"SLURM_|SLURMD_|SRUN_|SBATCH_(CPU|MEM)_BIND|PMI\d?_|PMIX_|OMPI_|HYDRA_")
+_OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,7 +141,12 @@ def _sbatch(arguments: Sequence[str]) -> str:
         raise UserError("sbatch is not on PATH: run this on a login node of the cluster")
     try:
         done = subprocess.run(
-            ["sbatch", *arguments], capture_output=True, text=True, timeout=_SBATCH_TIMEOUT_S, check=False
+            ["sbatch", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_SBATCH_TIMEOUT_S,
+            check=False,
+            env={name: value for name, value in os.environ.items() if not _is_of_allocation(name)},
         )
     except subprocess.TimeoutExpired:
         raise UserError(
@@ -147,6 +155,13 @@ def _sbatch(arguments: Sequence[str]) -> str:
     if done.returncode != 0:
         raise UserError(done.stderr.strip() or f"sbatch ended with exit code {done.returncode}")
     return done.stdout
+
+
+def _is_of_allocation(name: str) -> bool:
+    """Return whether SLURM or a launcher sets a variable in an allocation: sbatch would pass it on, and srun in the job
+    would read it as an option. What sbatch itself reads, such as SBATCH_ACCOUNT, and how to reach SLURM is the user's.
+    """
+    return _OF_ALLOCATION.match(name) is not None and name not in _OF_CLUSTER
 
 
 def describe(job: Job, ids: Sequence[str]) -> dict[str, Any]:

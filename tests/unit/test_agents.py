@@ -17,12 +17,13 @@ import pytest
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.engines.connected import LoopThread
+from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.environment import check_environment
 from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rollout.agent_endpoint import MODEL, Asked, Endpoint, Inbox, Reply
-from bapo_megatron.rollout.agents import LAUNCHER, AgentDriver, AgentPrograms, Program
+from bapo_megatron.rollout.agents import LAUNCHER, AgentDriver, AgentPrograms, Program, inherited
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S
@@ -664,3 +665,31 @@ def test_an_unfinished_sample_begins_anew_after_a_restart(tmp_path: Path) -> Non
     assert sample == Sample.of(sample.sample_id, sample.prompt, need=NeedsEnvironment(None))
     samples = again.samples()
     assert all(s.reward == 1 for s in samples)
+
+
+@pytest.mark.parametrize(
+    ("variables", "left_out"),
+    [
+        ({"ALL_PROXY": "socks5://127.0.0.1:9", "http_proxy": "http://proxy:3128"}, ["ALL_PROXY"]),
+        ({"HTTPS_PROXY": "socks5h://x:1", "https_proxy": "https://u:p@proxy"}, ["HTTPS_PROXY"]),
+        ({"HTTP_PROXY": "http://proxy:port", "all_proxy": "proxy:3128"}, ["HTTP_PROXY"]),
+        ({"NO_PROXY": "fd00::/8,127.0.0.1,::1", "no_proxy": "[::1]:80"}, ["fd00::/8", "::1", "[::1]:80"]),
+        ({"NO_PROXY": " .corp.example, 10.0.0.0/8,localhost:80,*", "no_proxy": ""}, []),
+        ({}, []),
+    ],
+)
+def test_programs_inherit_no_proxy_that_their_client_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], left_out: list[str]
+) -> None:
+    openai = pytest.importorskip("openai")
+    environment, found = inherited({**variables, KEY_VARIABLE: "secret", "HOME": "/h"})
+    assert [name.partition(" of ")[0] for name in found] == left_out
+    assert KEY_VARIABLE not in environment
+    assert environment["HOME"] == "/h"
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name in ("NO_PROXY", "no_proxy"):
+        assert environment[name].endswith("127.0.0.1")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="x").close()  # it reads the variables

@@ -197,7 +197,7 @@ def test_the_engine_is_the_embedded_one_at_a_low_priority(tmp_path: Path) -> Non
     assert engine_kind(config.rollout.engine) is nice_engine.KIND
     (spec,) = nice_engine.engine_specs(config, tmp_path, [tmp_path / "log"], [30000], EngineShare(1, first_gpu=0))
     assert (spec.url, spec.log) == ("http://127.0.0.1:30000", tmp_path / "log")
-    assert spec.command[:6] == ["nice", "-n", "10", sys.executable, "-m", "bapo_megatron.engines.embedded"]
+    assert spec.command[:7] == ["nice", "-n", "10", sys.executable, "-P", "-m", "bapo_megatron.engines.embedded"]
 
 
 @torch.no_grad()

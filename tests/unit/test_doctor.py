@@ -319,7 +319,7 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch, free_share: float, se
 )
 def test_copies_of_checkpoints_fit_the_memory(monkeypatch, options: list[str], starts_here: bool, problem: str) -> None:
     """A 7B model's are 91 GB on one node; this one's, of 31 million parameters, are 0.35 GiB."""
-    monkeypatch.setattr(machine.os, "sysconf", {"SC_PHYS_PAGES": 65536, "SC_PAGE_SIZE": 4096}.__getitem__)
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 65536, "SC_PAGE_SIZE": 4096}.__getitem__)
     monkeypatch.setattr("bapo_megatron.preflight.memory.model_parameters", lambda shape: 31_000_000)
     config = Config.model_validate({"checkpoint": {"asynchronous": True}, "slurm": {"options": options}})
     found = list(machine.check_host_memory(config, load_hf_config(demo_model_path()), starts_here=starts_here))
@@ -331,10 +331,10 @@ def test_copies_of_checkpoints_fit_the_memory(monkeypatch, options: list[str], s
 def test_routes_fit_the_memory(monkeypatch) -> None:
     """The mixture that ships has 2 layers x 2 experts: 4 bytes for each of 40 x 8 x (16 + 48) tokens, twice."""
     mixture = load_hf_config(shipped_model_path("moe"))
-    monkeypatch.setattr(machine.os, "sysconf", {"SC_PHYS_PAGES": 40, "SC_PAGE_SIZE": 4096}.__getitem__)
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 40, "SC_PAGE_SIZE": 4096}.__getitem__)
     config = load_config(["demo"], ["model.path=moe", "model.replay_routes=true"])
     assert not list(machine.check_host_memory(config, mixture, starts_here=True)), "163,840 bytes are there"
-    monkeypatch.setattr(machine.os, "sysconf", {"SC_PHYS_PAGES": 39, "SC_PAGE_SIZE": 4096}.__getitem__)
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 39, "SC_PAGE_SIZE": 4096}.__getitem__)
     (found,) = machine.check_host_memory(config, mixture, starts_here=True)
     assert "model.replay_routes=true keeps 0.00 GiB in the memory of trainer rank 0's node, and this" in found.problem
     both = config.model_copy(update={"checkpoint": CheckpointConfig(asynchronous=True)})

@@ -1,9 +1,14 @@
 """User functions at dotted paths: whatever is wrong with one is a single message of `bapo check`."""
 
+import importlib.util
 import inspect
 import json
+import os
+import re
 import shutil
+import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -22,6 +27,8 @@ from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.errors import UserError
 from tests.distributed import HANG_S
 
+TINY = ("train.num_steps=1", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.groups_in_flight=2")
+TINY += ("rollout.max_response_tokens=16", "train.minibatches_per_step=1", "parallel.tensor=1")
 SEAMS = (LOSS, ADVANTAGE, KEEP_GROUP, REWARD, ENGINE, FAMILY)
 TYPES = {ENGINE: "EngineKind", FAMILY: "Family"}
 MODULE = """
@@ -313,3 +320,58 @@ def test_what_is_wrong_with_a_declared_loss_is_one_message(
     (line,) = check(capsys, *f"loss.name=own_parts:{name}".split())
     assert line.startswith(f'bapo: loss.name="own_parts:{name.split()[0]}": ')
     assert reason in line
+
+
+def test_a_module_that_another_hides_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("random", "json/decoder", "numpy/__init__", "needs_random"):
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(
+            "from random import judge\n" if name == "needs_random" else "def judge(answer, response): return 1.0\n"
+        )
+    for path, hidden in (
+        ("random:judge", "random.py is hidden by the module random of "),
+        ("json.decoder:judge", "json/decoder.py is hidden by the module json.decoder of "),
+        ("numpy:judge", "numpy/__init__.py is hidden by the module numpy of "),
+        ("needs_random:judge", "cannot import name 'judge' from 'random'"),
+        ("needs_random:judge", "random.py is hidden by the module random of "),
+    ):
+        assert cli.main(["check", "demo", f"reward.kind={path}"]) == 2
+        assert hidden in capsys.readouterr().err
+
+
+def test_every_process_is_started_without_the_working_folder_on_its_path() -> None:
+    package = Path(cli.__file__).parent
+    files = [file for file in package.rglob("*") if file.suffix in (".py", ".jinja") and file.parent.name != "runtime"]
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            assert not re.search(r'executable, "-[mc]"|python \| quoted }} -m', line), f"{file}: {line}"
+
+
+def hidden(folder: Path, names: Collection[str]) -> None:
+    for name in names:
+        (folder / f"{name}.py").write_text(f"raise SystemExit('hidden: {name}')\n")
+
+
+def started(folder: Path, *words: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    command = [sys.executable, *words, *TINY, f"run.dir={folder / 'runs'}", "run.name=one"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_files_named_as_modules_of_python_and_of_packages_hide_none(tmp_path: Path) -> None:
+    names = {name for name in sys.stdlib_module_names if importlib.util.find_spec(name) is not None}
+    hidden(tmp_path, names | {"torch", "numpy", "megatron", "transformers", "bapo_megatron"})
+    (tmp_path / "my_judge.py").write_text("import random\ndef judge(answer, response): return random.random()\n")
+    started(tmp_path, "-P", "-m", "bapo_megatron", "train", "demo", "reward.kind=my_judge:judge")
+
+
+@pytest.mark.slow
+def test_the_command_as_a_module_finds_the_same_modules(tmp_path: Path) -> None:
+    hidden(tmp_path, ("random", "tokenize", "logging", "numpy", "torch", "socket"))
+    started(tmp_path, "-m", "bapo_megatron", "check", "demo")

@@ -21,6 +21,8 @@ import openai
 import pytest
 import torch
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from bapo_megatron import cli
@@ -28,10 +30,12 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded import chat as terminal
 from bapo_megatron.engines.embedded import openai as routes
 from bapo_megatron.engines.embedded import server as server_module
-from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.engines.embedded.openai import _ChatBody as ServedChat
+from bapo_megatron.engines.embedded.protocol import BadRequestError, RequestBody, SamplingParams, parse
 from bapo_megatron.engines.embedded.server import Server, check_address
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 from bapo_megatron.errors import UserError
+from bapo_megatron.rollout.agent_endpoint import _ChatBody as AgentChat
 from tests.distributed import HANG_S
 from tests.unit.test_embedded_engine import stop
 
@@ -190,7 +194,7 @@ def test_a_chat_template_is_used(model: TextModel, monkeypatch: pytest.MonkeyPat
         ({"max_tokens": 0}, "max_tokens"),
         ({"top_k": 0}, "top_k: must be -1"),
         ({"logprobs": 3}, "logprobs is not supported"),
-        ({"tools": []}, "tools is not supported"),
+        ({"tools": [{}]}, "tools is not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({"best_of": 2}, "best_of: must be 1"),
         ({"echo": True, "suffix": "x"}, "echo is not supported; suffix is not supported"),
@@ -200,6 +204,50 @@ def test_bad_requests_are_explained(url: str, change: dict[str, object], message
     status, reply = post(f"{url}/v1/completions", {"model": "demo", "prompt": PROMPT} | change)
     assert status == (404 if change.get("model") else 400)
     assert message in reply["error"]["message"]
+
+
+NOTHING: dict[str, list[Any]] = {
+    "logprobs": [None],
+    "stop": [None, "", []],
+    "tools": [None, []],
+    "functions": [None, []],
+    "function_call": [None, "none"],
+    "logit_bias": [None, {}],
+    "top_logprobs": [None, 0],
+    "modalities": [None, ["text"]],
+    "chat_template_kwargs": [None, {}],
+    "response_format": [None, {"type": "text"}],
+    "service_tier": [None, "auto", "default"],
+    "repetition_penalty": [None, 1, 1.0],
+    "ignore_eos": [None, False],
+    "prediction": [None],
+    "anything_new": [None, "", [], {}],
+}
+"""Values that ask for nothing."""
+SOMETHING: dict[str, list[Any]] = {
+    "logit_bias": [{"5": 1}],
+    "top_logprobs": [2, True, False],
+    "modalities": [["text", "audio"], "text"],
+    "chat_template_kwargs": [{"enable_thinking": False}],
+    "response_format": [{"type": "json_object"}],
+    "repetition_penalty": [1.1, True],
+    "ignore_eos": [True, 0],
+    "anything_new": [0, False, "x", [None]],
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), kind=st.sampled_from([ServedChat, AgentChat]))
+def test_what_asks_for_nothing_is_accepted(data: st.DataObject, kind: type[RequestBody]) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(NOTHING)), unique=True))
+    body: dict[str, Any] = {name: data.draw(st.sampled_from(NOTHING[name])) for name in names}
+    message = {"role": "assistant", "content": "a", "refusal": None, "thinking_blocks": [], "audio": {}}
+    body |= {"model": "policy", "messages": [message, {"role": "user", "content": "hi", "cache_control": None}]}
+    parse(kind, json.dumps(body).encode())
+    name = data.draw(st.sampled_from(sorted(SOMETHING)))
+    body[name] = data.draw(st.sampled_from(SOMETHING[name]))
+    with pytest.raises(BadRequestError, match=name):
+        parse(kind, json.dumps(body).encode())
 
 
 def test_a_refused_message_is_named(url: str) -> None:

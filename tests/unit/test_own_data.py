@@ -1,6 +1,7 @@
 """Files of prompts as people have them, what is wrong with them, and what `bapo init` proposes for them."""
 
 import csv
+import gzip
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, DataError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.preflight.starter import Hardware, write_config
+from bapo_megatron.prompts import rows
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, judge_text
@@ -375,3 +377,81 @@ def test_bad_input_is_told_before_a_run(
     arguments = ("demo", "data.source=jsonl", f"data.path={name}", f"reward.timeout_s={HANG_S}", *small, *kind)
     assert cli.main(["check", *arguments, *settings]) == 2
     assert capsys.readouterr().err.splitlines() == [f"bapo: {message}" for message in messages]
+
+
+ROWS = [{"prompt": "3+5?", "answer": "8"}, {"prompt": "4+5?", "answer": "9"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def packed(data: bytes) -> bytes:
+    return gzip.compress(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("x.jsonl.gz", packed(LINES)),
+        ("x.jsonl", packed(LINES)),
+        ("x.gz", packed(LINES)),
+        ("x.csv.gz", packed(b"prompt,answer\n3+5?,8\n4+5?,9\n")),
+        ("x.json.GZ", packed(json.dumps(ROWS).encode())),
+        ("x.jsonl", json.dumps(ROWS, indent=2).encode()),
+        ("x.txt", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
+        ("x.json", LINES.replace(b"\n", b"\r\n")),
+    ],
+)
+def test_rows_are_told_by_their_content(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    found = source(str(tmp_path / name))
+    assert [(one.text, one.answer) for one in found.questions] == [("3+5?", "8"), ("4+5?", "9")]
+
+
+def test_parquet_under_another_name(tmp_path: Path) -> None:
+    file = Path(written(tmp_path, ROWS, ".parquet"))
+    for data in (file.read_bytes(), packed(file.read_bytes())):
+        (tmp_path / "x.jsonl").write_bytes(data)
+        assert len(source(str(tmp_path / "x.jsonl"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "problem"),
+    [
+        ("x.jsonl", packed(LINES)[:-9], r"x.jsonl: not a whole gzip file: .*; run `gzip -t"),
+        ("x.jsonl", b"\x1f\x8b\x08junk", "not a whole gzip file"),
+        ("x.jsonl.zst", b"\x28\xb5\x2f\xfd\x00", "compressed with zstd; run `zstd -d"),
+        ("x.jsonl", b"PK\x03\x04..", "a zip archive"),
+        ("x.csv", b"\xff\xfea\x00", "UTF-16, not UTF-8; run `iconv"),
+        ("x.json", json.dumps({"data": ROWS}).encode(), "one JSON object whose 'data' holds 2 rows; save that list"),
+        (
+            "x.jsonl",
+            json.dumps({"version": 1, "data": ROWS}, indent=1).encode(),
+            r"x.jsonl: one JSON object whose 'data'",
+        ),
+        ("x.jsonl", json.dumps({"examples": ROWS}).encode(), "whose 'examples' holds 2 rows"),
+        ("x.jsonl", b"[1]", "x.jsonl, item 1: expected an object"),
+        ("x.json", b'[{"prompt": "a", "answer": "8"},]', r"x.json: not JSON: .*column 33"),
+        ("x.jsonl", b'{"prompt": "a", "answer": "8", "answer": "9"}', "x.jsonl:1: the key 'answer' is twice"),
+        ("x.json", b'[{"prompt": "a", "meta": {"b": 1, "b": 1}, "answer": 1}]', "x.json: the key 'b' is twice"),
+    ],
+)
+def test_a_file_that_holds_no_rows_is_told_for_what_it_is(tmp_path: Path, name: str, data: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=problem):
+        source(str(tmp_path / name))
+
+
+def test_gzip_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "_MAX_UNPACKED_BYTES", len(LINES))
+    (tmp_path / "x.jsonl").write_bytes(packed(LINES))
+    assert len(source(str(tmp_path / "x.jsonl"))) == 2
+    (tmp_path / "x.jsonl").write_bytes(packed(LINES + b"\n"))
+    with pytest.raises(DataError, match="unpack it, or split it"):
+        source(str(tmp_path / "x.jsonl"))
+
+
+def test_a_column_of_parquet_that_is_there_twice(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "answer", "answer"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x.parquet: the column 'answer' is there twice"):
+        source(str(tmp_path / "x.parquet"))

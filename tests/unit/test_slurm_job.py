@@ -361,6 +361,26 @@ def test_the_verb_writes_prints_and_refuses(
     assert "sbatch is not on PATH" in capsys.readouterr().err
 
 
+def test_a_job_inherits_nothing_of_the_allocation_that_submits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub, seen = tmp_path / "bin" / "sbatch", tmp_path / "seen"
+    stub.parent.mkdir()
+    stub.write_text(f"#!/bin/sh\nenv > {seen}\necho 4242\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
+    theirs = ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SLURM_TRES_PER_TASK", "SLURMD_NODENAME", "SBATCH_CPU_BIND_TYPE")
+    theirs += ("SRUN_DEBUG", "PMI_RANK", "PMI2_FD", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK")
+    ours = ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_MEM_PER_NODE", "WANDB_API_KEY", "PMIX")
+    for name in (*theirs, *ours):
+        monkeypatch.setenv(name, "7")
+    assert main(["slurm", "demo", f"run.dir={tmp_path}", "run.name=job", "--submit"]) == 0
+    assert "4242" in capsys.readouterr().out
+    passed_on = {line.partition("=")[0] for line in seen.read_text().splitlines()}
+    assert passed_on.isdisjoint(theirs)
+    assert passed_on >= {*ours}
+
+
 @pytest.mark.parametrize("verb", ["train", "launch", "demo"])
 def test_several_nodes_on_one_machine_are_one_error_that_points_to_the_verb(
     verb: str, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,7 @@
 """Tool calls in the formats of model families, read out of a turn's text."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 
@@ -105,6 +106,15 @@ PIECES += [
     "}",
     "\\",
 ]
+PIECES += ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "search", "search{", "```json\n", "<arg_key>", "<arg_value>"]
+PIECES += [
+    "</arg_value>",
+    "<tool_call>search",
+    '{"name": "',
+    '{"type": "function", "function": ',
+    "[ ",
+    "<|python_tag|>",
+]
 PIECES += ['"arguments": ', "1e999", "NaN", "9" * 5000, " ", "\n", "x", "\ud800"]
 
 
@@ -118,7 +128,7 @@ def test_any_text_has_a_reading_and_its_calls_are_json(pieces: list[str], names:
 
 
 @pytest.mark.parametrize(
-    "piece", [*PIECES[:18], "<tool_call>[", "<tool_call>{}", '<tool_call>{"a":"', "<think></think>"]
+    "piece", [*PIECES[:30], "<tool_call>[", "<tool_call>{}", '<tool_call>{"a":"', "<think></think>"]
 )
 @pytest.mark.parametrize("end", ["", "</parameter>", "</tool_call>", '"name" "arguments"'])
 def test_work_grows_no_faster_than_the_text(piece: str, end: str) -> None:
@@ -226,5 +236,104 @@ def test_a_turn_has_a_limit_of_calls() -> None:
     "text", ["It is 12.", '{"name": "Ann", "age": 3}', "[1] a cat", "<b>12</b>", "12 </tool_call>", ""]
 )
 def test_an_answer_is_not_a_call(text: str) -> None:
+    assert parse_turn(text, TOOLS).calls == ()
+    assert parse_turn(text, TOOLS).content == text
+
+
+def mistral(call: Call) -> str:
+    return f"[TOOL_CALLS]{call.name}[ARGS]{json.dumps(call.arguments)}"
+
+
+def mistral_with_id(call: Call) -> str:
+    return f"[TOOL_CALLS]{call.name}[CALL_ID]a1B2c3D4e[ARGS]{json.dumps(call.arguments)}"
+
+
+def mistral_decoded(call: Call) -> str:
+    """Return a call of Mistral's as it is decoded without special tokens."""
+    return f"{call.name}{json.dumps(call.arguments)}"
+
+
+def mistral_list(call: Call) -> str:
+    return f"[TOOL_CALLS] [{json.dumps({'name': call.name, 'arguments': call.arguments, 'id': 'a1B2c3D4e'})}]"
+
+
+def in_function(call: Call) -> str:
+    function = {"name": call.name, "parameters": call.arguments}
+    return json.dumps({"type": "function", "function": function})
+
+
+def in_fence(call: Call) -> str:
+    return f"```json\n{json.dumps({'name': call.name, 'arguments': call.arguments}, indent=1)}\n```\n"
+
+
+def keyed(call: Call) -> str:
+    pairs = (f"<arg_key>{k}</arg_key>\n<arg_value>{_plain(v)}</arg_value>\n" for k, v in call.arguments.items())
+    return f"<tool_call>{call.name}\n{''.join(pairs)}</tool_call>"
+
+
+def quoted_xml(call: Call) -> str:
+    named = xml(call).replace(f"<function={call.name}>", f'<function="{call.name}">')
+    return re.sub(r"<parameter=(\w+)>", r'<parameter name="\1">', named)
+
+
+OFFERED = st.builds(Call, st.just("search"), st.dictionaries(st.text(), VALUES, max_size=4))
+BEFORE = st.sampled_from(["", "I will search.\n", "I look: ", "Two {braces} and [brackets]:\n\n", "a{b}\n"])
+
+
+@settings(max_examples=100)
+@given(
+    calls=st.lists(OFFERED, min_size=1, max_size=3),
+    render=st.sampled_from([mistral, mistral_with_id, mistral_decoded, mistral_list, in_function, in_fence]),
+    before=BEFORE,
+)
+def test_round_trip_behind_text(calls: list[Call], render: Callable[[Call], str], before: str) -> None:
+    found = parse_turn(before + "".join(map(render, calls)), TOOLS)
+    assert found.calls == tuple(calls)
+    assert found.content == before.strip()
+
+
+@settings(max_examples=50)
+@given(
+    call=XML_CALLS.filter(lambda call: "</arg_value>" not in call.arguments.get("query", "")),
+    render=st.sampled_from([keyed, quoted_xml]),
+    before=BEFORE,
+)
+def test_round_trip_of_other_tags(call: Call, render: Callable[[Call], str], before: str) -> None:
+    found = parse_turn(before + render(call), TOOLS)
+    assert found.calls == (call,)
+
+
+@settings(max_examples=100)
+@given(
+    call=OFFERED.filter(lambda call: call.arguments),
+    render=st.sampled_from([mistral, mistral_with_id, in_function, in_fence, bare, mistral_decoded]),
+    share=st.floats(0.0, 1.0),
+    before=BEFORE,
+)
+def test_a_call_that_is_cut_off_is_never_a_last_turn(
+    call: Call, render: Callable[[Call], str], share: float, before: str
+) -> None:
+    whole = render(call)
+    begun = (
+        whole.index("arguments" if '"arguments"' in whole else '"parameters"' if '"parameters"' in whole else "{") + 13
+    )
+    end = max(begun, int(share * whole.rindex("}")))
+    found = parse_turn(before + whole[: min(end, whole.rindex("}"))], TOOLS)
+    assert found.calls
+    assert isinstance(found.calls[-1], BadCall)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```js\n{"name": "search", "arguments": {}}\n```',
+        'The person is {"name": "Ann", "parameters": 3}.',
+        "research{x}",
+        "\\text{search}{x}",
+        "A [CALL_ID] and [ARGS] are marks.",
+        'It has the keys "name" and "arguments", as in {"type": 1}.',
+    ],
+)
+def test_what_only_looks_like_a_call(text: str) -> None:
     assert parse_turn(text, TOOLS).calls == ()
     assert parse_turn(text, TOOLS).content == text

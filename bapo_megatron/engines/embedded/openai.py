@@ -1,7 +1,7 @@
 """OpenAI's routes on an embedded engine: /v1/models, /v1/completions and /v1/chat/completions, streamed or not.
 
 Source: the API reference at platform.openai.com (2026-11), and the openai client 2.8. Fields without effect here
-are accepted and ignored. A field that needs something this engine lacks is refused.
+are accepted and ignored. A field that needs something this engine lacks is refused, unless its value asks for nothing.
 """
 
 import asyncio
@@ -10,12 +10,13 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from pydantic import Field, StrictInt
+from pydantic import Field, StrictInt, model_validator
 
 from bapo_megatron.engines.embedded.protocol import BadRequestError, RequestBody, SamplingParams, parse
 from bapo_megatron.engines.embedded.text import Reply, TextModel
@@ -30,14 +31,58 @@ class UnknownModelError(BadRequestError):
     status, code = 404, "model_not_found"
 
 
-class StreamOptions(RequestBody):
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "echo": (False,),
+}
+"""Values of fields that ask for nothing else than what a server does without the field."""
+
+
+class OpenAIBody(RequestBody):
+    """A part of a request of OpenAI's clients, which may send fields that ask for nothing: a refused field that is
+    empty, or has OpenAI's, vLLM's or SGLang's default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_for_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {key: value for key, value in body.items() if not cls._asks_for_nothing(key, value)}
+
+    @classmethod
+    def _asks_for_nothing(cls, key: str, value: Any) -> bool:
+        if key in cls.model_fields and cls.model_fields[key].annotation is not NoneType:
+            return False
+        defaults = [one for one in _DEFAULTS.get(key, ()) if isinstance(one, bool) == isinstance(value, bool)]
+        return value in _NOTHING or value in defaults  # to Python, true is 1
+
+
+class StreamOptions(OpenAIBody):
     """What a streamed reply contains besides its text."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class _Common(RequestBody):
+class _Common(OpenAIBody):
     model: str
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -79,14 +124,14 @@ class _CompletionBody(_Common):
     logprobs: None = None
 
 
-class TextPart(RequestBody):
+class TextPart(OpenAIBody):
     """A part of a message's content. Images and sounds are refused."""
 
     type: Literal["text"]
     text: str
 
 
-class _Message(RequestBody):
+class _Message(OpenAIBody):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
