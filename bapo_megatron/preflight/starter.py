@@ -32,9 +32,11 @@ from bapo_megatron.preflight.memory import fullest_rank, model_parameters
 from bapo_megatron.preflight.plan import make_plan, memory_problems
 from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question
-from bapo_megatron.prompts.encoding import many_chat_ids, many_prompt_ids
+from bapo_megatron.prompts.continuation import Continuation
+from bapo_megatron.prompts.encoding import many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
+from bapo_megatron.prompts.stream import question_ids
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
 _ASKED = ("question", "problem")  # columns with bare questions, which do not say how to answer
@@ -263,8 +265,8 @@ def _put(questions: Sequence[Question], tokenizer: Any, given: Table, data: Path
                 "model that was trained to chat"
             )
         return many_prompt_ids(tokenizer, [question.text for question in questions])
-    chats = [question.conversation(given.get("system_prompt")) for question in questions]
-    return many_chat_ids(tokenizer, chats, given.get("template_options", {}))
+    template = Continuation(tokenizer, given.get("template_options", {}))
+    return [question_ids(question, tokenizer, template, given.get("system_prompt")) for question in questions]
 
 
 def _rounded_up(num_tokens: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -12,7 +13,9 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
-from bapo_megatron.prompts.encoding import chat_ids, is_template_option, prompt_ids
+from bapo_megatron.prompts.continuation import Continuation, Message
+from bapo_megatron.prompts.encoding import is_template_option, prompt_ids
+from bapo_megatron.prompts.stop_tokens import chat_of
 from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.types import Natural, Prompt
 
@@ -36,13 +39,44 @@ class StreamState(TypedDict):
     next_id: Natural
     skipped_empty: Natural
     skipped_too_long: Natural
+    skipped_refused: NotRequired[Natural]  # missing in older checkpoints
+
+
+def question_ids(
+    question: Question,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Continuation | None,
+    system_prompt: str | None,
+    tools: Sequence[Message] = (),
+) -> list[int]:
+    """Return the tokens of a question as a prompt: plain, or in a chat template.
+
+    Raises:
+        DataError: the template refuses the messages, or the text is not valid Unicode; names the row.
+    """
+    if chat is None:
+        try:
+            return prompt_ids(tokenizer, question.text)
+        except ValueError as problem:
+            raise DataError(f"{question.where}: {problem}") from problem
+    messages = question.conversation(system_prompt)
+    try:
+        return chat.whole(messages, tools)
+    except ValueError as problem:
+        advice = ""
+        others = [message for message in messages if message["role"] not in ("system", "developer")]
+        if 0 < len(others) < len(messages) and chat.takes(others, tools):
+            is_own = question.conversation(None) != others
+            where = "the system message out, and its words into another" if is_own else "data.system_prompt out"
+            advice = f"; without the system message it takes them: leave {where}"
+        raise DataError(f"{question.where}: {problem}{advice}") from problem
 
 
 class PromptStream:
     """Prompts in a new random order each epoch; order and content depend only on the configuration.
 
-    An empty or over-long prompt raises DataError or, with data.on_bad_prompt = "skip", counts in `skipped_empty` or
-    `skipped_too_long`.
+    A prompt that is empty, over-long or refused by the chat template raises DataError or, with data.on_bad_prompt =
+    "skip", counts in `skipped_empty`, `skipped_too_long` or `skipped_refused`.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, source: PromptSource | None = None) -> None:
@@ -52,6 +86,7 @@ class PromptStream:
         self.source = build_source(config) if source is None else source
         self.skipped_empty = 0
         self.skipped_too_long = 0
+        self.skipped_refused = 0
         self._epoch = 0
         self._position = 0  # in this epoch's order
         self._next_id = 0
@@ -64,10 +99,9 @@ class PromptStream:
         for name in self.data.template_options:
             if not is_template_option(tokenizer, name):
                 raise DataError(f"data.template_options: the model's chat template has no option {name!r}")
-        self._template_options = {**self.data.template_options}
+        self._chat = chat_of(config, tokenizer) if self.data.chat_template else None
         tools = ToolOptions.if_used(config.environment) if self.data.chat_template else None
-        if tools is not None and (schemas := tools.shown(tokenizer, self.data.template_options)):
-            self._template_options["tools"] = schemas
+        self._tools = [] if tools is None else tools.shown(tokenizer, self.data.template_options)
 
     @property
     def num_given(self) -> int:
@@ -76,8 +110,8 @@ class PromptStream:
 
     @property
     def num_skipped(self) -> int:
-        """Prompts skipped as empty or too long since the run began."""
-        return self.skipped_empty + self.skipped_too_long
+        """Prompts skipped as empty, too long or refused since the run began."""
+        return self.skipped_empty + self.skipped_too_long + self.skipped_refused
 
     def next(self) -> Prompt:
         """Return the next good prompt. Raises DataError for a bad one (see class), or if none is good."""
@@ -87,7 +121,8 @@ class PromptStream:
                 return prompt
         raise DataError(
             f"{self.source.name}: none of its {plural(len(self.source), 'prompt')} can be used (in this run: "
-            f"{self.skipped_empty} empty, {self.skipped_too_long} over data.max_prompt_tokens)"
+            f"{self.skipped_empty} empty, {self.skipped_too_long} over data.max_prompt_tokens, {self.skipped_refused} "
+            "refused by the chat template)"
         )
 
     def check(self, num_rows: int | None = None) -> None:
@@ -104,7 +139,7 @@ class PromptStream:
         step = 1 if self.data.has_rows else math.ceil(size / NUM_CHECKED)
         problems = [p for i in range(0, size, step) if (p := self._tokenise(self.source[i])[1]) is not None]
         if problems:
-            others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty or too long)"
+            others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty, too long or refused)"
             first = "; ".join(problems[:_MAX_NAMED])
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
 
@@ -128,6 +163,7 @@ class PromptStream:
             "next_id": self._next_id,
             "skipped_empty": self.skipped_empty,
             "skipped_too_long": self.skipped_too_long,
+            "skipped_refused": self.skipped_refused,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -143,6 +179,7 @@ class PromptStream:
         self._epoch, self._position = state["epoch"], state["position"]
         self._next_id = state["next_id"]
         self.skipped_empty, self.skipped_too_long = state["skipped_empty"], state["skipped_too_long"]
+        self.skipped_refused = state.get("skipped_refused", 0)
         self._order = self._shuffled()
 
     def _identity(self) -> dict[str, Any]:
@@ -168,24 +205,26 @@ class PromptStream:
             return Prompt(prompt_id, token_ids, question.text, question.answer, self.source.name)
         if self.data.on_bad_prompt == "error":
             raise DataError(f"{problem}; {_ADVICE}")
-        self.skipped_empty += not token_ids
+        is_empty = not question.text.strip()
+        self.skipped_empty += is_empty
         self.skipped_too_long += bool(token_ids)
+        self.skipped_refused += not is_empty and not token_ids
         return None
 
     def _tokenise(self, question: Question) -> tuple[tuple[int, ...], str | None]:
-        """Return the prompt's token ids and its problem, if any; no ids for an empty prompt."""
+        """Return the prompt's token ids and its problem, if any; no ids for an empty or refused prompt."""
         if not question.text.strip():
             return (), f"{question.where}: the prompt is empty"
-        token_ids, limit = self._token_ids(question), self.data.max_prompt_tokens
+        if question.messages and self._chat is None:
+            raise DataError(f"{question.where}: the prompt is a conversation; set data.chat_template = true")
+        limit = self.data.max_prompt_tokens
+        try:
+            found = question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, self._tools)
+        except DataError as refusal:
+            return (), str(refusal)
+        token_ids = tuple(found)
         if len(token_ids) > limit:
-            tools = " with its tools" if "tools" in self._template_options else ""
+            tools = " with its tools" if self._tools else ""
             problem = f"the prompt has {len(token_ids)} tokens{tools}, more than data.max_prompt_tokens = {limit}"
             return token_ids, f"{question.where}: {problem}"
         return token_ids, None
-
-    def _token_ids(self, question: Question) -> tuple[int, ...]:
-        if not self.data.chat_template:
-            if question.messages:
-                raise DataError(f"{question.where}: the prompt is a conversation; set data.chat_template = true")
-            return tuple(prompt_ids(self.tokenizer, question.text))
-        return tuple(chat_ids(self.tokenizer, question.conversation(self.data.system_prompt), self._template_options))
