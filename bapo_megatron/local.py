@@ -37,7 +37,7 @@ from bapo_megatron.monitor.stall import hanging_ranks, last_words
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.numbers import duration
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, start_again
-from bapo_megatron.runs.resuming import with_pinned_models
+from bapo_megatron.runs.resuming import with_pins
 from bapo_megatron.runtime import num_cores, program, python_module
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
 from bapo_megatron.trainer import LAUNCHER_VARIABLE, STOPPED
@@ -173,7 +173,7 @@ def _announce(config: Config) -> bool:
 
 
 def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
-    config = with_pinned_models(config)
+    config = with_pins(config)
     if config.cluster.gpu is not None:
         from bapo_megatron.preflight.plan import decided
 

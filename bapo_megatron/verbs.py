@@ -43,13 +43,13 @@ def slurm(options: Namespace) -> int:
     """Write a SLURM job, and submit it if asked to."""
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.plan import decided
-    from bapo_megatron.runs.resuming import with_pinned_models
+    from bapo_megatron.runs.resuming import with_pins
     from bapo_megatron.slurm.submit import check_job, describe, make_job, submit
 
     here = not options.dry_run
     config = load_checked(_given(options), elsewhere=True, here=here, job=lambda config: check_job(config, here=here))
     if not options.dry_run:
-        config = with_pinned_models(config)
+        config = with_pins(config)
     config = decided(config)
     job = make_job(config)
     if options.dry_run:
@@ -285,7 +285,7 @@ def _chat_tools(config: Config, model: TextModel, environment: Environment) -> C
     from bapo_megatron.rollout.turn_tokens import check_tools
 
     check_tools(config, model.tokenizer)
-    schemas = ToolOptions.of(config.environment.options).shown(model.tokenizer, model.template_options)
+    schemas = ToolOptions.of(config.environment.options).shown(model.tokenizer, config.data.template_options)
 
     def answer(text: str, state: object) -> tuple[Sequence[Mapping[str, Any]], Any] | None:
         turn = TurnJson(prompt="", answer=None, source="", number=1, text=text, token_ids=[], end="stop")
@@ -325,7 +325,7 @@ def _model(options: Namespace, config: Config, max_running: int) -> TextModel:
             dtype=getattr(torch, options.dtype),
             num_threads=options.threads or num_cores(),
             own=own,
-            template_options=config.data.template_options,
+            config=config,
         )
 
 

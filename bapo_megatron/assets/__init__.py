@@ -28,6 +28,13 @@ def shipped_model_path(name: str) -> Path:
     return Path(__file__).parent / SHIPPED_MODELS[name]
 
 
+def model_folder(path: str) -> Path:
+    """Return the folder of a value of `model.path`; it need not exist, unless the hub has the model."""
+    if path in SHIPPED_MODELS:
+        return shipped_model_path(path)
+    return hub.snapshot(path, setting="model.path", weights=False) if hub.is_hub_name(path) else Path(path).expanduser()
+
+
 def resolve_model_path(
     path: str, *, setting: str = "model.path", weights: bool = True, config_only: bool = False
 ) -> Path:

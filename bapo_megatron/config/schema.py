@@ -7,9 +7,10 @@ whether sections fit each other, the model and the machine.
 import difflib
 import math
 import re
+from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from bapo_megatron.config.advantages import ADVANTAGE, ESTIMATORS, WITH_CRITIC
 from bapo_megatron.config.base import (
@@ -224,6 +225,14 @@ def _named_apart(entries: tuple[NamedSource, ...]) -> tuple[NamedSource, ...]:
     return entries
 
 
+def _local_time(value: Any) -> Any:
+    """Return a time as text; TOML has a type of its own for it."""
+    try:
+        return (value if isinstance(value, datetime) else datetime.fromisoformat(value)).isoformat()
+    except (TypeError, ValueError):
+        raise ValueError('must be a date and a time, such as "2026-11-26T09:00:00"') from None
+
+
 class DataConfig(SourceConfig):
     """Where prompts come from, and how they are presented to the model."""
 
@@ -235,10 +244,14 @@ class DataConfig(SourceConfig):
     """System message for the chat template."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the chat template by name, such as {enable_thinking = false}; see the model's own documentation."""
+    template_time: Annotated[str, BeforeValidator(_local_time)] | None = None
+    """The time that the chat template reads, if it asks for one, such as "2026-11-26T09:00:00". Unset: when the run
+    begins, which its config.toml keeps, so that a resume and an evaluation of the run see the same prompts."""
     max_prompt_tokens: Count = 512
     """A longer prompt is an error, or skipped (see on_bad_prompt)."""
     on_bad_prompt: Literal["error", "skip"] = "error"
-    """What to do with an empty or over-long prompt. Skipped prompts are counted in the metrics."""
+    """What to do with a prompt that is empty, over-long, or refused by the chat template. Skipped prompts are counted
+    in the metrics."""
 
     @property
     def only_in_template(self) -> list[str]:
@@ -299,8 +312,8 @@ class EnvironmentConfig(Section):
     {cost, is_broken}, guess {max_guesses, is_silent}; your own function: its arguments after turn and state; replay:
     the arguments of make."""
     stop_tokens: tuple[str, ...] = ()
-    """Tokens that end a turn, besides the tokenizer's end-of-sequence token and, with data.chat_template, the
-    template's end of a turn; each is one token of the tokenizer, such as "?" or "</tool_call>"."""
+    """Tokens that end a turn, besides the end tokens in the model's files and, with data.chat_template, the template's
+    end of a turn; each is one token of the tokenizer, such as "?" or "</tool_call>"."""
     max_turns: Count = 4
     """A sample that has taken this many turns ends (reason "turns"), with the rewards of its turns."""
     max_turn_tokens: Count | None = None
@@ -368,6 +381,9 @@ class RolloutConfig(Section):
     """Sample only from this many likeliest tokens; with top_p, from the tokens that both allow. Unset: all."""
     max_response_tokens: Count = 512
     """A response that reaches this length is finished (reason "length")."""
+    ignore_stop_tokens: tuple[str, ...] = ()
+    """Tokens that do not end a turn although the model's files or its chat template say so, such as "<|endoftext|>";
+    see docs/data.md."""
     truncated: Literal["keep", "mask"] = "keep"
     """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
     keep_group: Annotated[str, AfterValidator(KEEP_GROUP.known)] = "all"

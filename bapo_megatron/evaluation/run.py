@@ -23,9 +23,10 @@ from bapo_megatron.engines.start import EngineShare, running_engines
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
 from bapo_megatron.preflight.check import num_visible_gpus
 from bapo_megatron.preflight.checks.model import check_server_dtype
+from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
@@ -35,7 +36,7 @@ from bapo_megatron.rollout.agents import AgentPrograms
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, texts
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED
-from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, stop_token_ids, turn_driver
+from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
 from bapo_megatron.runtime import stamp
 from bapo_megatron.runtime.files import JsonlWriter, explaining_os_errors, write_atomically
 from bapo_megatron.types import Ended, Given, Prompt, Sample
@@ -153,9 +154,10 @@ class Asking:
     ) -> None:
         self._config = config
         self.kind = JudgeSpec.of(config).kind if config.has_judge else config.environment.kind
-        self.tokenizer = load_tokenizer(model_path, own_family(config.model.family))
+        own = own_family(config.model.family)
+        self.tokenizer = load_tokenizer(model_path, own)
         self._vocab_size = load_hf_config(model_path)["vocab_size"]
-        self._stop_ids = stop_token_ids(config, self.tokenizer)
+        self._stop_ids = stop_token_ids(config, self.tokenizer, end_token_ids(model_path, self.tokenizer, own))
         self.driver: Driver
         if environment is not None:
             tokens = TurnTokens.of(config, self.tokenizer, self._vocab_size)

@@ -1,12 +1,18 @@
-"""The tokenizer that belongs to a checkpoint."""
+"""The tokenizer that belongs to a checkpoint, and the tokens with which its files end a sequence."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import Family
-from bapo_megatron.hf.shape import load_hf_config, unknown_family
+from bapo_megatron.hf.shape import load_hf_config, model_shape, unknown_family
 from bapo_megatron.runtime import starting
+
+CLOCK = "strftime_now"
+"""The function with which a chat template reads the clock; it has no other way."""
+_GENERATION = "generation_config.json"
 
 
 def load_tokenizer(folder: Path, own: Family | None = None) -> Any:
@@ -42,3 +48,56 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
             f"tokenizer and model disagree: token {token!r} has id {token_id}, but the model's vocabulary has "
             f"{vocab_size} (model.path); use the tokenizer that belongs to the checkpoint"
         )
+
+
+def end_token_ids(folder: Path, tokenizer: Any = None, own: Family | None = None) -> tuple[int, ...]:
+    """Return the tokens that end a sequence in any file of a checkpoint: the tokenizer's, then config.json's and
+    generation_config.json's.
+
+    Args:
+        tokenizer: None leaves out its token.
+        own: see `model_shape`.
+
+    Raises:
+        CheckpointError: a file names something else than tokens of the model; names the file.
+    """
+    shape = model_shape(load_hf_config(folder), folder, own=own)
+    found: list[int] = []
+    for file, value in _named_ends(folder, tokenizer, shape.eos_token_ids):
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id < shape.vocab_size:
+                raise CheckpointError(
+                    f"{folder / file}: eos_token_id = {json.dumps(value)[:200]} must be the number of a token in the "
+                    f"model's vocabulary of {shape.vocab_size}, or a list of them; correct the file"
+                )
+            found.append(token_id)
+    return tuple(dict.fromkeys(found))
+
+
+def _named_ends(folder: Path, tokenizer: Any, of_shape: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """Yield what each file says: a token, a list of tokens, or None. A config.json may say it twice."""
+    if tokenizer is not None:
+        yield "tokenizer_config.json", tokenizer.eos_token_id
+    yield "config.json", json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    yield "config.json", sorted(of_shape)  # its text_config's too, or the family's default
+    file = folder / _GENERATION
+    if not file.exists():
+        return
+    try:
+        generation = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+    if not isinstance(generation, dict):
+        raise CheckpointError(f"{file} does not hold a JSON object")
+    yield _GENERATION, generation.get("eos_token_id")
+
+
+def reads_clock(folder: Path) -> bool:
+    """Return whether a chat template in a checkpoint's folder asks for the time."""
+    files = [folder / "tokenizer_config.json", *folder.glob("*.jinja"), *folder.glob("*/*.jinja")]
+    return any(
+        CLOCK in file.read_text(encoding="utf-8", errors="replace")
+        for file in [*files, folder / "chat_template.json"]
+        if file.is_file()
+    )

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bapo_megatron.assets import model_folder
 from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError, plural
+from bapo_megatron.errors import CheckpointError, ConfigError, plural
 from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.hf.tokenizer import reads_clock
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.known import GIB, planned_config
 from bapo_megatron.preflight.memory import UNEVEN_LOAD, TrainerMemory, fullest_rank, max_microbatches
@@ -60,6 +62,7 @@ def outline(config: Config) -> str:
             f"rollout    {engines}, {plural(r.groups_in_flight or r.prompts_per_step, 'group')} in flight, "
             f"partial rollout {partial}",
             *_turns(config),
+            *_clock(config),
         ]
     )
 
@@ -69,6 +72,18 @@ def _turns(config: Config) -> list[str]:
     one = config.environment
     limits = f"at most {plural(one.max_turns, 'turn')}, answers of at most {plural(one.max_answer_tokens, 'token')}"
     return [f"turns      {one.kind} answers: {limits}"] if one.is_used else []
+
+
+def _clock(config: Config) -> list[str]:
+    """Return a line about a chat template that reads the clock."""
+    if not config.data.chat_template:
+        return []
+    try:
+        is_read = reads_clock(model_folder(config.model.path))
+    except CheckpointError:  # the hub cannot be reached, and a plan does without it
+        return []
+    time = config.data.template_time or "the run's start, which its config.toml keeps as data.template_time"
+    return [f"template   reads the clock; it gets {time}"] if is_read else []
 
 
 def plan_text(config: Config) -> str:

@@ -19,7 +19,7 @@ from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config, EnvironmentConfig, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
-from bapo_megatron.errors import UserError, plural
+from bapo_megatron.errors import CheckpointError, UserError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.jsonl import RowSource
@@ -52,7 +52,8 @@ def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: b
     if engine_kind(config.rollout.engine).samples:
         sections = (config.data, config.reward, config.environment, config.eval)
         values = [section.model_dump_json() for section in sections]
-        key = json.dumps([config.run.seed, config.model.path, config.rollout.prompts_per_step, *values, here])
+        rollout = (config.rollout.prompts_per_step, config.rollout.ignore_stop_tokens)
+        key = json.dumps([config.run.seed, config.model.path, *rollout, *values, here])
         if key not in memory:
             memory[key] = list(dict.fromkeys(_prompts_and_judge(config, model, here)))
         found += memory[key]
@@ -117,6 +118,8 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
         yield from _lengths(alone, model, source, first, settings)
     if config.environment.is_used:
         yield from _environment(config, model)
+    if model is not None:
+        yield from _stop_tokens(config, model)
     if config.has_judge:
         yield from _judge(config, questions, is_complete=is_complete)
 
@@ -293,25 +296,45 @@ def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]], settings: 
             yield warning(settings, problem, remedy)
 
 
+def _stop_tokens(config: Config, model: Path) -> Iterator[Violation]:
+    """Check that some token ends a turn, and find the tokens that settings name in the tokenizer."""
+    names = (*config.environment.stop_tokens, *config.rollout.ignore_stop_tokens)
+    if config.model.path in SHIPPED_MODELS and not names:  # loading a tokenizer takes seconds
+        return
+    from bapo_megatron.hf.tokenizer import end_token_ids
+    from bapo_megatron.prompts.stop_tokens import stop_token_ids
+
+    tokenizer = _tokenizer(config, model)
+    if isinstance(tokenizer, Violation):
+        yield tokenizer
+        return
+    settings = ("model.path", "rollout.ignore_stop_tokens", "environment.stop_tokens", "environment.kind")
+    try:
+        end_ids = end_token_ids(model, tokenizer, own_family(config.model.family))
+        stop_token_ids(config, tokenizer, end_ids)
+    except CheckpointError as error:
+        yield Violation(("model.path",), str(error))
+    except UserError as error:
+        named = str(error).partition(":")[0]
+        first = sorted(settings, key=lambda setting: setting != named)
+        yield Violation((*first, "data.chat_template"), str(error))
+
+
 def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
-    """Start the environment, and find its stop tokens in the tokenizer."""
-    from bapo_megatron.rollout.turn_tokens import check_tools, environment_of, stop_token_ids
+    """Start the environment, and check that the chat template takes the answers of tools."""
+    from bapo_megatron.rollout.turn_tokens import check_tools, environment_of
 
     limits = ("environment.concurrency", "reward.process_memory_mib")
     try:
         environment_of(config).close()
     except (UserError, RuntimeError) as error:  # RuntimeError: no process stays alive
         yield Violation(("environment.kind", "environment.options", *limits), str(error))
-    if model is None or not (config.environment.stop_tokens or config.environment.kind == "tools"):
+    if model is None or config.environment.kind != "tools":
         return
     tokenizer = _tokenizer(config, model)
     if isinstance(tokenizer, Violation):
         yield tokenizer
         return
-    try:
-        stop_token_ids(config, tokenizer)
-    except UserError as error:
-        yield Violation(("environment.stop_tokens", "environment.kind", "model.path"), str(error))
     try:
         if tokenizer.chat_template:  # otherwise the prompts have no template either
             check_tools(config, tokenizer)

@@ -7,7 +7,6 @@ machine -> GPUs, memory -------------------------+
 The file passes `bapo check`.
 """
 
-import functools
 import json
 import re
 import shlex
@@ -33,11 +32,11 @@ from bapo_megatron.preflight.memory import fullest_rank, model_parameters
 from bapo_megatron.preflight.plan import make_plan, memory_problems
 from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question
-from bapo_megatron.prompts.encoding import chat_ids, many_chat_ids, many_prompt_ids
+from bapo_megatron.prompts.continuation import Continuation
+from bapo_megatron.prompts.encoding import many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
-from bapo_megatron.prompts.messages import as_taken
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
-from bapo_megatron.prompts.stream import rendered
+from bapo_megatron.prompts.stream import question_ids
 from bapo_megatron.runtime import memory_bytes
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
@@ -271,12 +270,8 @@ def _put(questions: Sequence[Question], tokenizer: Any, given: Table, data: Path
                 "model that was trained to chat"
             )
         return many_prompt_ids(tokenizer, [question.text for question in questions])
-    options, system_prompt = given.get("template_options", {}), given.get("system_prompt")
-    render = functools.partial(rendered, tokenizer, options)
-    chats = [(as_taken(one.conversation(system_prompt), one.tools, render), one.tools) for one in questions]
-    if any(tools for _, tools in chats):
-        return [chat_ids(tokenizer, chat, options | ({"tools": [*tools]} if tools else {})) for chat, tools in chats]
-    return many_chat_ids(tokenizer, [chat for chat, _ in chats], options)
+    template, system_prompt = Continuation(tokenizer, given.get("template_options", {})), given.get("system_prompt")
+    return [question_ids(one, tokenizer, template, system_prompt, one.tools) for one in questions]
 
 
 def _rounded_up(num_tokens: int) -> int:

@@ -1,42 +1,58 @@
-r"""What a chat template puts between a sampled turn and the next one: the tokens of new messages.
+r"""The one way from messages to tokens, in a chat template: a whole conversation, or what follows a sampled turn.
 
     sampled: 37*46?<|im_end|>
     given:   \n<|im_start|>user\n1702<|im_end|>\n<|im_start|>assistant\n
 
 Rendering the real history again could change what was sampled: templates trim, drop thoughts, and write tool calls in
 their own way. So a dummy history is rendered, with the new messages behind it; what follows its last end token is kept.
+
+Control tokens that a message spells stay text. The template gets them between holes, which show where they came out:
+
+    written: <|im_start|>user\nWhat is *<|im_end|>*?<|im_end|>\n      (* is a hole)
+    tokens:  as the template alone has them; words between holes are cut into ordinary tokens
 """
 
 import bisect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from bapo_megatron.prompts.encoding import Options, chat_text, rendered_ids, words_ids
+from bapo_megatron.prompts.encoding import CLOCK, Options, chat_text, rendered_ids, words_ids
 
 _TURN, _WORDS = "turn7Kq9", "words7Kq9"  # texts that no template contains
 _CALL_ID = "call00000"  # nine letters and digits: Mistral's templates refuse others
-_HOLE = "\ufdd0"  # no character: around a special token that a message spells
+_HOLES = [*map(chr, range(0xFDD0, 0xFDF0))]  # no characters; one of them surrounds each token that a message spells
+_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # control tokens that are not marked as special, by their form
 _QUESTION = {"role": "user", "content": "q"}
 _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")
 
+Message = Mapping[str, Any]
+
 
 class Continuation:
-    """The chat template of a tokenizer, as turns continue in it.
+    """The chat template of a tokenizer: conversations, and turns that continue in them.
 
     Args:
         options: the template's, as prompts get them.
+        now: the time that the template reads; None means the time of this call.
     """
 
-    def __init__(self, tokenizer: Any, options: Options) -> None:
+    def __init__(self, tokenizer: Any, options: Options, now: datetime | None = None) -> None:
         """Learn from dummy conversations how the template ends a turn, and which messages it shows after one."""
-        self._tokenizer, self._options = tokenizer, options
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = {token.content: int(token_id) for token_id, token in added if token.special and token.content}
+        self._tokenizer, self._options = tokenizer, {**options}
+        if CLOCK in str(tokenizer.chat_template):
+            self._options[CLOCK] = (now or datetime.now()).strftime
+        added = {int(token_id): token for token_id, token in tokenizer.added_tokens_decoder.items() if token.content}
+        is_control = {i: token.special or bool(_CONTROL.fullmatch(token.content)) for i, token in added.items()}
+        self._special = {token.content: i for i, token in added.items() if is_control[i]}
         longest_first = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._is_blind = not self._shows_questions()
         self._end = self._find_end()
+        keeps_space = [token.content for i, token in added.items() if is_control[i] and not token.rstrip]
+        self._before = self._end if self._end in keeps_space else next(iter(keeps_space), self._end)
         self._refusals = {role: self._refused(role) for role in ("user", "tool")}
 
     @property
@@ -107,19 +123,33 @@ class Continuation:
             tools: what the template shows to the policy as its tools.
 
         Raises:
+            ValueError: the template does not take these messages, or they are not valid Unicode.
+        """
+        if self._is_blind:  # templates for images expect a list of parts, and leave text out
+            raise ValueError("the chat template refuses these messages: it does not show the text of a user's message")
+        first, *others = self._pieces(self.text, messages, tools)
+        return [*rendered_ids(self._tokenizer, first), *self._piece_ids(others)]
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """Return a conversation in the chat template as text, up to the opening of the policy's turn.
+
+        Raises:
             ValueError: the template does not take these messages.
         """
-        options = {**self._options, "tools": list(tools)} if tools else self._options
+        options = {**self._options, "tools": [*tools]} if tools else self._options
+        try:
+            return chat_text(self._tokenizer, [*map(dict, messages)], options, opens_turn=True)
+        except Exception as problem:  # a template may fail in any way
+            reason = " ".join(str(problem).split()) or type(problem).__name__
+            raise ValueError(f"the chat template refuses these messages: {reason}") from problem
 
-        def rendered(some: Sequence[Mapping[str, Any]]) -> str:
-            try:
-                return chat_text(self._tokenizer, [*map(dict, some)], options, opens_turn=True)
-            except Exception as problem:  # a template may fail in any way
-                reason = " ".join(str(problem).split()) or type(problem).__name__
-                raise ValueError(f"the model's chat template refuses the messages: {reason}") from problem
-
-        first, *others = self._pieces(messages, rendered)
-        return [*rendered_ids(self._tokenizer, first), *self._piece_ids(others)]
+    def takes(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> bool:
+        """Return whether the template takes a conversation."""
+        try:
+            self.whole(messages, tools)
+        except ValueError:
+            return False
+        return True
 
     def _find_end(self) -> str:
         """Return the first special token after a turn, or "": it need not be the tokenizer's end of a sequence."""
@@ -127,8 +157,16 @@ class Continuation:
             text = self._text([_QUESTION, *_turns(())], opens_turn=False)
         except Exception:  # a template may fail in any way
             return ""
-        found = self._pattern.search(text.rpartition(_TURN)[2])
+        _, turn, after = text.rpartition(_TURN)
+        found = self._pattern.search(after) if turn else None
         return found[0] if found else ""
+
+    def _shows_questions(self) -> bool:
+        """Return whether the template shows what a user says, or fails with its own reason."""
+        try:
+            return _WORDS in self._text([{"role": "user", "content": _WORDS}], opens_turn=True)
+        except Exception:  # a template may fail in any way
+            return True
 
     def _refused(self, role: str) -> str | None:
         if not self._end:
@@ -143,50 +181,61 @@ class Continuation:
 
     def _between(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens after a turn's end. Raises ValueError like `ids`."""
-        first, *others = self._pieces(messages, self._rendered)
-        return [*self._rendered_ids(first), *self._piece_ids(others)]
+        first, *others = self._pieces(lambda some, _: self._rendered(some), messages)
+        return [*self._rendered_ids(first, self._end), *self._piece_ids(others)]
 
     def _pieces(
-        self, messages: Sequence[Mapping[str, Any]], rendered: Callable[[Sequence[Mapping[str, Any]]], str]
+        self,
+        rendered: Callable[[Sequence[Message], Sequence[Message]], str],
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
     ) -> list[str]:
-        """Return what the template writes, cut around each special token that the messages spell."""
-        marked = [self._marked(message, rf"{_HOLE}\g<0>{_HOLE}") for message in messages]
-        pieces = rendered(marked).split(_HOLE)
-        if marked != list(messages):
-            self._check_pieces(pieces, rendered([self._marked(message, "?") for message in messages]))
+        """Return what the template writes, cut around each control token that the messages and tools spell."""
+        words = [*_strings([messages, tools])]
+        whole = rendered(messages, tools)
+        if not any(map(self._pattern.search, words)):
+            return [whole]
+        hole = next((hole for hole in _HOLES if not any(hole in word for word in words)), _HOLES[0])
+
+        def replaced(instead: str) -> str:
+            return rendered(self._replaced(messages, instead), self._replaced(tools, instead))
+
+        pieces = replaced(rf"{hole}\g<0>{hole}").split(hole)
+        # The holes must come out as they were put in, with nothing else changed: JSON with escapes would hide them.
+        found = [token for piece in pieces[::2] for token in self._pattern.findall(piece)]
+        is_whole = len(pieces) % 2 == 1 and "".join(pieces) == whole
+        if not is_whole or found != self._pattern.findall(replaced("?")):
+            raise ValueError("a message spells a special token, and the chat template cannot show it as text")
         return pieces
 
     def _piece_ids(self, pieces: Sequence[str]) -> list[int]:
         """Return the tokens of pieces after the first: a spelled token, what follows it, and so on."""
         token_ids: list[int] = []
         for word, piece in zip(pieces[::2], pieces[1::2], strict=True):
-            token_ids += [*words_ids(self._tokenizer, word), *self._rendered_ids(piece)]
+            token_ids += [*self._words_ids(word), *self._rendered_ids(piece, self._before)]
         return token_ids
 
-    def _rendered_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text behind a special token, where tokenizers may add no space."""
+    def _words_ids(self, word: str) -> list[int]:
+        """Return the ordinary tokens of the name of a control token."""
+        token_ids = words_ids(self._tokenizer, word)
+        if self._special[word] not in token_ids:
+            return token_ids
+        return [*words_ids(self._tokenizer, word[0]), *words_ids(self._tokenizer, word[1:])]  # it is not special
+
+    def _rendered_ids(self, text: str, before: str) -> list[int]:
+        """Return the tokens of a text behind a control token, where tokenizers may add no space."""
         if not text:
             return []
-        token_ids = rendered_ids(self._tokenizer, f"{self._end}{text}")
-        return token_ids[token_ids.index(self._special[self._end]) + 1 :]
+        token_ids = rendered_ids(self._tokenizer, f"{before}{text}")
+        return token_ids[token_ids.index(self._special[before]) + 1 :]
 
-    def _check_pieces(self, pieces: Sequence[str], harmless: str) -> None:
-        """Check that the holes came out of the template as they were put in: JSON with escapes would hide them."""
-        found = [token for piece in pieces[::2] for token in self._pattern.findall(piece)]
-        if len(pieces) % 2 == 0 or found != self._pattern.findall(harmless):
-            raise ValueError("a message spells a special token, and the chat template cannot show it as text")
-
-    def _marked(self, message: Mapping[str, Any], instead: str) -> dict[str, Any]:
-        """Return a message in which special tokens that its words spell are replaced."""
-
-        def marked(value: Any) -> Any:
-            if isinstance(value, str):
-                return self._pattern.sub(instead, value.replace(_HOLE, "\ufffd"))
-            if isinstance(value, Mapping):
-                return {marked(key): marked(part) for key, part in value.items()}
-            return [marked(part) for part in value] if isinstance(value, list | tuple) else value
-
-        return {key: part if key == "role" else marked(part) for key, part in message.items()}
+    def _replaced(self, value: Any, instead: str) -> Any:
+        """Return messages in which control tokens that their words spell are replaced."""
+        if isinstance(value, str):
+            return self._pattern.sub(instead, value)
+        if isinstance(value, Mapping):
+            return {self._replaced(key, instead): self._replaced(part, instead) for key, part in value.items()}
+        return [self._replaced(part, instead) for part in value] if isinstance(value, list | tuple) else value
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text from the end of a dummy turn to the beginning of the next one.
@@ -211,6 +260,17 @@ class Continuation:
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, opens_turn: bool) -> str:
         return chat_text(self._tokenizer, [*map(dict, messages)], self._options, opens_turn=opens_turn)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every text in messages or tools."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _strings(part)
 
 
 def _identified(message: Mapping[str, Any]) -> Mapping[str, Any]:

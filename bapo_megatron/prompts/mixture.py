@@ -57,7 +57,7 @@ class PromptMixture:
 
     @property
     def num_skipped(self) -> int:
-        """Prompts skipped as empty or too long since the run began."""
+        """Prompts skipped as empty, too long or refused since the run began."""
         return sum(stream.num_skipped for stream in self._streams.values())
 
     def next(self) -> Prompt:

@@ -7,8 +7,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -16,8 +15,10 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
-from bapo_megatron.prompts.encoding import chat_ids, chat_text, is_template_option, prompt_ids
-from bapo_megatron.prompts.messages import Render, Tool, as_taken, is_needed, left_out
+from bapo_megatron.prompts.continuation import Continuation, Message
+from bapo_megatron.prompts.encoding import is_template_option, prompt_ids
+from bapo_megatron.prompts.messages import as_taken, is_needed, left_out
+from bapo_megatron.prompts.stop_tokens import chat_of
 from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.types import Natural, Prompt
 
@@ -42,16 +43,46 @@ class StreamState(TypedDict):
     next_id: Natural
     skipped_empty: Natural
     skipped_too_long: Natural
+    skipped_refused: NotRequired[Natural]  # missing in older checkpoints
+
+
+def question_ids(
+    question: Question,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Continuation | None,
+    system_prompt: str | None,
+    tools: Sequence[Message] = (),
+) -> list[int]:
+    """Return the tokens of a question as a prompt: plain, or in a chat template.
+
+    Raises:
+        DataError: the template refuses the messages, or the text is not valid Unicode; names the row.
+    """
+    if chat is None:
+        try:
+            return prompt_ids(tokenizer, question.text)
+        except ValueError as problem:
+            raise DataError(f"{question.where}: {problem}") from problem
+    messages = as_taken(question.conversation(system_prompt), tools, chat.text)
+    try:
+        return chat.whole(messages, tools)
+    except ValueError as problem:
+        advice = ""
+        others = [message for message in messages if message["role"] not in ("system", "developer")]
+        if 0 < len(others) < len(messages) and chat.takes(others, tools):
+            is_own = len(question.conversation(None)) != len(others)
+            where = "the system message out, and its words into another" if is_own else "data.system_prompt out"
+            advice = f"; without the system message it takes them: leave {where}"
+        raise DataError(f"{question.where}: {problem}{advice}") from problem
 
 
 class PromptStream:
     """Prompts in a new random order each epoch; order and content depend only on the configuration.
 
-    Fields of messages that the chat template does not show are in `left_out`, by the number of prompts that have them.
-    If a prompt means something else without one, DataError names it.
-
-    An empty or over-long prompt raises DataError or, with data.on_bad_prompt = "skip", counts in `skipped_empty` or
-    `skipped_too_long`.
+    A prompt that is empty, over-long or refused by the chat template raises DataError or, with data.on_bad_prompt =
+    "skip", counts in `skipped_empty`, `skipped_too_long` or `skipped_refused`. It also counts as refused if the
+    template does not show a field without which it means something else. Other fields that the template does not show
+    are in `left_out`, by the number of prompts that have them.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, source: PromptSource | None = None) -> None:
@@ -61,6 +92,7 @@ class PromptStream:
         self.source = build_source(config) if source is None else source
         self.skipped_empty = 0
         self.skipped_too_long = 0
+        self.skipped_refused = 0
         self.left_out: Counter[str] = Counter()
         self._left_out_by_kind: dict[Any, tuple[str, ...]] = {}  # by `_kind` of all its parts
         self._epoch = 0
@@ -75,10 +107,9 @@ class PromptStream:
         for name in self.data.template_options:
             if not is_template_option(tokenizer, name):
                 raise DataError(f"data.template_options: the model's chat template has no option {name!r}")
-        self._template_options = {**self.data.template_options}
+        self._chat = chat_of(config, tokenizer) if self.data.chat_template else None
         tools = ToolOptions.if_used(config.environment) if self.data.chat_template else None
-        if tools is not None and (schemas := tools.shown(tokenizer, self.data.template_options)):
-            self._template_options["tools"] = schemas
+        self._tools = [] if tools is None else tools.shown(tokenizer, self.data.template_options)
 
     @property
     def num_given(self) -> int:
@@ -87,8 +118,8 @@ class PromptStream:
 
     @property
     def num_skipped(self) -> int:
-        """Prompts skipped as empty or too long since the run began."""
-        return self.skipped_empty + self.skipped_too_long
+        """Prompts skipped as empty, too long or refused since the run began."""
+        return self.skipped_empty + self.skipped_too_long + self.skipped_refused
 
     def next(self) -> Prompt:
         """Return the next good prompt. Raises DataError for a bad one (see class), or if none is good."""
@@ -98,7 +129,8 @@ class PromptStream:
                 return prompt
         raise DataError(
             f"{self.source.name}: none of its {plural(len(self.source), 'prompt')} can be used (in this run: "
-            f"{self.skipped_empty} empty, {self.skipped_too_long} over data.max_prompt_tokens)"
+            f"{self.skipped_empty} empty, {self.skipped_too_long} over data.max_prompt_tokens, {self.skipped_refused} "
+            "refused by the chat template)"
         )
 
     def check(self, num_rows: int | None = None) -> None:
@@ -115,7 +147,7 @@ class PromptStream:
         step = 1 if self.data.has_rows else math.ceil(size / NUM_CHECKED)
         problems = [p for i in range(0, size, step) if (p := self._tokenise(self.source[i])[1]) is not None]
         if problems:
-            others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty or too long)"
+            others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty, too long or refused)"
             first = "; ".join(problems[:_MAX_NAMED])
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
 
@@ -139,6 +171,7 @@ class PromptStream:
             "next_id": self._next_id,
             "skipped_empty": self.skipped_empty,
             "skipped_too_long": self.skipped_too_long,
+            "skipped_refused": self.skipped_refused,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -154,6 +187,7 @@ class PromptStream:
         self._epoch, self._position = state["epoch"], state["position"]
         self._next_id = state["next_id"]
         self.skipped_empty, self.skipped_too_long = state["skipped_empty"], state["skipped_too_long"]
+        self.skipped_refused = state.get("skipped_refused", 0)
         self._order = self._shuffled()
 
     def _identity(self) -> dict[str, Any]:
@@ -179,60 +213,54 @@ class PromptStream:
             return Prompt(prompt_id, token_ids, question.text, question.answer, self.source.name)
         if self.data.on_bad_prompt == "error":
             raise DataError(f"{problem}; {_ADVICE}")
-        self.skipped_empty += not token_ids
+        is_empty = not question.text.strip()
+        self.skipped_empty += is_empty
         self.skipped_too_long += bool(token_ids)
+        self.skipped_refused += not is_empty and not token_ids
         return None
 
     def _tokenise(self, question: Question) -> tuple[tuple[int, ...], str | None]:
-        """Return the prompt's token ids and its problem, if any; no ids for an empty prompt."""
+        """Return the prompt's token ids and its problem, if any; no ids for an empty or refused prompt."""
         if not question.text.strip():
             return (), f"{question.where}: the prompt is empty"
-        token_ids, limit = self._token_ids(question), self.data.max_prompt_tokens
+        if (question.messages or question.tools) and self._chat is None:
+            what = "is a conversation" if question.messages else "has tools"
+            raise DataError(f"{question.where}: the prompt {what}; set data.chat_template = true")
+        limit, tools = self.data.max_prompt_tokens, self._tools_of(question)
+        try:
+            token_ids = tuple(question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, tools))
+            not_shown = () if self._chat is None else self._not_shown(question, tools, self._chat)
+        except DataError as refusal:
+            return (), str(refusal)
+        self.left_out.update(not_shown)
         if len(token_ids) > limit:
-            tools = " with its tools" if "tools" in self._template_options else ""
-            problem = f"the prompt has {len(token_ids)} tokens{tools}, more than data.max_prompt_tokens = {limit}"
+            with_tools = " with its tools" if tools else ""
+            problem = f"the prompt has {len(token_ids)} tokens{with_tools}, more than data.max_prompt_tokens = {limit}"
             return token_ids, f"{question.where}: {problem}"
         return token_ids, None
 
-    def _token_ids(self, question: Question) -> tuple[int, ...]:
-        if not self.data.chat_template:
-            if question.messages or question.tools:
-                what = "is a conversation" if question.messages else "has tools"
-                raise DataError(f"{question.where}: the prompt {what}; set data.chat_template = true")
-            return tuple(prompt_ids(self.tokenizer, question.text))
-        options = self._options_of(question)
-        messages = as_taken(question.conversation(self.data.system_prompt), question.tools, self._render(options))
-        token_ids = tuple(chat_ids(self.tokenizer, messages, options))
-        self.left_out.update(self._not_shown(question, messages, options))
-        return token_ids
-
-    def _render(self, options: Mapping[str, Any]) -> Render:
-        return partial(rendered, self.tokenizer, options)
-
-    def _options_of(self, question: Question) -> dict[str, Any]:
-        """Return the options of the chat template, with a row's own tools."""
-        if not question.tools:
-            return self._template_options
-        if "tools" in self._template_options:
+    def _tools_of(self, question: Question) -> Sequence[Message]:
+        """Return a row's own tools, or the environment's."""
+        if question.tools and self._tools:
             raise DataError(
                 f"{question.where}: the prompt has tools of its own, and environment.options.tools offers others; "
                 "remove the rows' tools, or the environment's tools"
             )
-        return {**self._template_options, "tools": [*question.tools]}
+        return question.tools or self._tools
 
-    def _not_shown(
-        self, question: Question, messages: list[dict[str, Any]], options: Mapping[str, Any]
-    ) -> tuple[str, ...]:
+    def _not_shown(self, question: Question, tools: Sequence[Message], chat: Continuation) -> tuple[str, ...]:
         """Return fields of a conversation that the chat template does not show, each once.
 
         Raises DataError if the prompt means something else without one.
         """
-        kind = (bool(question.messages), *map(_kind, messages), *(_kind(tool["function"]) for tool in question.tools))
+        written = question.conversation(self.data.system_prompt)
+        kind = (bool(question.messages), *map(_kind, written), *(_kind(tool["function"]) for tool in question.tools))
         if kind in self._left_out_by_kind:
             return self._left_out_by_kind[kind]
+        messages = as_taken(written, tools, chat.text)
         num_before = len(messages) - max(len(question.messages), 1)  # 1: the system prompt
         found: list[str] = []
-        for field, place in left_out(messages, question.tools, self._render(options)):
+        for field, place in left_out(messages, question.tools, chat.text):
             is_tool = field.startswith("tools.")
             if is_needed(field):
                 role = "" if is_tool else messages[place]["role"]
@@ -245,14 +273,6 @@ class PromptStream:
             found.append(_NUMBER.sub("", field))
         self._left_out_by_kind[kind] = tuple(dict.fromkeys(found))
         return self._left_out_by_kind[kind]
-
-
-def rendered(
-    tokenizer: Any, options: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], offered: Sequence[Tool]
-) -> str:
-    """Return messages and tools in the chat template, as text. Raises what the template does."""
-    own = {**options, "tools": [*offered]} if offered else options
-    return chat_text(tokenizer, [*map(dict, messages)], own, opens_turn=True)
 
 
 def _kind(value: Mapping[str, Any]) -> tuple[Any, ...]:

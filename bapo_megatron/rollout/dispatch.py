@@ -216,8 +216,9 @@ class Dispatcher:
         ]
         late = {stream: values[: len(values) - num_new] for stream, values in result.rows.items()}
         is_full = num_new >= self._room(sample)
-        # a server may see that the budget is used up before it sees that the last token stops the turn
-        has_stopped = result.finish_reason == "stop" or result.token_ids[-1:] in self._ends
+        # The tokens decide, not the server: it may see first that the budget is used up, or stop at a token that ends
+        # no turn here; such a sample continues like one that was set aside.
+        has_stopped = result.token_ids[-1:] in self._ends
         turn_end: TurnEnd | None = "stop" if has_stopped else "length" if is_full else None
         return sample.extended(segments, turn_end, late)
 

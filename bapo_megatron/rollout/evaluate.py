@@ -17,7 +17,7 @@ from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
 from bapo_megatron.rollout.drivers import Driver, advanced
 from bapo_megatron.types import NeedsEnvironment, NeedsTokens, Prompt, Sample
 
-_MAX_ROUNDS = 8  # rounds of requests without an environment's answer
+_MAX_ROUNDS = 8  # rounds of requests that bring no token
 
 
 class _SetEvaluator:
@@ -61,6 +61,11 @@ class _SetEvaluator:
     @property
     def num_samples(self) -> int:
         return len(self._empty)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled since `begin`."""
+        return self._dispatcher.stats.num_tokens
 
     @property
     def growing(self) -> list[Sample]:
@@ -149,11 +154,10 @@ class Evaluator:
         for one in self._sets.values():
             one.begin(version, anew=version != self._unfinished_version)
         self._unfinished_version = version
-        num_rounds = 0  # one for each turn, unless requests are aborted or engines fail
+        num_rounds = 0  # without a token: requests were aborted, or engines failed
         while growing := [one for one in self._sets.values() if one.growing or one.waiting]:
             if any(one.waiting for one in growing):
                 await asyncio.gather(*(one.answer(self._count) for one in growing))
-                num_rounds = 0
                 continue
             if not self.pool.live():
                 raise NoEngineLeftError(f"no rollout engine is left for the evaluation: {self.pool.describe()}")
@@ -162,10 +166,11 @@ class Evaluator:
                     f"responses of the evaluation were aborted {_MAX_ROUNDS} times in a row; something may be aborting "
                     "requests"
                 )
-            num_rounds += 1
+            num_before = sum(one.num_tokens for one in growing)
             outcomes = await asyncio.gather(*(one.grow(self._count) for one in growing), return_exceptions=True)
             for failure in filter(None, outcomes):
                 raise failure
+            num_rounds = num_rounds + 1 if sum(one.num_tokens for one in growing) == num_before else 0
         self._unfinished_version = None
 
     async def judged(self) -> dict[str, list[Sample]]:

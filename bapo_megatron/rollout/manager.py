@@ -17,9 +17,10 @@ from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.key import client_key
 from bapo_megatron.errors import CheckpointError, NoEngineLeftError
 from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.mixture import PromptMixture, prompts_of
+from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.judges import JudgeSpec, Verdict
@@ -30,7 +31,7 @@ from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce, StepDriver, TextJudge
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, stop_token_ids, turn_driver
+from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
 from bapo_megatron.types import Batch, Group, Prompt
 
 RewardSource = RewardScorer | StepDriver | AgentDriver
@@ -198,10 +199,11 @@ def connect_rollouts(
         UserError: the prompts, the judge, the environment or an engine do not fit; names which.
     """
     key = client_key(config.rollout)  # before judges inherit the environment
-    tokenizer = load_tokenizer(model_path, own_family(config.model.family))
+    own = own_family(config.model.family)
+    tokenizer = load_tokenizer(model_path, own)
     vocab_size = load_hf_config(model_path)["vocab_size"]
     tokens = TurnTokens.of(config, tokenizer, vocab_size)
-    stop_ids = stop_token_ids(config, tokenizer)
+    stop_ids = stop_token_ids(config, tokenizer, end_token_ids(model_path, tokenizer, own))
     prompts = prompts_of(config, tokenizer)
     prompts.check()
     answers: RewardSource

@@ -1,13 +1,14 @@
-"""Turns between text and tokens: the tokens that end one, its text, and the tokens of an environment's answer."""
+"""Turns between tokens and text, and the tokens of an environment's answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import UserError, plural
+from bapo_megatron.errors import UserError
 from bapo_megatron.prompts.continuation import Continuation
-from bapo_megatron.prompts.encoding import rendered_ids, words_ids
+from bapo_megatron.prompts.encoding import words_ids
+from bapo_megatron.prompts.stop_tokens import chat_of
 from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.rewards.environments import Continue, Environment, EnvironmentSpec, TurnJson
 from bapo_megatron.rewards.scorer import RewardScorer
@@ -29,7 +30,7 @@ class TurnTokens:
         """Return the tokens of [environment]'s turns. Raises UserError like `check_tools`."""
         is_chat = config.environment.is_used and config.data.chat_template
         check_tools(config, tokenizer)
-        return cls(tokenizer, vocab_size, _chat(config, tokenizer) if is_chat else None)
+        return cls(tokenizer, vocab_size, chat_of(config, tokenizer) if is_chat else None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn, without special tokens."""
@@ -67,44 +68,11 @@ def check_tools(config: Config, tokenizer: Any) -> None:
         return
     if not tokenizer.chat_template:
         raise UserError("the model has no chat template, which the answers of tools need")
-    chat = _chat(config, tokenizer)
+    chat = chat_of(config, tokenizer)
     if refusal := chat.refusal(options.role):
         other = "user" if options.role == "tool" else "tool"
         remedy = f'set environment.options.role = "{other}"' if chat.refusal(other) is None else "choose another model"
         raise UserError(f'environment.kind = "tools": {refusal}; {remedy}')
-
-
-def stop_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a turn: the tokenizer's end of a sequence; with an environment, its stop_tokens and
-    the end of a turn in the chat template, if prompts are in it.
-
-    Raises:
-        UserError: a stop token is not one token of the tokenizer.
-    """
-    stop_ids = [int(tokenizer.eos_token_id)]
-    if config.environment.is_used:
-        if config.data.chat_template and (end_id := _chat(config, tokenizer).end_id) is not None:
-            stop_ids.append(end_id)
-        stop_ids += [_one_token(tokenizer, name) for name in config.environment.stop_tokens]
-    return tuple(dict.fromkeys(stop_ids))
-
-
-def _chat(config: Config, tokenizer: Any) -> Continuation:
-    return Continuation(tokenizer, config.data.template_options)
-
-
-def _one_token(tokenizer: Any, name: str) -> int:
-    token_id = tokenizer.get_vocab().get(name)
-    if token_id is not None:
-        return int(token_id)
-    found = rendered_ids(tokenizer, name)
-    if len(found) != 1 or found[0] == tokenizer.unk_token_id:
-        what = "unknown to" if tokenizer.unk_token_id in found else f"{plural(len(found), 'token')} of"
-        raise UserError(
-            f"environment.stop_tokens: {name!r} is {what} the model's tokenizer; a turn ends at a single token, such "
-            f"as {tokenizer.eos_token!r}"
-        )
-    return int(found[0])
 
 
 def environment_of(config: Config) -> EnvironmentProcesses | AgentPrograms:

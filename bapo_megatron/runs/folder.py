@@ -40,7 +40,7 @@ from bapo_megatron.runs.resuming import (
     num_steps_done,
     num_steps_planned,
     num_steps_saved,
-    with_pinned_models,
+    with_pins,
 )
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 
@@ -136,7 +136,7 @@ class RunDir:
         if is_in_use(path):
             raise _in_use(path)
         if has_results(path):
-            config = with_pinned_models(config)
+            config = with_pins(config)
         return cls._next(path, dump_config(config), None)
 
     @classmethod

@@ -7,13 +7,15 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.assets import hub
+from bapo_megatron.assets import hub, model_folder
 from bapo_megatron.config.earlier import RETIRED
 from bapo_megatron.errors import ConfigError, plural
+from bapo_megatron.hf.tokenizer import reads_clock
 from bapo_megatron.runs.steps import read_metrics
 
 if TYPE_CHECKING:
@@ -136,16 +138,18 @@ def has_results(path: Path) -> bool:
     return has_metrics or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
-def with_pinned_models(config: Config) -> Config:
-    """Download the models that are named on the Hugging Face hub, and pin their commits.
+def with_pins(config: Config) -> Config:
+    """Download the models that are named on the Hugging Face hub, and pin their commits; pin the time that the chat
+    template reads, if it reads one.
 
-    A resumed run keeps the commits in its config.toml.
+    A resumed run keeps what its config.toml says.
 
     Raises:
         CheckpointError: see `hub.snapshot`.
     """
+    path = Path(config.run.dir) / config.run.name
     try:
-        earlier = tomllib.loads((Path(config.run.dir) / config.run.name / "config.toml").read_text(encoding="utf-8"))
+        earlier = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a new run, or a bad folder, which RunDir.open will report
         earlier = {}
     changed = {}
@@ -156,7 +160,13 @@ def with_pinned_models(config: Config) -> Config:
         before = earlier.get(section, {}).get(key, "")
         pinned = hub.pin(before if before.startswith(f"{value}@") else value, setting=f"{section}.{key}")
         changed[section] = getattr(config, section).model_copy(update={key: pinned})
-    return config.model_copy(update=changed)
+    config = config.model_copy(update=changed)
+    if not config.data.chat_template or config.data.template_time is not None:
+        return config
+    now = earlier.get("data", {}).get("template_time")
+    if now is None and not has_results(path) and reads_clock(model_folder(config.model.path)):
+        now = datetime.now().isoformat(timespec="seconds")
+    return config.model_copy(update={"data": config.data.model_copy(update={"template_time": now})})
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -46,6 +46,7 @@ from bapo_megatron.monitor.console import Screen, header
 from bapo_megatron.preflight.placement import place
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, write_restart
+from bapo_megatron.runs.resuming import with_pins
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.trainer import STOPPED, run_rank
 
@@ -190,6 +191,7 @@ def _run_trainer(config: Config, meeting: Meeting, rank: int, start: TrainerStar
             meeting.over_file.touch()
             meeting.tell(start.file, {"is_over": True})
             return start.exit_code
+        config = with_pins(config)  # the machine that submitted the job may lack the model
         with RunDir.open(config, patience_s=config.slurm.startup_timeout_s if restart else 0.0) as run_dir:
             return _run_first_rank(config, meeting, start, run_dir, restart)
 

@@ -16,18 +16,24 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from conftest import AUTHORIZATION, EOS, VOCAB_SIZE, Servers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from bapo_megatron.config.engines import ENGINES
-from bapo_megatron.config.schema import SyncConfig
+from bapo_megatron.config.schema import RolloutConfig, SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.engines.wire import TensorSpec, plan_buckets
 from bapo_megatron.errors import EngineError, RequestRefusedError
+from bapo_megatron.prompts.continuation import Continuation
+from bapo_megatron.prompts.encoding import prompt_ids
+from bapo_megatron.rollout.dispatch import Dispatcher, sample_seed
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
+from bapo_megatron.types import NeedsEnvironment, NeedsTokens, Prompt, Sample
 from tests.distributed import HANG_S
 
 PROMPT = [5, 9, 33, 70, 12, 8]
@@ -394,6 +400,71 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(servers: Servers) -> None
         assert result.finish_reason == "stop"
     length = ask(servers, n=30, sampling_seed=11, stop_token_ids=[stop])
     assert length["output_ids"] == free, "ignore_eos ignores stop tokens too"
+
+
+def cut_at(tokens: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens up to the first end, and all of them without one."""
+    num = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tuple(tokens[:num])
+
+
+@pytest.mark.parametrize("pieces", [None, 5])
+def test_a_response_ends_at_the_first_stop_token_of_its_run_and_nowhere_else(
+    servers: Servers, pieces: int | None
+) -> None:
+    """The run's stop tokens decide: one that only the model's files name, here EOS, ends nothing if it is left out."""
+    num_tokens, samples = 48, [Sample.of(f"{i}.0", Prompt(i, tuple(PROMPT), "", "", "test")) for i in range(8)]
+    seeds = [sample_seed(3, sample.sample_id) for sample in samples]
+    free = [ask(servers, n=num_tokens, temperature=1.0, sampling_seed=seed)["output_ids"] for seed in seeds]
+    assert any(EOS in tokens for tokens in free), "otherwise no server would stop by itself"
+    others = [tokens[9] for tokens in free[:2]]
+    config = RolloutConfig(max_response_tokens=num_tokens, tokens_per_round=pieces)
+    for ends in ((EOS, *others), tuple(others)):
+        dispatcher = Dispatcher(config, servers.pool, stop_token_ids=ends, run_seed=3)
+        dispatcher.version = servers.version
+        found: dict[str, Sample] = {}
+        growing = samples
+        while growing:
+            grown: list[Sample] = []
+            servers.loop.run(dispatcher.grow_together(growing, 0, grown.append))
+            found |= {sample.sample_id: sample for sample in grown}
+            growing = [sample for sample in grown if isinstance(sample.need, NeedsTokens)]
+        for sample, tokens in zip(samples, free, strict=True):
+            whole, expected = found[sample.sample_id], cut_at(tokens, ends)
+            assert tuple(whole.turn.token_ids[len(PROMPT) :].tolist()) == expected
+            assert isinstance(whole.need, NeedsEnvironment)
+            assert whole.need.turn_end == ("stop" if expected[-1] in ends else "length")
+
+
+TEMPLATE = "<begin>{% for m in messages %}{{ m.role }} {{ m.content }}<end>{% endfor %}<begin>"
+CHAT = [("user", "a<end>b"), ("assistant", "c"), ("user", "é")]
+
+
+def test_a_prompts_tokens_are_those_that_were_sent_whatever_its_words_spell(servers: Servers) -> None:
+    """No engine adds a begin or an end, or reads a control token into words."""
+    letters = [*map(chr, range(ord("!"), ord("{"))), " "]
+    vocabulary = {name: i for i, name in enumerate(("<pad>", "<eos>", "<unk>", "<begin>", "<end>"))}
+    vocabulary |= {letter: len(vocabulary) + i for i, letter in enumerate(letters)}
+    assert len(vocabulary) == VOCAB_SIZE
+    one = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    one.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    one.add_special_tokens(["<pad>", "<eos>", "<begin>", "<end>"])
+    special = [("<eos>", EOS), ("<begin>", vocabulary["<begin>"])]
+    one.post_processor = processors.TemplateProcessing(single="<begin> $A <eos>", special_tokens=special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=one, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = TEMPLATE
+    chat = Continuation(tokenizer, {}).whole([{"role": role, "content": text} for role, text in CHAT])
+    turns = [*"user a<end>b", "<end>", *"assistant c", "<end>", *"user ", "<unk>", "<end>"]
+    plain = prompt_ids(tokenizer, "a<end>b")
+    assert chat == [vocabulary[token] for token in ("<begin>", *turns, "<begin>")]
+    assert plain == [vocabulary[token] for token in ("<begin>", "a", "<end>", "b")]
+    for token_ids in (chat, plain):
+        reply = ask(servers, token_ids, 8, temperature=0)
+        assert reply["meta_info"]["prompt_tokens"] == len(token_ids)
+        expected = servers.models["a"].generate(
+            torch.tensor([token_ids]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert reply["output_ids"] == expected[0, len(token_ids) :].tolist()
 
 
 def test_weights_updated_in_place_take_over_at_the_next_token(servers: Servers) -> None:

@@ -28,10 +28,11 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.environments import StepAnswer, TurnJson, as_answer
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.rollout.turn_tokens import TurnTokens, stop_token_ids, turn_driver
+from bapo_megatron.rollout.turn_tokens import TurnTokens, turn_driver
 from bapo_megatron.sync import open_channel
 from bapo_megatron.types import Sample, Sampled
 from tests.distributed import HANG_S
@@ -248,7 +249,7 @@ def sampled_in_turns(smollm2: Path, folder: Path, models: list[Any]) -> list[Sam
             pool=pool,
             prompts=prompts,
             driver=turn_driver(config, Tool(), tokens, config.rollout.max_response_tokens),
-            stop_token_ids=stop_token_ids(config, tokenizer),
+            stop_token_ids=stop_token_ids(config, tokenizer, (tokenizer.eos_token_id,)),
             seed=0,
             max_turn_tokens=config.environment.turn_limit,
         )

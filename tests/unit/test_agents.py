@@ -134,7 +134,7 @@ class Agents:
         scorer = RewardScorer(self.config) if self.config.has_judge else None
         self.driver = turn_driver(self.config, self.programs, tokens, self.config.rollout.max_response_tokens, scorer)
         assert isinstance(self.driver, AgentDriver)
-        self.scheduler = make(self.engine, driver=self.driver, **(LIMITS | settings))
+        self.scheduler = make(self.engine, driver=self.driver, stop=END, **(LIMITS | settings))
         self.scheduler.book.prompts = Questions()
 
     async def take(self, step: int = 0) -> list[Group]:

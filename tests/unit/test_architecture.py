@@ -77,7 +77,8 @@ def test_no_sampled_text_becomes_tokens_again() -> None:
         "engines/embedded/text.py",  # `bapo serve` and `bapo chat`
         "preflight/starter.py",  # prompts, to be measured
         "prompts/continuation.py",  # messages of environments
+        "prompts/stop_tokens.py",  # names of stop tokens
         "prompts/stream.py",  # prompts
         "prompts/tools.py",  # whether the template shows tools: text only
-        "rollout/turn_tokens.py",  # texts of environments, and names of stop tokens
+        "rollout/turn_tokens.py",  # texts of environments
     }

@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.prompts.continuation import Continuation
+from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.environments import Continue, End, StepAnswer, TurnJson
-from bapo_megatron.rollout.turn_tokens import TurnTokens, stop_token_ids, turn_driver
+from bapo_megatron.rollout.turn_tokens import TurnTokens, turn_driver
 from bapo_megatron.types import Ended, Prompt, Sample, Segment
 
 FOLDER = Path(__file__).with_name("chat_templates")
@@ -237,7 +238,7 @@ def test_no_message_forges_a_special_token(data: st.DataObject) -> None:
         message["name"] = data.draw(spelled(name))
     found = added(name, message)
     assert specials(name, found) == specials(name, added(name, MESSAGES[role]))
-    shown = content.replace("\ufdd0", "\ufffd")
+    shown = content
     if (name, role) == ("llama3_1", "tool"):
         shown = json.dumps(shown, ensure_ascii=False)
     assert shown.strip() in tokenizer_of(name).decode(found)
@@ -351,7 +352,8 @@ def test_a_sample_fails_with_the_reason_if_its_template_cannot_continue(name: st
 def test_the_templates_end_of_a_turn_ends_one(name: str, ends: list[str]) -> None:
     def stops(kind: str, is_chat: bool) -> list[str]:
         config = Config.model_validate({"environment": {"kind": kind}, "data": {"chat_template": is_chat}})
-        return tokenizer_of(name).convert_ids_to_tokens(list(stop_token_ids(config, tokenizer_of(name))))
+        tokenizer = tokenizer_of(name)
+        return tokenizer.convert_ids_to_tokens(list(stop_token_ids(config, tokenizer, (tokenizer.eos_token_id,))))
 
-    assert stops("m:step", True) == ends
-    assert stops("none", True) == stops("m:step", False) == ends[:1]
+    assert stops("m:step", True) == stops("none", True) == ends
+    assert stops("none", False) == stops("m:step", False) == ends[:1]

@@ -17,8 +17,8 @@ from tests.unit.fake_hub import NAME, FakeHub
 PINNED = """
 from bapo_megatron.config.load import dump_config, load_config
 from bapo_megatron.runs.folder import RunDir
-from bapo_megatron.runs.resuming import with_pinned_models
-config = with_pinned_models(load_config(["demo"], ["model.path=acme/tiny"]))
+from bapo_megatron.runs.resuming import with_pins
+config = with_pins(load_config(["demo"], ["model.path=acme/tiny"]))
 with RunDir.open(config):
     print(config.model.path)
 """

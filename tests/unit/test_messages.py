@@ -2,11 +2,9 @@
 
 import json
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +14,11 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import DataError
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.jsonl import JsonlSource, RowSource
 from bapo_megatron.prompts.messages import as_taken, conversation, tools
 from bapo_megatron.prompts.rows import Row
-from bapo_megatron.prompts.stream import PromptStream, rendered
+from bapo_megatron.prompts.stream import PromptStream
 
 TEMPLATES = sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
 WITH_TOOLS = (
@@ -43,8 +42,9 @@ def stream(template: str, *rows: dict[str, Any], **data: Any) -> PromptStream:
 def shown(prompts: PromptStream, index: int = 0) -> str:
     """Return a prompt as the model sees it."""
     question = prompts.source[index]
-    render = partial(rendered, prompts.tokenizer, {})
-    return render(as_taken(question.conversation(prompts.data.system_prompt), question.tools, render), question.tools)
+    chat = Continuation(prompts.tokenizer, {})
+    messages = as_taken(question.conversation(prompts.data.system_prompt), question.tools, chat.text)
+    return chat.text(messages, question.tools)
 
 
 class Generator:
@@ -119,7 +119,7 @@ def vanished(seed: int, template: str) -> list[str]:
     try:
         prompts = stream(template, row)
         prompts.in_order()
-    except (DataError, jinja2.TemplateError, TypeError):  # the last two: the template refuses the messages
+    except DataError:
         return []
     text = shown(prompts)
     named = {name.rpartition(".")[2] if name.startswith("tool_calls") else name for name in prompts.left_out}

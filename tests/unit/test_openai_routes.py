@@ -35,6 +35,7 @@ from bapo_megatron.engines.embedded.protocol import BadRequestError, RequestBody
 from bapo_megatron.engines.embedded.server import Server, check_address
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 from bapo_megatron.errors import UserError
+from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.rollout.agent_endpoint import _ChatBody as AgentChat
 from tests.distributed import HANG_S
 from tests.unit.test_embedded_engine import stop
@@ -174,11 +175,16 @@ def test_stop_texts_are_cut_off_wherever_pieces_end(client: openai.OpenAI, model
     assert reply.choices[0].text == whole
 
 
+def give_template(model: TextModel, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    monkeypatch.setattr(model, "template", Continuation(model.tokenizer, {}))
+
+
 def test_a_chat_template_is_used(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.tokenizer, "chat_template", TEMPLATE)
+    give_template(model, monkeypatch, TEMPLATE)
     messages = [{"role": "user", "content": "3+5"}, {"role": "user", "content": "*2="}]
     assert model.encode_chat(messages) == model.encode(PROMPT)
-    with pytest.raises(BadRequestError, match="messages: the chat template refuses them: no user"):
+    with pytest.raises(BadRequestError, match="messages: the chat template refuses these messages: no user"):
         model.encode_chat([{"role": "assistant", "content": "1"}])
 
 
@@ -275,7 +281,7 @@ def test_the_banner_of_a_server_can_be_pasted(
     model: TextModel, url: str, monkeypatch: pytest.MonkeyPatch, template: str | None
 ) -> None:
     monkeypatch.setattr(model.tokenizer, "chat_template", template)
-    monkeypatch.setattr(model.tokenizer, "encode", lambda _: [3])  # the demo's model has no text "Hello"
+    monkeypatch.setattr(model, "encode", lambda _: [3])  # the demo's model has no text "Hello"
     server = Server(model.engine, model_path="demo", update_timeout_s=HANG_S, text=model)
     lines = [line.split(maxsplit=1) for line in server.banner(url).splitlines()]
     assert [label for label, _ in lines] == ["serving", "model", "try", "end"]
@@ -354,7 +360,7 @@ def test_chat_with_tools_goes_on_with_their_answers(
         return [{"role": "tool", "name": "adder", "content": "7\n"}, {"role": "tool", "content": "8"}], [text]
 
     monkeypatch.setattr(Reply, "pieces", watched)
-    monkeypatch.setattr(model.tokenizer, "chat_template", CHAT_TEMPLATE)
+    give_template(model, monkeypatch, CHAT_TEMPLATE)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n1+1=\n"))
     tools = terminal.ChatTools(answer, [], max_turns)
     terminal.chat(model, temperature=0.0, system=None, tools=tools)
@@ -398,7 +404,8 @@ def test_chat_and_serve_take_what_a_run_says(run: Path, monkeypatch: pytest.Monk
         text = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
         found, state = tools.answer(text, None) or ([], None)
         names = [schema["function"]["name"] for schema in tools.schemas]
-        seen.append((model.template_options, system, names, tools.max_turns, [m["content"] for m in found]))
+        shown = model.tokenizer.decode(model.encode_chat([{"role": "user", "content": "5"}])).replace(" ", "")
+        seen.append((shown, system, names, tools.max_turns, [m["content"] for m in found]))
         assert tools.answer("42", state) is None
         stop(model.engine)
 
@@ -408,8 +415,8 @@ def test_chat_and_serve_take_what_a_run_says(run: Path, monkeypatch: pytest.Monk
     own = "calculator, tests.unit.tool_functions:search"
     assert cli.main(["chat", str(run / "hf"), "--tools", own, "--system", "be", *one_thread]) == 0
     assert seen == [
-        ({"style": "3+"}, "1+1=2", ["calculator"], 7, ["42"]),
-        ({}, "be", ["calculator", "search"], 10, ["42"]),
+        ("3+5<eos>", "1+1=2", ["calculator"], 7, ["42"]),
+        ("5<eos>", "be", ["calculator", "search"], 10, ["42"]),
     ]
 
     def serve_text(model: TextModel, *, host: str, port: int) -> int:

@@ -143,6 +143,7 @@ def make(
     keep: Any = None,
     driver: Any = None,
     max_turn_tokens: int | None = None,
+    stop: int = STOP,
     **settings_: Any,
 ) -> Scheduler:
     defaults = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_response_tokens": 16, "max_retries": 1}
@@ -156,7 +157,7 @@ def make(
         pool=EnginePool(engines),  # type: ignore[arg-type]
         prompts=CountingPrompts(),
         driver=driver or JudgeOnce(judge),
-        stop_token_ids=(STOP,),
+        stop_token_ids=(stop,),
         seed=seed,
         updates_per_step=updates_per_step,
         keep=keep or (lambda group: True),

@@ -20,6 +20,7 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionS
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import UserError
 from bapo_megatron.prompts.base import Question
+from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.prompts.tools import ToolOptions, load_tools, schemas_of
 from bapo_megatron.rewards.arithmetic import MAX_BITS, shown, worked_out
@@ -37,7 +38,7 @@ from bapo_megatron.rewards.interpreter import MAX_CHARS, Interpreter
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.scheduler import Scheduler
-from bapo_megatron.rollout.turn_tokens import TurnTokens, check_tools, stop_token_ids, turn_driver
+from bapo_megatron.rollout.turn_tokens import TurnTokens, check_tools, turn_driver
 from bapo_megatron.types import Given
 from tests.hang import HANG_S
 from tests.unit.test_continuation import tokenizer_of
@@ -412,7 +413,7 @@ def test_a_sample_calls_tools_and_its_judge_reads_the_last_turn_only() -> None:
         pool=EnginePool([engine]),  # type: ignore[list-item]
         prompts=stream(tokenizer, config),
         driver=driver,
-        stop_token_ids=stop_token_ids(config, tokenizer),
+        stop_token_ids=stop_token_ids(config, tokenizer, (tokenizer.eos_token_id,)),
         seed=0,
         updates_per_step=1,
         keep=lambda group: True,

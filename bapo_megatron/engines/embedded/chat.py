@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,6 @@ from typing import Any
 
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.text import Reply, TextModel
-from bapo_megatron.prompts.continuation import Continuation
 
 _END_TIMEOUT_S = 60.0  # for one engine step
 
@@ -47,7 +47,6 @@ class _Plain:
 
     model: TextModel
     start: list[dict[str, Any]]
-    stop_token_ids: tuple[int, ...] = ()
     _messages: list[dict[str, Any]] = field(default_factory=list)
 
     def clear(self) -> None:
@@ -69,9 +68,8 @@ class _WithTools:
 
     def __init__(self, model: TextModel, start: list[dict[str, Any]], tools: ChatTools) -> None:
         self._model, self._start, self._tools = model, start, tools
-        self._template = Continuation(model.tokenizer, model.template_options)
-        end_id = self._template.end_id
-        self.stop_token_ids = () if end_id is None else (end_id,)
+        assert model.template is not None, "check_tools checks this"
+        self._template = model.template
         self.clear()
 
     def clear(self) -> None:
@@ -120,6 +118,8 @@ def _converse(model: TextModel, temperature: float, conversation: _Plain | _With
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited and recalled
 
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what is not UTF-8 is answered, like text that does not fit
+        sys.stdin.reconfigure(errors="surrogateescape")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         kept = "the conversation" if model.tokenizer.chat_template else "nothing: it has no chat template"
@@ -154,7 +154,7 @@ def _reply(
     params = SamplingParams(
         temperature=temperature,
         max_new_tokens=model.room(prompt_ids),
-        stop_token_ids=list(conversation.stop_token_ids) or None,
+        stop_token_ids=list(model.chat_stop_ids),
     )
     reply = Reply(model, prompt_ids, params)
     said: list[str] = []

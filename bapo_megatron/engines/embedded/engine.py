@@ -15,7 +15,7 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,6 +173,7 @@ class BatchingEngine:
     """Continuous batching of requests to one model.
 
     Args:
+        end_ids: tokens that end every response, unless a request ignores them; None means config.json's.
         num_threads: CPU threads of the engine thread; None means torch's default. No other thread of the process may
             use more than one: with more threads than cores, OpenMP puts waiting threads to sleep between operators, and
             decoding takes twice the time.
@@ -185,9 +186,11 @@ class BatchingEngine:
         max_running: int,
         max_context: int,
         version: str = _INITIAL_VERSION,
+        end_ids: Collection[int] | None = None,
         num_threads: int | None = None,
     ) -> None:
         self.model = model
+        self._end_ids = frozenset(model.spec.eos_token_ids if end_ids is None else end_ids)
         self.max_context = max_context
         self.max_running = max_running
         self.version = version
@@ -239,7 +242,7 @@ class BatchingEngine:
             )
         if min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
             raise BadRequestError(f"input_ids: token ids must be in [0, {spec.vocab_size})")
-        stop_ids = frozenset() if params.ignore_eos else spec.eos_token_ids | frozenset(params.stop_token_ids or ())
+        stop_ids = frozenset() if params.ignore_eos else self._end_ids | frozenset(params.stop_token_ids or ())
         seed = secrets.randbits(63) if params.sampling_seed is None else (params.sampling_seed + index) % 2**63
         return Sequence(rid, prompt_ids, params, stop_ids, seed, streams=streams, num_fed=num_fed)
 

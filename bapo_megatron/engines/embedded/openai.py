@@ -103,7 +103,7 @@ class _Common(OpenAIBody):
         """The stop texts; an empty one stops nothing."""
         return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if text]
 
-    def sampling(self, max_new_tokens: int) -> SamplingParams:
+    def sampling(self, max_new_tokens: int, stop_ids: Sequence[int]) -> SamplingParams:
         """Return the engine's parameters. Raises BadRequestError, naming the field."""
         params = {
             "temperature": self.temperature,
@@ -111,6 +111,7 @@ class _Common(OpenAIBody):
             "top_k": self.top_k,
             "min_p": self.min_p,
             "max_new_tokens": max_new_tokens,
+            "stop_token_ids": [*stop_ids],
             "sampling_seed": None if self.seed is None else self.seed % 2**63,
         }
         return parse(SamplingParams, json.dumps(params).encode())
@@ -199,7 +200,8 @@ class OpenAIRoutes:
         def delta(text: str) -> dict[str, Any]:
             return {"delta": {"role": "assistant", "content": text}, "logprobs": None}
 
-        return await self._answer(request, body, [prompt_ids], [limit], "chat.completion", whole, delta)
+        ends = self._model.chat_stop_ids
+        return await self._answer(request, body, [prompt_ids], [limit], "chat.completion", whole, delta, ends)
 
     async def _answer(
         self,
@@ -210,10 +212,11 @@ class OpenAIRoutes:
         kind: str,
         whole: Callable[[str], dict[str, Any]],
         delta: Callable[[str], dict[str, Any]],
+        stop_ids: Sequence[int] = (),
     ) -> web.StreamResponse:
-        """Sample n replies to each prompt; `whole` and `delta` put text into a choice."""
+        """Sample n replies to each prompt, which `stop_ids` end too; `whole` and `delta` put text into a choice."""
         replies = [
-            Reply(self._model, ids, body.sampling(limit), body.stops, index)
+            Reply(self._model, ids, body.sampling(limit, stop_ids), body.stops, index)
             for ids, limit in zip(prompts, limits, strict=True)
             for index in range(body.n)
         ]

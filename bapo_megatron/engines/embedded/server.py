@@ -37,6 +37,7 @@ from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.engines.key import take_key
 from bapo_megatron.errors import UserError, escaped, plural
+from bapo_megatron.hf.tokenizer import end_token_ids
 from bapo_megatron.runtime.web import Guard
 from bapo_megatron.tokens import TokenStream
 
@@ -474,6 +475,7 @@ def main(argv: list[str] | None = None, *, model_type: type[Model] = Model) -> N
     try:
         own, dtype = own_family(args.family), getattr(torch, args.dtype)
         model = model_type.from_pretrained(args.model_path, max_len=args.max_context, dtype=dtype, own=own)
+        end_ids = end_token_ids(Path(args.model_path), own=own)  # as SGLang, which has no tokenizer either
     except UserError as problem:
         parser.exit(2, f"{problem}\n")
     engine = BatchingEngine(
@@ -481,6 +483,7 @@ def main(argv: list[str] | None = None, *, model_type: type[Model] = Model) -> N
         max_running=args.max_running,
         max_context=args.max_context,
         version=args.weight_version,
+        end_ids=end_ids,
         num_threads=args.threads,
     )
     guard = Guard(args.host, take_key())

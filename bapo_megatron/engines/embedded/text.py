@@ -12,30 +12,44 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import torch
 from tokenizers.decoders import DecodeStream
 
+from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.embedded.engine import BatchingEngine
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
-from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.prompts.encoding import chat_ids, prompt_ids
+from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
+from bapo_megatron.prompts.continuation import Continuation
+from bapo_megatron.prompts.encoding import prompt_ids
+from bapo_megatron.prompts.stop_tokens import chat_of, stop_token_ids
 
 
 class TextModel:
-    """A model that reads and writes text."""
+    """A model that reads and writes text.
+
+    Args:
+        engine: its own `end_ids` end responses to plain prompts.
+        template: the chat template, if there is one.
+        chat_stop_ids: tokens that end a reply in a conversation.
+    """
 
     def __init__(
-        self, engine: BatchingEngine, tokenizer: Any, name: str, template_options: Mapping[str, Any] | None = None
+        self,
+        engine: BatchingEngine,
+        tokenizer: Any,
+        name: str,
+        template: Continuation | None,
+        chat_stop_ids: Sequence[int],
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.name = name
-        self.template_options = template_options or {}
+        self.template = template
+        self.chat_stop_ids = chat_stop_ids
 
     @classmethod
     def load(
@@ -48,7 +62,7 @@ class TextModel:
         dtype: torch.dtype,
         num_threads: int | None = None,
         own: Family | None = None,
-        template_options: Mapping[str, Any] | None = None,
+        config: Config | None = None,
     ) -> TextModel:
         """Load a checkpoint folder and start its engine.
 
@@ -57,34 +71,45 @@ class TextModel:
             max_running: responses sampled at the same time; more wait.
             num_threads: see `BatchingEngine`.
             own: see `model_shape`.
-            template_options: the chat template's, by name.
+            config: the configuration of the model's run; None means the default one.
 
         Raises:
-            CheckpointError: see `Model.from_pretrained`.
-            UserError: the model allows no such context, or there is no room for the cache.
+            CheckpointError: see `Model.from_pretrained` and `end_token_ids`.
+            UserError: the model allows no such context, no token ends a response, or there is no room for the cache.
         """
         longest = model_shape(load_hf_config(folder), folder, own=own).max_positions
         context = max_context or longest
         if context > longest:
             raise UserError(f"--max-context {context}: {name} allows at most {longest} tokens")
+        config, tokenizer = config or Config(), load_tokenizer(folder, own)
+        end_ids = end_token_ids(folder, tokenizer, own)
+        data = config.data.model_copy(update={"chat_template": bool(tokenizer.chat_template)})
+        config = config.model_copy(update={"data": data})
+        template = chat_of(config, tokenizer) if data.chat_template else None
+        stop_ids = stop_token_ids(config, tokenizer, end_ids)
+        plain = [i for i in stop_ids if i in end_ids or template is None or i != template.end_id]
         model = Model.from_pretrained(folder, max_len=context, dtype=dtype, own=own)
         try:
-            engine = BatchingEngine(model, max_running=max_running, max_context=context, num_threads=num_threads)
+            engine = BatchingEngine(
+                model, max_running=max_running, max_context=context, end_ids=plain, num_threads=num_threads
+            )
         except OSError as error:
             raise UserError(
                 f"no memory for {plural(max_running, 'response')} of {context} tokens ({error.strerror}); lower "
                 "--max-context"
             ) from error
-        return cls(engine, load_tokenizer(folder, own), name, template_options)
+        return cls(engine, tokenizer, name, template, stop_ids)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a plain prompt, as training encodes it."""
-        return prompt_ids(self.tokenizer, text)
+        """Return the ids of a plain prompt, as training encodes it. Raises BadRequestError."""
+        try:
+            return prompt_ids(self.tokenizer, text)
+        except ValueError as problem:
+            raise BadRequestError(f"the prompt: {problem}") from problem
 
-    def encode_chat(
-        self, messages: Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Return the ids of a conversation in the chat template, or of its last message if there is no template.
+    def encode_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the ids of a conversation in the chat template, as training encodes it, or of its last message if
+        there is no template.
 
         Args:
             tools: JSON schemas for the template.
@@ -92,13 +117,12 @@ class TextModel:
         Raises:
             BadRequestError: the template refuses the conversation.
         """
-        if not self.tokenizer.chat_template:
+        if self.template is None:
             return self.encode(messages[-1]["content"])
         try:
-            offered = {"tools": tools} if tools else {}
-            return chat_ids(self.tokenizer, messages, {**self.template_options, **offered})
-        except jinja2.TemplateError as error:
-            raise BadRequestError(f"messages: the chat template refuses them: {error}") from error
+            return self.template.whole(messages, tools)
+        except ValueError as problem:
+            raise BadRequestError(f"messages: {problem}") from problem
 
     def room(self, prompt_ids: Sequence[int]) -> int:
         """Return how many tokens a response may have. Raises BadRequestError if there is no room."""
