@@ -313,7 +313,7 @@ def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[V
 
 
 def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
-    """Read the first recorded step, and check that the last one exists."""
+    """Read the first and the last recorded step; every step if it was recorded with a higher limit of responses."""
     if config.rollout.recorded_from is None:
         return  # checks/rollout.py reports it
     folder, settings = Path(config.rollout.recorded_from).expanduser(), ("rollout.recorded_from", "rollout.engine")
@@ -325,14 +325,16 @@ def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Viola
             yield warning(settings, f"rollout.recorded_from={folder} is not on this machine, and was not read")
         return
     from bapo_megatron.config.families import token_streams
-    from bapo_megatron.rollout.recorded import read_groups
+    from bapo_megatron.rollout.recorded import limit_of_recording, read_groups
 
-    requested = config.model.requested_streams
-    for step, decided_by in ((1, settings), (config.train.num_steps, (*settings, "train.num_steps"))):
+    streams = token_streams(config.model.family, model, config.model.requested_streams) if model else ()
+    last, limit = config.train.num_steps, config.rollout.max_response_tokens
+    has_longer = (limit_of_recording(folder) or 0) > limit
+    for step in range(1, last + 1) if has_longer else (1, last):
         try:
-            read_groups(folder, step, token_streams(config.model.family, model, requested) if model else ())
+            read_groups(folder, step, streams, limit)
         except UserError as error:
-            yield Violation(decided_by, str(error))
+            yield Violation((*settings, "rollout.max_response_tokens", "train.num_steps"), str(error))
             return
 
 
