@@ -66,8 +66,8 @@ class Pass:
     def steps(self, batch: Batch) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
         """Yield the sequences of each optimizer step, and how they are split into each data rank's micro-batches.
 
-        A batch may hold fewer sequences than there are steps. A step with no sequence, or with masked responses only, is
-        left out: an update would divide by zero. Reads lengths and masks.
+        A batch may hold fewer sequences than there are steps. A step without a sequence, or with masked responses only,
+        is left out: an update would divide by zero. Reads lengths and masks.
         """
         padded_lens_S = round_up(batch.seq_lens_S, self.share.num_chunks)
         num_trained_S = batch.count_S(batch.mask_T)

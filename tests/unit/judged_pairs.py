@@ -8,6 +8,7 @@ python -m tests.unit.judged_pairs          prints the errors of reward.kind = "m
 import inspect
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import math_verify
 
+from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.math import judge_math
 
 
@@ -36,11 +38,14 @@ Verdict = Callable[[Pair], float]
 
 
 def ours(pair: Pair) -> float:
-    """Judge as a run does."""
+    """Judge as a run does; nan if it refuses the answer, a list."""
     facts = (
         {"in_thought": pair.prompt_opens_thought} if "in_thought" in inspect.signature(judge_math).parameters else {}
     )
-    return judge_math(pair.answer, pair.response, **facts)
+    try:
+        return judge_math(pair.answer, pair.response, **facts)
+    except UserError:
+        return math.nan
 
 
 def plain(pair: Pair) -> float:
@@ -54,7 +59,7 @@ def plain(pair: Pair) -> float:
 def errors(judge: Verdict) -> tuple[list[Pair], list[Pair]]:
     """Return the right answers that get no 1, and the wrong ones that do."""
     rewards = [judge(pair) for pair in PAIRS]
-    wrong = [pair for pair, reward in zip(PAIRS, rewards, strict=True) if (reward == 1.0) != (pair.verdict == 1)]
+    wrong = [p for p, r in zip(PAIRS, rewards, strict=True) if not math.isnan(r) and (r == 1.0) != (p.verdict == 1)]
     return [pair for pair in wrong if pair.verdict], [pair for pair in wrong if not pair.verdict]
 
 
