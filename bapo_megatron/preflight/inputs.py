@@ -4,6 +4,7 @@ Each check calls the code that the run calls, but only on the first rows.
 """
 
 import ast
+import contextlib
 import difflib
 import functools
 import importlib.util
@@ -25,6 +26,7 @@ from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.rows import missing
 from bapo_megatron.prompts.tools import ToolOptions, schemas_of
 from bapo_megatron.rewards.judges import EXACT, JudgeSpec
+from bapo_megatron.rewards.stated import misfit
 
 if TYPE_CHECKING:
     from bapo_megatron.rewards.judges import Verdict
@@ -107,7 +109,10 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             continue
         is_trained, is_code = table in config.prompt_sources, config.reward.kind == "code"
         name = one.name if isinstance(one, MixedSource) else source.name
-        if not (is_trained and is_code and not one.has_rows):  # checks/reward.py reports it
+        if one.has_rows and config.has_judge and (problem := _misfit_answer(alone, source)):
+            is_complete = False
+            yield Violation((*settings, "reward.kind"), problem)
+        elif not (is_trained and is_code and not one.has_rows):  # checks/reward.py reports it
             questions.append((config if is_trained and not is_code else alone, name, source[0]))
         if table == "data" and one.has_rows:
             yield from _few_prompts(config, len(source), settings)
@@ -116,6 +121,15 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
         yield from _environment(config, model)
     if config.has_judge:
         yield from _judge(config, questions, is_complete=is_complete)
+
+
+def _misfit_answer(config: Config, source: PromptSource) -> str | None:
+    """Return why the judge of mathematics or words has no rule for the answer of a row, and which row it is."""
+    with contextlib.suppress(UserError):  # `_judge` reports it
+        if JudgeSpec.of(config).kind in ("math", "text"):
+            questions = (source[i] for i in range(len(source)))
+            return next((f"{q.where}: {problem}" for q in questions if (problem := misfit(q.answer))), None)
+    return None
 
 
 def _tools(config: Config) -> Iterator[Violation]:

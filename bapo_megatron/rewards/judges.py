@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.stated import single
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, SourceConfig
@@ -175,7 +176,8 @@ class Judge:
     def __call__(self, fields: dict[str, Any]) -> Any:
         if fields["response"] is None:
             sample = self.sample_response
-            fields = {**fields, "response": as_response(fields["answer"]) if sample is None else sample._of(fields)}
+            answer = single(fields["answer"]) if self.kind in ("math", "text") else fields["answer"]
+            fields = {**fields, "response": as_response(answer) if sample is None else sample._of(fields)}
         return self._of(fields)
 
     def _of(self, fields: dict[str, Any]) -> Any:

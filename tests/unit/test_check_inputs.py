@@ -160,6 +160,22 @@ def test_a_missing_pyarrow_tells_the_command(
     assert "run `pip install 'bapo-megatron[parquet]'`, or convert the file" in line
 
 
+@pytest.mark.parametrize("kind", ["math", "text"])
+@pytest.mark.parametrize(
+    ("answer_", "problem"),
+    [([3, 5], "[3, 5] is a list of 2"), ([], "[] is a list of 0"), ({"value": 8}, "{'value': 8} is an object")],
+)
+def test_an_answer_that_is_not_one_is_refused_with_its_row(
+    kind: str, answer_: object, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*ROWS, {"prompt": "1+3=", "answer": ["4"]}, {"prompt": "1+4=", "answer": answer_}]
+    settings = ["data.source=jsonl", f"reward.kind={kind}", "rollout.prompts_per_step=2"]
+    file = write_rows(tmp_path / "prompts.jsonl", rows)
+    (line,) = answer(capsys, *settings, f"data.path={file}")
+    assert f"{file}:4: the answer {problem}, and the judges math and text compare with one answer" in line
+    assert not answer(capsys, *settings, f"data.path={write_rows(tmp_path / 'good.jsonl', rows[2:3] * 2)}")
+
+
 def test_a_recording_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gzip.open(tmp_path / "step-000001.jsonl.gz", "wt") as file:
         file.write("not JSON\n")
