@@ -93,7 +93,7 @@ def _free_text(reference: Any, response: str) -> str | None:
     found = stated_math(text)
     if not found:
         found = [words] if (words := tagged(text)) is not None else _NUMBER.findall(text)[-1:]
-    return _normalised(", ".join(found)) or None
+    return ";".join(map(_normalised, found)) or None
 
 
 def _normalised(answer: str) -> str:
