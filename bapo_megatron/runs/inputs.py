@@ -1,6 +1,6 @@
 """The files behind a run's settings, by digest: prompts, evaluation sets, and the modules of the user's functions.
 
-A resume may find other contents under the same path. Then its results are not those of an uninterrupted run.
+A resume may find other contents under the same path. Then its results differ from an uninterrupted run's.
 """
 
 from __future__ import annotations
