@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"(?:(?<![\d)])[-+])?\d[\d,]*(?:\.\d+)?")  # the minus of 7
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def gym_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> Callable[[Any, str], float]:
+def gym_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> Callable[..., float]:
     """Build a judge for the answers of a ReasoningGymSource with the same arguments. Raises DataError.
 
     The score is the data set's own, from 0 to 1. Thoughts are not read. If the reference is a plain number, the scorer
