@@ -119,9 +119,9 @@ class Recorder:
         if first_step:
             run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
             self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
-            for path in changed_inputs(self._run_dir.inputs_path, self._config):
+            for changed in changed_inputs(self._run_dir.inputs_path, self._config):
                 self.warn(
-                    f"{shown_path(Path(path))} has changed since this run last started, so it does not continue as "
+                    f"{shown_path(Path(changed))} has changed since this run last started, so it does not continue as "
                     "an uninterrupted run would; restore the file, or choose another run.name"
                 )
             if (rise := rise_of_rate(history, self._config)) is not None:

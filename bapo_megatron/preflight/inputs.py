@@ -109,9 +109,9 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             continue
         is_trained, is_code = table in config.prompt_sources, config.reward.kind == "code"
         name = one.name if isinstance(one, MixedSource) else source.name
-        if one.has_rows and config.has_judge and (problem := _misfit_answer(alone, source)):
+        if one.has_rows and config.has_judge and (misfit_row := _misfit_answer(alone, source)):
             is_complete = False
-            yield Violation((*settings, "reward.kind"), problem)
+            yield Violation((*settings, "reward.kind"), misfit_row)
         elif not (is_trained and is_code and not one.has_rows):  # checks/reward.py reports it
             questions.append((config if is_trained and not is_code else alone, name, source[0]))
         if table == "data" and one.has_rows:

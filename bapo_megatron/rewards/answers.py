@@ -56,6 +56,7 @@ def judge_text(answer: Any, response: str, in_thought: bool = False) -> float:
 
 def _stated_text(reference: Any, response: str) -> str | None:
     text = response[-MAX_CHARS:].strip()
+    found: str | None
     if (boxed := boxes(text)) is not None:
         found = ", ".join(map(undecorated, boxed))
     elif (found := tagged(text)) is None and (found := said(text)) is None:
