@@ -1,8 +1,7 @@
 """From a group (all responses to one prompt) to advantages, one per response or one per turn.
 
-A group whose rewards are all equal (such as a group of one) teaches nothing: its built-in advantages are exactly 0, no
-matter how its mean is rounded. `whiten` then brings the advantages of a whole batch to one scale, if the run asks for
-it.
+A group whose rewards are all equal (such as a group of one), or differ by rounding alone, teaches nothing: its built-in
+advantages are exactly 0. `whiten` then brings the advantages of a whole batch to one scale, if the run asks for it.
 
 The configuration reads this file, so it does not import torch: the built-in advantages use the methods of tensors.
 
@@ -24,6 +23,16 @@ if TYPE_CHECKING:
     from bapo_megatron.types import FinishReason, Prompt
 
 _EPSILON = 1e-6  # added to the standard deviation, as GRPO implementations do
+_ROUNDING = 1e-9  # relative to the largest value: sums of rewards in another order differ by less
+_SMALLEST = 1e-12  # differences below it are what is left of larger numbers, as in 0.1 + 0.2 - 0.3
+
+
+def has_spread(lowest: float, highest: float) -> bool:
+    """Return whether the extremes of some values differ by more than rounding: only then may a spread divide them.
+
+    Example: has_spread(0.3, 0.1 + 0.2) == False
+    """
+    return not math.isclose(lowest, highest, rel_tol=_ROUNDING, abs_tol=_SMALLEST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +93,7 @@ def grpo(group: GroupView) -> Tensor:
 def dr_grpo(group: GroupView) -> Tensor:
     """Compute r - mean: Dr. GRPO, arXiv 2503.20783, which leaves out the standard deviation."""
     rewards_G = group.rewards_G
-    is_informative = bool((rewards_G != rewards_G[:1]).any())
-    return rewards_G - rewards_G.mean() if is_informative else rewards_G.new_zeros(rewards_G.shape)
+    return rewards_G - rewards_G.mean() if _differ(rewards_G) else rewards_G.new_zeros(rewards_G.shape)
 
 
 def rloo(group: GroupView) -> Tensor:
@@ -101,7 +109,8 @@ def grpo_turns(group: GroupView) -> list[list[float]]:
     end, each turn has the advantage that `grpo` gives its response.
     """
     returns = [_returns(sample.turn_rewards, group.gamma) for sample in group.samples]
-    if len(returns) < 2 or len({value for turns in returns for value in turns}) < 2:
+    values = [value for turns in returns for value in turns]
+    if len(returns) < 2 or not has_spread(min(values), max(values)):
         return [[0.0] * len(turns) for turns in returns]
     means_G = group.rewards_G.new_tensor([statistics.fmean(turns) for turns in returns])
     within = math.fsum(statistics.pvariance(turns) for turns in returns) / (len(returns) - 1)
@@ -122,15 +131,25 @@ ESTIMATORS = {
 """Built-in advantages by `advantage.kind`."""
 
 
-def whiten(advantages_S: Tensor) -> Tensor:
-    """Divide by (std + 1e-6), the sample standard deviation over the batch.
+def whiten(advantages_S: Tensor, *, is_centred: bool = False) -> Tensor:
+    """Compute (A - mean) / (std + 1e-6), with the sample standard deviation over the batch; 0 if all A are equal.
 
     After `dr_grpo` this is REINFORCE++ with a group baseline (arXiv 2501.03262): (A - mean of the batch) / std of the
-    batch, with A = r - mean of the group. The mean is not subtracted: A sums to 0 in every group, so the mean is only
-    rounding error, and a response that teaches nothing keeps its exact 0. Statistics are over responses, not tokens (as
-    in OpenRLHF), so one response's length does not change the advantages of the others. Unlike with `grpo`, a group of
-    nearly equal rewards is not scaled up to the size of the others. A response of several turns counts once per turn.
+    batch, with A = r - mean of the group. Statistics are over responses, not tokens (as in OpenRLHF), so one response's
+    length does not change the advantages of the others. Unlike with `grpo`, a group of nearly equal rewards is not
+    scaled up to the size of the others. A response of several turns counts once per turn.
+
+    Args:
+        is_centred: A sums to 0 in every group, if each response counts once. Then no mean is subtracted, and a response
+            that teaches nothing keeps its exact 0. Nor is it if it is a rounding error.
     """
-    if not bool(advantages_S.any()):
-        return advantages_S
+    if not _differ(advantages_S):
+        return advantages_S.new_zeros(advantages_S.shape)
+    mean, largest = advantages_S.mean(), float(advantages_S.abs().max())
+    if not (is_centred or abs(float(mean)) <= _ROUNDING * largest):
+        advantages_S = advantages_S - mean
     return advantages_S / (advantages_S.std() + _EPSILON)
+
+
+def _differ(values: Tensor) -> bool:
+    return values.numel() > 1 and has_spread(float(values.min()), float(values.max()))

@@ -21,6 +21,8 @@ Shape legend: R sampled tokens, one sequence after the other; T all tokens, incl
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithms.advantages import has_spread
+
 _EPSILON = 1e-8  # added to the standard deviation that advantages are divided by
 
 
@@ -70,10 +72,15 @@ def discounted_sums(x_R: Tensor, num_left_R: Tensor, discount: float, num_terms:
 
 
 def whitened(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Compute (A - mean) / (std + 1e-8) over the trained tokens, 0 elsewhere; a single token stays as it is."""
+    """Compute (A - mean) / (std + 1e-8) over the trained tokens, 0 elsewhere.
+
+    A single token stays as it is, and several with equal advantages get 0.
+    """
     trained = advantages_T[mask_T]
     if trained.numel() < 2:
         return torch.where(mask_T, advantages_T, 0.0)
+    if not has_spread(float(trained.min()), float(trained.max())):
+        return torch.zeros_like(advantages_T)
     return torch.where(mask_T, (advantages_T - trained.mean()) / (trained.std() + _EPSILON), 0.0)
 
 
@@ -99,8 +106,9 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
     It is 1 for a perfect critic, 0 for one no better than a constant, and nan if all returns are equal.
     """
-    variance = float(returns.var(correction=0))
-    return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")
+    if not (returns.numel() and has_spread(float(returns.min()), float(returns.max()))):
+        return float("nan")
+    return 1 - float((returns - values).var(correction=0)) / float(returns.var(correction=0))
 
 
 def _ahead(x_R: Tensor, num_tokens: int, num_left_R: Tensor) -> Tensor:

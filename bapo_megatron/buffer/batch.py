@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from bapo_megatron.algorithms.advantages import GroupView, SampleView, whiten
+from bapo_megatron.algorithms.advantages import ESTIMATORS, GroupView, SampleView, has_spread, whiten
 from bapo_megatron.config.advantages import advantage_function
 from bapo_megatron.config.schema import Config, MixedSource
 from bapo_megatron.rewards.shaping import MomentsState, RewardScaler, is_trained, shaped_reward
@@ -52,7 +52,7 @@ class BatchBuilder:
         of_turns = [x for view in views for values in self._advantages(view) for x in values]
         advantages = torch.tensor(of_turns, dtype=torch.float64)
         if config.advantage.whiten_batch:
-            advantages = whiten(advantages)
+            advantages = whiten(advantages, is_centred=config.advantage.kind in ESTIMATORS)
         samples = [sample for group in groups for sample in group.valid]
         places = [i for i, sample in enumerate(samples) for t in sample.trajectories if t.num_sampled_tokens]
         trajectories = [t for sample in samples for t in sample.trajectories if t.num_sampled_tokens]
@@ -140,7 +140,10 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_share": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "rollout/resumed_token_share": sum(s.num_resumed_tokens for s in samples) / max(sum(lengths), 1),
-        "rollout/zero_variance_share": sum(len(set(g.rewards)) == 1 < len(g.rewards) for g in groups) / len(groups),
+        "rollout/zero_variance_share": sum(
+            len(g.rewards) > 1 and not has_spread(min(g.rewards), max(g.rewards)) for g in groups
+        )
+        / len(groups),
         **_part_means(samples),
     }
 

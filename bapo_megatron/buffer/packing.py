@@ -66,7 +66,8 @@ class Pass:
     def steps(self, batch: Batch) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
         """Yield the sequences of each optimizer step, and how they are split into each data rank's micro-batches.
 
-        A step whose responses are all masked is left out: an update would divide by zero. Reads lengths and masks.
+        A batch may hold fewer sequences than there are steps. A step without a sequence, or with masked responses only,
+        is left out: an update would divide by zero. Reads lengths and masks.
         """
         padded_lens_S = round_up(batch.seq_lens_S, self.share.num_chunks)
         num_trained_S = batch.count_S(batch.mask_T)
@@ -74,10 +75,11 @@ class Pass:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             order = torch.randperm(batch.num_sequences, generator=generator)
             for part in order.tensor_split(self.num_minibatches):
+                if not num_trained_S[part].any():
+                    continue
                 max_tokens = self.max_tokens * self.share.context_size
                 shares = balanced_shares(padded_lens_S[part].tolist(), self.share, max_tokens)
-                if num_trained_S[part].any():
-                    yield part, [[part[torch.tensor(sorted(b), dtype=torch.int64)] for b in bins] for bins in shares]
+                yield part, [[part[torch.tensor(sorted(b), dtype=torch.int64)] for b in bins] for bins in shares]
 
     def minibatches(self, batch: Batch) -> Iterator[MiniBatch]:
         """Yield this rank's part of the optimizer steps."""

@@ -9,6 +9,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.agents import AgentPrograms
-from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, texts
+from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, begins_in_thought, texts
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
@@ -214,7 +215,9 @@ class Asking:
         turns_of = [s.trajectories[-1].turns for s in samples]
         ids = [found[-1].tolist() if found else [] for found in turns_of]
         last = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [Judged(*found) for found in zip(samples, words, last, ends, turns, strict=True)]
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        inside = [begins_in_thought(s.trajectories[-1], decode) for s in samples]
+        return [Judged(*found) for found in zip(samples, words, last, inside, ends, turns, strict=True)]
 
     def _turns(self, sample: Sample) -> list[dict[str, str]]:
         """Return who wrote what after the prompt, special tokens included."""
@@ -242,6 +245,7 @@ class Judged:
     sample: Sample
     text: str  # the policy's words
     last: str  # the words of its last turn
+    in_thought: bool  # whether they begin in a thought that the chat template has opened
     end: Ended
     turns: list[dict[str, str]]  # with an environment: {"by": "policy" or "environment", "text": ...}
 
@@ -252,7 +256,7 @@ class Judged:
 
     def answered(self, kind: str) -> Answered:
         s = self.sample
-        answer = final_answer(kind, s.prompt.answer, self.last) if has_answers(kind) else None
+        answer = final_answer(kind, s.prompt.answer, self.last, self.in_thought) if has_answers(kind) else None
         return Answered(self.reward, answer, s.num_sampled_tokens, s.finish_reason == "length", self.end.problem)
 
     def record(self) -> dict[str, Any]:

@@ -9,12 +9,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
+from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.learner.base import StepResult
@@ -27,6 +29,7 @@ from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.inputs import changed_inputs, record_inputs
 from bapo_megatron.runs.numbers import duration, percent
 from bapo_megatron.runs.restarts import num_restarts, restart_of
 from bapo_megatron.runs.steps import read_metrics
@@ -116,6 +119,18 @@ class Recorder:
         if first_step:
             run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
             self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
+            for changed in changed_inputs(self._run_dir.inputs_path, self._config):
+                self.warn(
+                    f"{shown_path(Path(changed))} has changed since this run last started, so it does not continue as "
+                    "an uninterrupted run would; restore the file, or choose another run.name"
+                )
+            if (rise := rise_of_rate(history, self._config)) is not None:
+                self.warn(
+                    f"the learning rate rises from {rise[0]:.3g} to {rise[1]:.3g}: optimizer.schedule="
+                    f'"{self._config.optimizer.schedule}" falls until the end of the run, and train.num_steps='
+                    f"{num_steps} has moved it; a run that may become longer needs optimizer.total_updates"
+                )
+        record_inputs(self._run_dir.inputs_path, self._config)
         if self._steps_to_compile:
             self._console.note(f"the first {self._steps_to_compile} steps also compile kernels for the GPU")
         self._peak_flops = device_peak_flops(self._config.model.dtype)
@@ -249,6 +264,19 @@ class SilentRecorder:
 
     def end(self) -> None:
         pass
+
+
+def rise_of_rate(history: Sequence[Mapping[str, float]], config: Config) -> tuple[float, float] | None:
+    """Return the last learning rate of a run and the next one, if it rises after warm-up, or None.
+
+    Args:
+        history: the rows of metrics.jsonl.
+    """
+    if not history or "optimizer/lr" not in history[-1]:
+        return None
+    before, version = history[-1]["optimizer/lr"], int(history[-1]["version"])
+    after = learning_rate(version, config.optimizer, planned_updates(config))
+    return (before, after) if version >= config.optimizer.warmup_updates and after > before * (1 + 1e-9) else None
 
 
 def _explained(sample: Sample) -> dict[str, Any]:

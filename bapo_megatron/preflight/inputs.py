@@ -4,6 +4,7 @@ Each check calls the code that the run calls, but only on the first rows.
 """
 
 import ast
+import contextlib
 import difflib
 import functools
 import importlib.util
@@ -26,6 +27,7 @@ from bapo_megatron.prompts.jsonl import RowSource
 from bapo_megatron.prompts.rows import missing
 from bapo_megatron.prompts.tools import ToolOptions, schemas_of
 from bapo_megatron.rewards.judges import EXACT, JudgeSpec
+from bapo_megatron.rewards.stated import misfit
 
 if TYPE_CHECKING:
     from bapo_megatron.rewards.judges import Verdict
@@ -109,7 +111,10 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             continue
         is_trained, is_code = table in config.prompt_sources, config.reward.kind == "code"
         name = one.name if isinstance(one, MixedSource) else source.name
-        if not (is_trained and is_code and not one.has_rows):  # checks/reward.py reports it
+        if one.has_rows and config.has_judge and (misfit_row := _misfit_answer(alone, source)):
+            is_complete = False
+            yield Violation((*settings, "reward.kind"), misfit_row)
+        elif not (is_trained and is_code and not one.has_rows):  # checks/reward.py reports it
             questions.append((config if is_trained and not is_code else alone, name, source[0]))
         if isinstance(source, RowSource):
             yield from _not_used(config, one, source, settings)
@@ -122,6 +127,15 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
         yield from _stop_tokens(config, model)
     if config.has_judge:
         yield from _judge(config, questions, is_complete=is_complete)
+
+
+def _misfit_answer(config: Config, source: PromptSource) -> str | None:
+    """Return why the judge of mathematics or words has no rule for the answer of a row, and which row it is."""
+    with contextlib.suppress(UserError):  # `_judge` reports it
+        if JudgeSpec.of(config).kind in ("math", "text"):
+            questions = (source[i] for i in range(len(source)))
+            return next((f"{q.where}: {problem}" for q in questions if (problem := misfit(q.answer))), None)
+    return None
 
 
 def _tools(config: Config) -> Iterator[Violation]:
@@ -364,7 +378,7 @@ def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[V
 
 
 def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
-    """Read the first recorded step, and check that the last one exists."""
+    """Read the first and the last recorded step; every step if it was recorded with a higher limit of responses."""
     if config.rollout.recorded_from is None:
         return  # checks/rollout.py reports it
     folder, settings = Path(config.rollout.recorded_from).expanduser(), ("rollout.recorded_from", "rollout.engine")
@@ -376,14 +390,16 @@ def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Viola
             yield warning(settings, f"rollout.recorded_from={folder} is not on this machine, and was not read")
         return
     from bapo_megatron.config.families import token_streams
-    from bapo_megatron.rollout.recorded import read_groups
+    from bapo_megatron.rollout.recorded import limit_of_recording, read_groups
 
-    requested = config.model.requested_streams
-    for step, decided_by in ((1, settings), (config.train.num_steps, (*settings, "train.num_steps"))):
+    streams = token_streams(config.model.family, model, config.model.requested_streams) if model else ()
+    last, limit = config.train.num_steps, config.rollout.max_response_tokens
+    has_longer = (limit_of_recording(folder) or 0) > limit
+    for step in range(1, last + 1) if has_longer else (1, last):
         try:
-            read_groups(folder, step, token_streams(config.model.family, model, requested) if model else ())
+            read_groups(folder, step, streams, limit)
         except UserError as error:
-            yield Violation(decided_by, str(error))
+            yield Violation((*settings, "rollout.max_response_tokens", "train.num_steps"), str(error))
             return
 
 

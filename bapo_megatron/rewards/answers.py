@@ -12,17 +12,23 @@ from fractions import Fraction
 from typing import Any
 
 from bapo_megatron.rewards import reasoning_gym
+from bapo_megatron.rewards.stated import (
+    MAX_CHARS,
+    boxes,
+    letter_of,
+    said,
+    single,
+    spoken,
+    stated_math,
+    tagged,
+    undecorated,
+)
 
-_MAX_CHARS = 8192  # only the end of a response is read, as in `judge_math`
 _MAX_KEPT_CHARS = 1024  # longer answers are shortened
 _MAX_NUMBER_CHARS = 40
-_BOXED = "\\boxed{"
 _LAST_RESULT = re.compile(r"=(\d),\Z")
-_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
-_STATED = re.compile(r"\banswer(?:\s+is|\s*:)[\s:]*([^\n]*)", re.IGNORECASE)
-_LETTER = re.compile(r"[(\[]?([a-z])[)\].:](?:\s|$)")
 _WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
 _SURROUNDINGS = " \t.,;:!?\"'`*_()[]“”‘’$"
 _SAME = {"\\dfrac": "\\frac", "\\tfrac": "\\frac"} | dict.fromkeys(["\\left", "\\right", "\\!", "\\,", "\\$", "$"], "")
@@ -33,29 +39,31 @@ def judge_chain(answer: str, response: str) -> float:
     return float(_last_result(answer, response) == answer)
 
 
-def judge_text(answer: Any, response: str) -> float:
+def judge_text(answer: Any, response: str, in_thought: bool = False) -> float:
     """Return 1.0 if the response's final answer is the reference, ignoring case, blanks and surrounding punctuation.
 
-    The final answer is the first of these that exists: the last \\boxed{...}, the last <answer>...</answer>, the rest
-    of the line after the last "answer is" or "answer:", the last line. If the reference is one letter, "B) Paris"
-    counts as "B". Example: judge_text("Paris", "The answer is **Paris**.") == 1.0
+    Thoughts are not read. The final answer is the first of these that exists: the last \\boxed{...}, the last
+    <answer>...</answer>, the rest of the line after the last "answer is", "answer:" or "correct option is", the last
+    line. If the reference is one letter, "B) Paris" counts as "B".
+    Example: judge_text("Paris", "The answer is **Paris**.") == 1.0
+
+    Args:
+        in_thought: the prompt has opened a thought.
     """
-    return float(_stated_text(answer, response) == _plain_text(_spelled(answer)))
+    answer = single(answer)
+    return float(_stated_text(answer, spoken(response, in_thought)) == _plain_text(_spelled(answer)))
 
 
 def _stated_text(reference: Any, response: str) -> str | None:
-    text = response[-_MAX_CHARS:].strip()
-    found = _last_boxed(text)
-    if found is None and (tagged := _TAGGED.findall(text)):
-        found = tagged[-1]
-    if found is None and (stated := _STATED.findall(text)):
-        found = stated[-1]
-    if found is None:
+    text = response[-MAX_CHARS:].strip()
+    found: str | None
+    if (boxed := boxes(text)) is not None:
+        found = ", ".join(map(undecorated, boxed))
+    elif (found := tagged(text)) is None and (found := said(text)) is None:
         found = text.rpartition("\n")[2]
-    plain = _plain_text(found)
-    if len(_plain_text(_spelled(reference))) == 1 and (letter := _LETTER.match(found.strip(" *_`").casefold())):
-        return letter.group(1)
-    return plain or None
+    if len(_plain_text(_spelled(reference))) == 1 and (letter := letter_of(found)) is not None:
+        return letter.casefold()
+    return _plain_text(undecorated(found)) or _plain_text(found) or None
 
 
 def _spelled(answer: Any) -> str:
@@ -81,26 +89,12 @@ def _as_judged(reference: Any, response: str) -> str | None:
 
 
 def _free_text(reference: Any, response: str) -> str | None:
-    """Return the last \\boxed{...}, or the last <answer>...</answer> if there is none, or the last number."""
-    text = response[-_MAX_CHARS:]
-    found = _last_boxed(text)
-    if found is None and (tagged := _TAGGED.findall(text)):
-        found = tagged[-1]
-    if found is None and (numbers := _NUMBER.findall(text)):
-        found = numbers[-1]
-    return _normalised(found) or None if found is not None else None
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    depth, begin = 1, start + len(_BOXED)
-    for i in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[begin:i]
-    return None  # cut off
+    """Return the answer that the judge of mathematics reads, or the last number if none is stated."""
+    text = response[-MAX_CHARS:]
+    found = stated_math(text)
+    if not found:
+        found = [words] if (words := tagged(text)) is not None else _NUMBER.findall(text)[-1:]
+    return ";".join(map(_normalised, found)) or None
 
 
 def _normalised(answer: str) -> str:
@@ -127,7 +121,7 @@ def has_answers(kind: str) -> bool:
     return kind in _BY_KIND
 
 
-def final_answer(kind: str, reference: Any, response: str) -> str | None:
+def final_answer(kind: str, reference: Any, response: str, in_thought: bool = False) -> str | None:
     """Return a response's final answer, or None. Example: final_answer("math", "1/2", "so \\boxed{0.50}") == "1/2"
 
     A long answer, such as a whole text without a marked answer, is shortened to its beginning and its digest.
@@ -136,8 +130,9 @@ def final_answer(kind: str, reference: Any, response: str) -> str | None:
         kind: a judge for which `has_answers` is true.
         reference: the prompt's answer, as the judge gets it.
         response: any text.
+        in_thought: the prompt has opened a thought.
     """
-    found = _BY_KIND[kind](reference, response)
+    found = _BY_KIND[kind](reference, response if kind == "chains" else spoken(response, in_thought))
     if found is None or len(found) <= _MAX_KEPT_CHARS:
         return found
     digest = hashlib.sha256(found.encode(errors="surrogatepass")).hexdigest()

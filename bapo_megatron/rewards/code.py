@@ -31,6 +31,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import Refused
 from bapo_megatron.rewards.refusals import Refusals
 from bapo_megatron.rewards.scratch import exceeds, scratch_folder
+from bapo_megatron.rewards.stated import spoken
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +54,12 @@ _BLOCK = re.compile(r"^([ \t]*)```(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re
 _SHAPES = '{"tests": "assert f(1) == 2"} and/or {"cases": [{"stdin": "1 2", "stdout": "3"}, ...]}'
 
 
-def last_program(response: str) -> str | None:
-    """Return the last closed code block marked as Python, or None.
+def last_program(response: str, in_thought: bool = False) -> str | None:
+    """Return the last closed code block marked as Python outside thoughts, or None.
 
     If the whole block is indented, as in a list, the indentation of its fence is removed.
     """
-    blocks = _BLOCK.findall(response)
+    blocks = _BLOCK.findall(spoken(response, in_thought))
     return _outdented(*blocks[-1]) if blocks else None
 
 
@@ -97,7 +98,7 @@ class CodeJudge:
         self.sandbox = Sandbox("reward.kind = 'code'", timeout_s, allowed_calls)
         self._verdicts: dict[bytes, ProgramReward] = {}  # by digest of program and answer
 
-    def judge(self, answer: Any, response: str) -> ProgramReward:
+    def judge(self, answer: Any, response: str, in_thought: bool = False) -> ProgramReward:
         """Return 1.0 if the program passes every test, or 0.0 with the system calls that the sandbox refused.
 
         Raises:
@@ -105,7 +106,7 @@ class CodeJudge:
             ProgramTimeoutError: the tests did not end in time.
         """
         tests, cases = _tests_of(answer)
-        program = last_program(response)
+        program = last_program(response, in_thought)
         if program is None:
             return ProgramReward(0.0)
         digest = hashlib.sha256(json.dumps([program, answer]).encode()).digest()

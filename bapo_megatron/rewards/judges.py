@@ -24,24 +24,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.stated import single
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, SourceConfig
     from bapo_megatron.types import Prompt
 
 _MAX_REASON_CHARS = 1000
-FIELDS = ("prompt", "answer", "response", "source")
-"""Fields that a judge may ask for: the prompt's text, its answer, the response's text without special tokens, and the
-name of the prompt source."""
+FIELDS = ("prompt", "answer", "response", "source", "in_thought")
+"""Fields that a judge may ask for: the prompt's text, its answer, the response's text without special tokens, the name
+of the prompt source, and whether the chat template has opened a thought that the response begins in."""
 
 
-def fields_of(prompt: Prompt, response: str | None) -> dict[str, Any]:
+def fields_of(prompt: Prompt, response: str | None, in_thought: bool = False) -> dict[str, Any]:
     """Return a JSON value for each of FIELDS.
 
     Args:
         response: None means a sample response, from `sample_response` in the judge's module, or else the answer itself.
     """
-    return {"prompt": prompt.text, "answer": prompt.answer, "response": response, "source": prompt.source}
+    values = (prompt.text, prompt.answer, response, prompt.source, in_thought)
+    return dict(zip(FIELDS, values, strict=True))
 
 
 class Refused:
@@ -174,7 +176,8 @@ class Judge:
     def __call__(self, fields: dict[str, Any]) -> Any:
         if fields["response"] is None:
             sample = self.sample_response
-            fields = {**fields, "response": as_response(fields["answer"]) if sample is None else sample._of(fields)}
+            answer = single(fields["answer"]) if self.kind in ("math", "text") else fields["answer"]
+            fields = {**fields, "response": as_response(answer) if sample is None else sample._of(fields)}
         return self._of(fields)
 
     def _of(self, fields: dict[str, Any]) -> Any:

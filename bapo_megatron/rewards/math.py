@@ -1,8 +1,12 @@
-"""Free-form mathematical answers, judged by math-verify (https://github.com/huggingface/Math-Verify)."""
+"""Free-form mathematical answers, judged by math-verify (https://github.com/huggingface/Math-Verify).
+
+response -> its answer (`stated`) -> a number without words -> math-verify -> units, bases and tiny numbers compared
+"""
 
 import logging
 import math
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -10,32 +14,102 @@ import math_verify
 import sympy
 
 from bapo_megatron.errors import UserError
+from bapo_megatron.rewards.stated import (
+    DOLLAR,
+    MAX_CHARS,
+    letter_of,
+    misfit,
+    quantity,
+    said,
+    single,
+    spoken,
+    stated_math,
+    undecorated,
+)
 
-MAX_RESPONSE_CHARS = 8192
-"""A longer response is cut to its end: the final answer is there, and parsing time grows with length."""
 _DECIMALS = 6  # must agree if one of two numbers is a decimal: math-verify's default
-_DOLLAR = re.compile(r"(?<!\\)\\\$")  # an amount of money; math-verify would take its $ for the start of a formula
+_TINY = 10**-_DECIMALS
+_DIGITS = 20  # of values that are compared relative to each other
 _QUOTIENT = re.compile(r"(?:/|frac)(?!.*[/{]1\}?$)")  # a division by anything but 1
+_BASE = re.compile(r"\d_\{?(\d+)\}?$")
+_CHANGES = re.compile(  # words with which a number means something else
+    r"\b(?:about|above|almost|approximately|around|at|below|between|(?:b|m|tr)illions?|by|dozen|exceeds|fewer|from|greater|"
+    r"half|hundreds?|least|less|minus|more|most|nearly|negative|never|no|not|over|per|quarter|roughly|smaller|than|third|"
+    r"thousands?|times|to|under|unknown|up|without)\b"
+)
+_APPROXIMATE = re.compile(r"\s*(?:\\approx|\\sim|\\simeq|≈)")
+_LISTS = frozenset(["and", "or", "percent", "percentage", "pct"])  # words that math-verify reads itself
+_MARKUP = re.compile(r"[`\"“”„]|(?<![\w)}])[*_]+(?=\S)|(?<=\S)[*_]+(?![\w({\\])|</?(?:b|i|u|em|strong|code|pre|p|br)>")
 
 # math-verify warns on every call that its own timeout is off; RewardScorer sets the deadline
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def judge_math(answer: Any, response: str) -> float:
+def judge_math(answer: Any, response: str, in_thought: bool = False) -> float:
     """Return 1.0 if the response's final answer equals the reference, as an expression or a number, and 0.0 if not.
 
-    `answer` is a string (LaTeX or plain) or a number. The final answer is the content of \\boxed{}, or the last
-    expression without one. If the reference is a number, an unevaluated calculation is wrong, because 1 + 7 may be
-    the question. RewardScorer sets the deadline. Example: judge_math(8, "1 + 7") == 0.0
+    `answer` is a string (LaTeX or plain), a number, or a list of one. The final answer is what `stated_math` finds, or
+    the last expression. If the reference is a number, an unevaluated calculation is wrong, because 1 + 7 may be the
+    question. RewardScorer sets the deadline. Example: judge_math(8, "1 + 7") == 0.0
+
+    Args:
+        in_thought: the prompt has opened a thought.
 
     Raises:
-        UserError: the reference cannot be parsed, so no response could be right.
+        UserError: the reference cannot be parsed, or is not one answer, so no response could be right.
     """
-    gold = _reference(answer)
-    found = _parse(_DOLLAR.sub("", response[-MAX_RESPONSE_CHARS:]))
+    answer = single(answer)
+    if problem := misfit(answer):
+        raise UserError(f"reward.kind = 'math': {problem}")
+    gold, reference = _reference(answer), _plain(answer)
+    text = spoken(response, in_thought)[-MAX_CHARS:]
+    stated = stated_math(text)
+    letter = letter_of(reference)
+    if letter is not None and letter.isupper():
+        last = stated if stated is not None else [said(text) or text.strip().rpartition("\n")[2]]
+        chosen = [letter_of(one) for one in last]
+        if None not in chosen:
+            return float(chosen == [letter])
+    if stated is None:
+        found = _parse(DOLLAR.sub("", _MARKUP.sub(" ", text)))
+    else:
+        found = _parse(_as_latex([_without_words(one, reference) for one in stated]))
+        if len(stated) == 1 and _measure_differently(reference, stated[0]):
+            return 0.0
     if not found or _only_repeats(gold, found):
         return 0.0
-    return float(math_verify.verify(gold, found, float_rounding=_decimals(gold), timeout_seconds=None))
+    is_equal = math_verify.verify(gold, found, float_rounding=_decimals(gold), timeout_seconds=None)
+    return float(is_equal and not _differ_by_size(gold[0], found[0]))
+
+
+def _as_latex(parts: list[str]) -> str:
+    """Return an answer in the form that math-verify reads as a whole; nothing unless each part holds something."""
+    if not all(parts):
+        return ""
+    return f"\\boxed{{{parts[0]}}}" if len(parts) == 1 else " and ".join(f"$\\boxed{{{one}}}$" for one in parts)
+
+
+def _without_words(text: str, reference: str) -> str:
+    """Return the number in an answer with words, or all of it; nothing if a word or sign changes the number.
+
+    Examples: "73 dollars" -> "73"; "at least 73" -> "", unless the reference has these words too.
+    """
+    if _APPROXIMATE.match(text) and not _APPROXIMATE.match(reference):
+        return ""
+    found = quantity(text)
+    if found is None or not found.words or not _LISTS.isdisjoint(found.words):
+        return text
+    changes = {*_CHANGES.findall(" ".join(found.words))} - ({"per"} if found.unit else set())
+    if changes - {*_CHANGES.findall(reference.lower())}:
+        return ""
+    return text if changes else found.number
+
+
+def _measure_differently(reference: str, answer: str) -> bool:
+    """Return whether both have a known unit, or a base of digits, and these differ."""
+    units = {one.unit for one in (quantity(undecorated(reference)), quantity(answer)) if one and one.unit}
+    bases = {base[1] for one in (undecorated(reference), answer) if (base := _BASE.search(one))}
+    return max(len(units), len(bases)) > 1
 
 
 def _only_repeats(gold: list[Any], found: list[Any]) -> bool:
@@ -83,7 +157,7 @@ def _plain(answer: Any) -> str:
     """Spell an answer as text; math-verify reads 1e-05 as e - 5. Example: _plain(1e-05) == "0.00001"."""
     if isinstance(answer, float) and math.isfinite(answer):
         return format(Decimal(str(answer)), "f")
-    return _DOLLAR.sub("", str(answer)).strip()
+    return DOLLAR.sub("", str(answer)).strip()
 
 
 def _parse_reference(answer: str) -> list[Any]:
@@ -104,5 +178,30 @@ def _parse(text: str) -> list[Any]:
 
 def _decimals(gold: list[Any]) -> int:
     """Return math-verify's default precision, or more decimals for tiny numbers: 1e-7 and 2e-7 must differ."""
-    size = abs(float(gold[0])) if isinstance(gold[0], sympy.Float) else 0.0
-    return _DECIMALS - 1 - math.floor(math.log10(size)) if 0 < size < 10**-_DECIMALS else _DECIMALS
+    smallest = min((abs(value) for value in _values(gold[0]) if 0 < abs(value) < _TINY), default=None)
+    return _DECIMALS if smallest is None else _DECIMALS - 1 - int(sympy.floor(sympy.log(smallest, 10)))
+
+
+def _differ_by_size(gold: Any, found: Any) -> bool:
+    """Return whether tiny numbers differ that math-verify takes for equal: to it, a difference below 1e-15 is 0."""
+    values = sorted(_values(gold)), sorted(_values(found))
+    if len(values[0]) != len(values[1]):
+        return False
+    pairs = [(abs(one - other), max(abs(one), abs(other))) for one, other in zip(*values, strict=True)]
+    return any(0 < size < _TINY and distance > _TINY * size for distance, size in pairs)
+
+
+def _values(expression: Any) -> Iterator[sympy.Float]:
+    """Yield the real values in a number, an equation's right side, a set, a pair or a matrix; unknowns are 1.7."""
+    if isinstance(expression, sympy.Equality):
+        yield from _values(expression.rhs)
+    elif isinstance(expression, sympy.Interval):
+        yield from (value for end in (expression.start, expression.end) for value in _values(end))
+    elif isinstance(expression, sympy.Tuple | sympy.FiniteSet | sympy.MatrixBase):
+        parts = expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args
+        yield from (value for part in parts for value in _values(part))
+    elif isinstance(expression, sympy.Expr):
+        known = dict.fromkeys(expression.free_symbols, sympy.Rational(17, 10))
+        value = sympy.N(expression.subs(known), _DIGITS)
+        if isinstance(value, sympy.Float) and value.is_finite:
+            yield value

@@ -7,17 +7,18 @@ from typing import Any
 
 from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.reasoning_gym import create_dataset, reference_answer
+from bapo_megatron.rewards.stated import spoken
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _NUMBER = re.compile(r"(?:(?<![\d)])[-+])?\d[\d,]*(?:\.\d+)?")  # the minus of 7-3 is an operator, not a sign
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def gym_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> Callable[[Any, str], float]:
+def gym_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]) -> Callable[..., float]:
     """Build a judge for the answers of a ReasoningGymSource with the same arguments. Raises DataError.
 
-    The score is the data set's own, from 0 to 1. If the reference is a plain number, the scorer gets the response's
-    last number, and only a full score counts: some scorers give partial credit to "12" for "2".
+    The score is the data set's own, from 0 to 1. Thoughts are not read. If the reference is a plain number, the scorer
+    gets the response's last number, and only a full score counts: some scorers give partial credit to "12" for "2".
     """
     data = create_dataset(dataset, size, seed, options)
 
@@ -25,13 +26,13 @@ def gym_judge(dataset: str | None, size: int, seed: int, options: dict[str, Any]
     def entry_at(index: int) -> dict[str, Any]:
         return data[index]
 
-    def judge(answer: Any, response: str) -> float:
+    def judge(answer: Any, response: str, in_thought: bool = False) -> float:
         entry = entry_at(answer["index"])
         reference = reference_answer(entry)
         if reference != answer["answer"]:
             raise DataError(f"reasoning_gym {dataset} item {answer['index']} changed: was {answer['answer']!r}")
         is_number = is_plain_number(reference)
-        score = float(data.score_answer(gym_answer(response, is_number=is_number), entry))
+        score = float(data.score_answer(gym_answer(spoken(response, in_thought), is_number=is_number), entry))
         return float(score >= 1.0) if is_number else score
 
     return judge
@@ -47,8 +48,8 @@ def build_judge_of_all(datasets: Mapping[str, Mapping[str, Any]], seed: int) -> 
     if len(judges) == 1:
         return next(iter(judges.values()))
 
-    def judge(answer: Any, response: str, source: str) -> float:
-        return judges[source](answer, response)
+    def judge(answer: Any, response: str, source: str, in_thought: bool = False) -> float:
+        return judges[source](answer, response, in_thought)
 
     return judge
 

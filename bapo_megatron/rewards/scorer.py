@@ -58,8 +58,11 @@ class RewardScorer:
         """Return the rewards of (prompt, response text without special tokens), in order. Raises like `verdicts`."""
         return [verdict.reward for verdict in self.verdicts(items)]
 
-    def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+    def verdicts(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
         """Return verdicts, which also say what went wrong while judging.
+
+        Args:
+            in_thought: whether each response begins in a thought that the chat template has opened; empty means none.
 
         Raises:
             UserError: the judge blames the data or the settings rather than the response, or it has failed on every
@@ -67,14 +70,14 @@ class RewardScorer:
             RuntimeError: no judge process stays alive, or the scorer was closed.
         """
         with self._pending(len(items)):
-            fields = [fields_of(prompt, response) for prompt, response in items]
+            fields = _fields(items, in_thought)
             verdicts = self._exact(fields) if self._pool is None else self._pool.judge(fields)
         return self._counted(items, verdicts)
 
-    async def ask(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+    async def ask(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
         """Return `verdicts` in any event loop."""
         with self._pending(len(items)):
-            fields = [fields_of(prompt, response) for prompt, response in items]
+            fields = _fields(items, in_thought)
             verdicts = self._exact(fields) if self._pool is None else await self._pool.verdicts(fields)
         return self._counted(items, verdicts)
 
@@ -164,3 +167,8 @@ class RewardScorer:
                 f"the judge (reward.kind = {self._kind!r}) failed on all of the first {num_judged} responses, so "
                 f"nothing can be learned. The first failure:\n{(first.traceback or first.message).rstrip()}"
             )
+
+
+def _fields(items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool]) -> list[dict[str, Any]]:
+    begins = in_thought or [False] * len(items)
+    return [fields_of(*item, in_thought=inside) for item, inside in zip(items, begins, strict=True)]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from bapo_megatron.algorithms.advantages import has_spread
 from bapo_megatron.config import dotted
 from bapo_megatron.types import Natural, Number
 
@@ -61,7 +62,7 @@ def is_informative(group: Group, config: Config) -> bool:
     rewards = [shaped_reward(s, config) for s in group.valid]
     if config.reward.clip is not None and not config.reward.running_std:
         rewards = [bounded(config.reward.scale * reward, config.reward.clip) for reward in rewards]
-    return len(set(rewards)) > 1
+    return has_spread(min(rewards), max(rewards))
 
 
 FILTERS: dict[str, Callable[[Group, Config], bool]] = {

@@ -378,7 +378,7 @@ class AgentDriver(CountsAnswers):
             case End(reward=reward):
                 end = ended(reason, [reward])
             case _ if self.answers.scorer is not None:
-                return await self.answers.judged(sample, self.decode(sample.turn.turns[-1].tolist()), reason)
+                return await self.answers.judged(sample, self.decode, reason)
             case _ if session.limit is not None:
                 end = Ended(reason, 0.0)
             case _:

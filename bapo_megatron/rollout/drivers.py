@@ -13,16 +13,30 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, ForJudge, TurnJson
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.types import Ended, FinishReason, Need, NeedsEnvironment, NeedsTokens, Reward, Sample, total
+from bapo_megatron.rewards.stated import OPEN_THOUGHT
+from bapo_megatron.types import (
+    Ended,
+    FinishReason,
+    Given,
+    Need,
+    NeedsEnvironment,
+    NeedsTokens,
+    Reward,
+    Sample,
+    Trajectory,
+    total,
+)
 
 log = logging.getLogger(__name__)
 
+_MARK_TOKENS = 16  # that may hold the mark of a thought and the blanks after it
 _NUM_FIRST = 32  # answers that show whether the environment works at all
 
 
@@ -107,12 +121,27 @@ class TextJudge:
     def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Return one verdict per sample. This blocks; see `RewardScorer.verdicts`."""
         words = texts(self.tokenizer, samples)
-        return self.scorer.verdicts([(s.prompt, text) for s, text in zip(samples, words, strict=True)])
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        inside = [begins_in_thought(s.trajectories[-1], decode) for s in samples]
+        return self.scorer.verdicts([(s.prompt, text) for s, text in zip(samples, words, strict=True)], inside)
 
 
 def texts(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
     """Return the policy's own words in each sample, without special tokens."""
     return tokenizer.batch_decode([s.sampled_ids.tolist() for s in samples], skip_special_tokens=True)
+
+
+def begins_in_thought(trajectory: Trajectory, decode: Callable[[list[int]], str]) -> bool:
+    """Return whether the last turn begins in a thought: what was given before it ends with <think>.
+
+    Args:
+        decode: the decoder of responses. If it leaves out the mark of a thought as special, no thought can be told.
+    """
+    given = (s for s in reversed(trajectory.segments) if isinstance(s.origin, Given))
+    before = next(given, None)
+    if before is None:
+        return False
+    return decode(before.token_ids[-_MARK_TOKENS:].tolist()).rstrip().endswith(OPEN_THOUGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +191,13 @@ class Answers:
         self.works = True
         self.counts["ended"] += 1
 
-    async def judged(self, sample: Sample, words: str, reason: FinishReason) -> Sample:
+    async def judged(self, sample: Sample, decode: Callable[[list[int]], str], reason: FinishReason) -> Sample:
         """Return the sample with its end: the judge's reward for words of the last turn. Raises what the judge does."""
         assert self.scorer is not None
         self.works = True
-        (verdict,) = await self.scorer.ask([(sample.prompt, words)])
+        turns = sample.turn.turns
+        words = decode(turns[-1].tolist() if turns else [])
+        (verdict,) = await self.scorer.ask([(sample.prompt, words)], [begins_in_thought(sample.turn, decode)])
         self.end()
         return replace(sample, need=_end_of(reason, verdict))
 
@@ -290,7 +321,7 @@ class StepDriver(CountsAnswers):
         self.answers.wait(time.monotonic() - began_s)
         if isinstance(answer, ForJudge):
             if self.answers.scorer is not None:
-                return await self.answers.judged(sample, asked["text"], end)
+                return await self.answers.judged(sample, self.decode, end)
             answer = Failed("a step ends a sample with a reward; only the judge of tools gives one instead")
         if isinstance(answer, Continue):
             try:

@@ -6,9 +6,11 @@ A replay with the same settings reproduces every loss and bound; with another lo
 the same data.
 """
 
+import contextlib
 import gzip
 import json
 import os
+import tomllib
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,15 +47,18 @@ def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
     return path
 
 
-def read_groups(folder: Path, step: int, streams: Sequence[TokenStream] = ()) -> list[Group]:
+def read_groups(
+    folder: Path, step: int, streams: Sequence[TokenStream] = (), max_response_tokens: int | None = None
+) -> list[Group]:
     """Return the groups that `write_groups` wrote.
 
     Args:
         streams: the run's streams, which the samples must have: see `config.families.token_streams`. Rows of other
             streams are left out, so that a run without `model.replay_routes` can train on a recording with routes.
+        max_response_tokens: this run's limit, which no response may exceed.
 
     Raises:
-        DataError: the step is missing, or its file is damaged; names the file and the line.
+        DataError: the step is missing, or its file is damaged, or holds a longer response; names the file and the line.
     """
     path = _path(folder, step)
     if not path.exists():
@@ -75,7 +80,23 @@ def read_groups(folder: Path, step: int, streams: Sequence[TokenStream] = ()) ->
         raise DataError(f"{path}, line {len(groups) + 1} cannot be read: {why}; record it again") from problem
     if not groups:
         raise DataError(f"{path} is empty; record it again")
+    for line_number, group in enumerate(groups, 1):
+        longest = max(sample.num_sampled_tokens for sample in group.samples)
+        if max_response_tokens is not None and longest > max_response_tokens:
+            raise DataError(
+                f"{path}, line {line_number}: a response of prompt {group.prompt.prompt_id} has "
+                f"{plural(longest, 'token')}, more than rollout.max_response_tokens={max_response_tokens}; set it to "
+                "what the samples were recorded with"
+            )
     return groups
+
+
+def limit_of_recording(folder: Path) -> int | None:
+    """Return rollout.max_response_tokens of the run that recorded into a folder; None if its config.toml is gone."""
+    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+        settings = tomllib.loads((folder.parent / "config.toml").read_text(encoding="utf-8"))
+        return int(settings["rollout"]["max_response_tokens"])
+    return None
 
 
 class RecordedState(TypedDict):
@@ -99,6 +120,7 @@ class RecordedRollouts(Rollouts):
         self._folder = Path(config.rollout.recorded_from).expanduser()
         self._tokenizer = load_tokenizer(model_path, own_family(config.model.family))
         self._streams = token_streams(config.model.family, model_path, config.model.requested_streams)
+        self._max_response_tokens = config.rollout.max_response_tokens
         self._builder = BatchBuilder(config)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -108,9 +130,10 @@ class RecordedRollouts(Rollouts):
         """Return the batch recorded for this step.
 
         Raises:
-            DataError: the step was not recorded, or its run made more updates per step, so tokens have no age here.
+            DataError: the step was not recorded, or with a longer limit, or its run made more updates per step, so
+                that tokens have no age here.
         """
-        groups = read_groups(self._folder, step + 1, self._streams)
+        groups = read_groups(self._folder, step + 1, self._streams, self._max_response_tokens)
         newest = max((int(s.versions.max()) for g in groups for s in g.samples if s.num_sampled_tokens), default=0)
         if newest > version:
             raise DataError(

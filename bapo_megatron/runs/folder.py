@@ -3,6 +3,7 @@
     runs/<name>/
         config.toml  command.txt  environment.json  git.diff     facts about the latest attempt
         metrics.jsonl  samples.jsonl  rollouts/  report.html  checkpoints/  results of the whole run
+        inputs.json                                              digests of prompts and of the user's modules
         status.json                                              where the run stands, for programs that poll it
         run-id.txt                                               random id that its checkpoints name
         logs/attempt-N/                                          logs of one attempt, and its copy of the facts
@@ -171,6 +172,11 @@ class RunDir:
     @property
     def own_metrics_path(self) -> Path:
         return self.path / "own_metrics.json"
+
+    @property
+    def inputs_path(self) -> Path:
+        """Digests of the prompts' files and the user's modules when the latest attempt began."""
+        return self.path / "inputs.json"
 
     @property
     def samples_path(self) -> Path:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algorithms.advantages import ESTIMATORS, GroupView, SampleView
+from bapo_megatron.algorithms.advantages import ESTIMATORS, GroupView, SampleView, has_spread, whiten
 from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.config.advantages import advantage_function
 from bapo_megatron.config.schema import Config
@@ -90,6 +90,68 @@ def test_turns_of_one_sample_or_with_equal_returns_teach_nothing() -> None:
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [0.1] * 7, [1.0], []])
 def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float]) -> None:
     assert advantage_function(name)(group_of(rewards)) == [[0.0]] * len(rewards)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2 - 0.3, 0.0], [1e8 + 1e-8, 1e8], [1e-30, 0.0]])
+def test_rewards_that_differ_by_rounding_are_equal(name: str, rewards: list[float]) -> None:
+    assert len(set(rewards)) > 1
+    assert advantage_function(name)(group_of(rewards)) == [[0.0]] * len(rewards)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[], [0.7], [0.0] * 4, [1.0] * 8, [-1.0] * 8, [1e-9] * 3, [1e9] * 3, [0.1 + 0.2, 0.3, 0.3], [1e6 + 1e-9, 1e6]],
+)
+@pytest.mark.parametrize("is_centred", [False, True])
+def test_a_batch_without_spread_is_whitened_to_zeros(values: list[float], is_centred: bool) -> None:
+    assert whiten(torch.tensor(values, dtype=torch.float64), is_centred=is_centred).tolist() == [0.0] * len(values)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(st.floats(-5, 5), min_size=2, max_size=30),
+    offset=st.sampled_from([0.0, 1.0, -3.5, 1e4]),
+    is_centred=st.booleans(),
+)
+def test_whitening(values: list[float], offset: float, is_centred: bool) -> None:
+    """No mean is subtracted from centred values, to the last bit; otherwise the result has mean 0. Both are bounded."""
+    plain = torch.tensor(values, dtype=torch.float64)
+    centred = plain - plain.mean()
+    given_values = centred if is_centred else plain + offset
+    got = whiten(given_values, is_centred=is_centred)
+    assert got.isfinite().all()
+    assert float(got.abs().max()) <= len(values) ** 0.5
+    if not has_spread(float(given_values.min()), float(given_values.max())):
+        assert not got.any()
+    elif is_centred:
+        assert torch.equal(got, centred / (centred.std() + 1e-6))
+        assert torch.equal(whiten(centred), got), "a mean that is a rounding error stays"
+    else:
+        assert abs(float(got.mean())) < 1e-6
+
+
+def test_only_an_advantage_that_compares_the_group_is_centred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of raw rewards the mean is subtracted, and of built-in advantages it is not: equal rewards keep their exact 0."""
+    (tmp_path / "raw_reward.py").write_text("def advantage(group): return group.rewards_G")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def advantages(kind: str, *groups: list[tuple[float, int]]) -> list[float]:
+        def sample(i: int, reward: float, num_turns: int) -> Sample:
+            of_turns = (Segment.sampled(0, 0, (5,), (-1.0,)), Segment.given("environment", (6,)))
+            return Sample.of(f"3.{i}", PROMPT, of_turns * num_turns, Ended("stop", reward))
+
+        built = [Group(PROMPT, tuple(sample(i, *one) for i, one in enumerate(group))) for group in groups]
+        config = Config.model_validate({"advantage": {"kind": kind, "whiten_batch": True}})
+        batch = BatchBuilder(config).build(built, {})
+        return batch.advantages_T[batch.sampled_T].tolist()
+
+    raw = advantages("raw_reward:advantage", [(0.0, 1), (1.0, 1)], [(1.0, 1), (1.0, 1)])
+    assert raw == pytest.approx([-1.5, 0.5, 0.5, 0.5], abs=1e-5)
+    assert advantages("raw_reward:advantage", [(1.0, 1), (1.0, 1)]) == [0.0, 0.0]
+    # the first response has two turns, so that the mean over turns is not 0
+    *_, one, two = advantages("dr_grpo", [(0.0, 2), (1.0, 1)], [(1.0, 1), (1.0, 1)])
+    assert (one, two) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -15,6 +15,8 @@ from bapo_megatron.config.load import load_config, read_config
 from bapo_megatron.errors import escaped
 from bapo_megatron.preflight import inputs
 from bapo_megatron.preflight.checks.monitor import check_monitor
+from bapo_megatron.rollout.recorded import write_groups
+from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 from tests.distributed import HANG_S
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
@@ -158,11 +160,46 @@ def test_a_missing_pyarrow_tells_the_command(
     assert "run `pip install 'bapo-megatron[parquet]'`, or convert the file" in line
 
 
+@pytest.mark.parametrize("kind", ["math", "text"])
+@pytest.mark.parametrize(
+    ("answer_", "problem"),
+    [([3, 5], "[3, 5] is a list of 2"), ([], "[] is a list of 0"), ({"value": 8}, "{'value': 8} is an object")],
+)
+def test_an_answer_that_is_not_one_is_refused_with_its_row(
+    kind: str, answer_: object, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*ROWS, {"prompt": "1+3=", "answer": ["4"]}, {"prompt": "1+4=", "answer": answer_}]
+    settings = ["data.source=jsonl", f"reward.kind={kind}", "rollout.prompts_per_step=2"]
+    file = write_rows(tmp_path / "prompts.jsonl", rows)
+    (line,) = answer(capsys, *settings, f"data.path={file}")
+    assert f"{file}:4: the answer {problem}, and the judges math and text compare with one answer" in line
+    assert not answer(capsys, *settings, f"data.path={write_rows(tmp_path / 'good.jsonl', rows[2:3] * 2)}")
+
+
 def test_a_recording_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gzip.open(tmp_path / "step-000001.jsonl.gz", "wt") as file:
         file.write("not JSON\n")
     (line,) = answer(capsys, "rollout.engine=recorded", f"rollout.recorded_from={tmp_path}", "train.num_steps=1")
     assert "step-000001.jsonl.gz, line 1 cannot be read" in line
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_recording_with_longer_responses_is_refused(
+    has_config: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If its run had a higher limit, in whichever step the response is; otherwise in the first and the last one."""
+    folder, prompt = tmp_path / "rollouts", Prompt(7, (1, 2), "", "", "")
+    for step, num_tokens in ((1, 3), (2, 9), (3, 4)):
+        tokens = Segment.sampled(0, 0, (3,) * num_tokens, [-1.0] * num_tokens)
+        write_groups(folder, step, [Group(prompt, (Sample.of("7.0", prompt, (tokens,), Ended("stop", 1.0)),))])
+    if has_config:
+        (tmp_path / "config.toml").write_text("[rollout]\nmax_response_tokens = 9\n")
+    replay = ["rollout.engine=recorded", f"rollout.recorded_from={folder}", "rollout.tokens_per_round=4"]
+    num_steps = f"train.num_steps={3 if has_config else 2}"
+    (line,) = answer(capsys, *replay, "rollout.max_response_tokens=8", num_steps)
+    told = f"{folder}/step-000002.jsonl.gz, line 1: a response of prompt 7 has 9 tokens, more than "
+    assert told + "rollout.max_response_tokens=8; set it to what the samples were recorded with" in line
+    assert not answer(capsys, *replay, "rollout.max_response_tokens=9", "train.num_steps=3")
 
 
 JUDGES = {

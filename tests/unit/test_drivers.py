@@ -752,7 +752,7 @@ class Scorer:
         self.asked: list[str] = []
         self.recent_failure: Verdict | None = None
 
-    async def ask(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+    async def ask(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
         self.asked += [text for _, text in items]
         return [
             Verdict(0.5, None, "fine", parts={"words": 0.5})

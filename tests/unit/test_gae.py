@@ -165,3 +165,4 @@ def test_explained_variance():
     assert explained_variance(torch.full_like(returns, 7), returns) == pytest.approx(0)
     assert explained_variance(-returns, returns) == pytest.approx(-3)
     assert math.isnan(explained_variance(returns, torch.ones_like(returns)))
+    assert math.isnan(explained_variance(returns, torch.tensor([0.3, 0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)))

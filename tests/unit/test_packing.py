@@ -1,6 +1,8 @@
 """Batches and micro-batches: every response token exactly once, aligned, whatever the split."""
 
+import itertools
 import math
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,6 +21,7 @@ from bapo_megatron.buffer.packing import (
     context_tokens,
     longest_first,
     one_minibatch,
+    sequences_of,
 )
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
@@ -169,8 +172,6 @@ def test_every_response_token_is_trained_exactly_once_per_epoch(
 ) -> None:
     groups = [group(i + 1, p, lengths) for i, (p, lengths) in enumerate(shapes)]
     batch = build_batch(groups)
-    if batch.num_sequences < num_minibatches:
-        return
     shares = [
         Share(data_rank=data_rank, context_rank=context_rank, **layout)
         for data_rank in range(layout["data_size"])
@@ -302,9 +303,67 @@ def test_minibatches_are_shuffled_anew_each_epoch_and_reproducibly() -> None:
     assert order(1)[:2] != order(1)[2:]
 
 
-def test_a_batch_without_sequences_is_refused_early() -> None:
+def test_bins_without_sequences_are_refused_early() -> None:
     with pytest.raises(AssertionError, match="at least one sequence"):
         balanced_bins([], 1, 10)
+
+
+def small_plan(rng: random.Random) -> tuple[Batch, Pass, int]:
+    """Return a batch that may be far smaller than its pass expects, the pass, and the number of context ranks."""
+    shapes = [
+        (rng.randint(1, 5), [rng.choice([0, 0, 1, 1, rng.randint(2, 30)]) for _ in range(rng.randint(1, 4))])
+        for _ in range(rng.choice([1, 1, 2, 3]))
+    ]
+    groups = [group(i + 1, p, lengths) for i, (p, lengths) in enumerate(shapes)]
+    masked = {n for _, lengths in shapes for n in lengths if rng.random() < 0.3}
+    batch = build_batch([truncated(g, *masked) for g in groups], rollout={"truncated": "mask"})
+    share = Share(
+        data_size=rng.choice([1, 2, 4, 8]),
+        context_size=rng.choice([1, 1, 2]),
+        tokens_multiple=rng.choice([1, 4]),
+        packs_multiple=rng.choice([1, 1, 2, 4]),
+        equal_lengths=rng.random() < 0.5,
+        pair_cost=rng.choice([0.0, 0.05]),
+    )
+    sizes = {"num_minibatches": rng.randint(1, 16), "num_epochs": rng.randint(1, 2), "seed": rng.randint(0, 99)}
+    return batch, Pass(share, rng.choice([1, 4, 16, 64]), **sizes), share.context_size
+
+
+@pytest.mark.parametrize("num_plans", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_batch_may_be_smaller_than_its_pass(num_plans: int) -> None:
+    """All ranks agree on the updates of any batch, even an empty one, and train each token once per epoch."""
+    rng = random.Random(num_plans)
+    num_empty_parts = num_empty_ranks = 0
+    for _ in range(num_plans):
+        batch, plan, context_size = small_plan(rng)
+        num_ranks = plan.share.data_size
+        needed = sequences_of([plan], batch, num_ranks)
+        assert any(sequences.numel() for sequences in needed) == (batch.num_trained_tokens > 0)
+        ranks = []
+        for data_rank, context_rank in itertools.product(range(num_ranks), range(context_size)):
+            mine = batch.holding(needed[data_rank])  # and no other rows, as `rollout/shares.py` deals them
+            for stream in (s for s in batch.values if s.to != "every rank"):
+                mine = mine.having(stream, mine.here(batch.values[stream]))
+            share = replace(plan.share, data_rank=data_rank, context_rank=context_rank)
+            ranks.append((share, list(replace(plan, share=share).minibatches(mine))))
+        num_empty_parts += len(ranks[0][1]) < plan.num_minibatches * plan.num_epochs
+        seen: list[int] = []
+        for number in range(len(ranks[0][1])):
+            steps = [steps[number] for _, steps in ranks]
+            assert len({(len(s.micro_batches), s.num_trained_tokens, s.counts) for s in steps}) == 1, "ranks differ"
+            assert len(steps[0].micro_batches) % plan.share.packs_multiple == 0
+            packs = [mb for s in steps for mb in s.micro_batches]
+            assert steps[0].num_trained_tokens == sum(int(mb.mask_R.sum()) for mb in packs) > 0
+            seen += [int(i) for mb in packs for i in mb.batch_rows_R[mb.mask_R]]
+            num_empty_ranks += any(not any(mb.rows_R.numel() for mb in s.micro_batches) for s in steps)
+            for (share, _), step in zip(ranks, steps, strict=True):
+                assert not share.equal_lengths or len({mb.num_tokens for mb in step.micro_batches}) == 1
+                for mb in step.micro_batches:
+                    _check_structure(mb, share, plan.max_tokens)
+                    assert torch.equal(mb.targets_R, batch.token_ids_T[mb.batch_rows_R])
+        assert {len(steps) for _, steps in ranks} == {len(ranks[0][1])}, "a rank would wait for the others"
+        assert sorted(seen) == sorted(batch.mask_T.nonzero().squeeze(1).tolist() * plan.num_epochs)
+    assert min(num_empty_parts, num_empty_ranks) > num_plans / 10, "such plans should be common here"
 
 
 def test_batch_type_is_what_the_broadcast_expects() -> None:

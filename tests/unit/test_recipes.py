@@ -54,6 +54,15 @@ def test_it_passes_the_check_on_its_cluster_without_a_warning(model: str, cluste
         assert config.parallel.size + servers == gpus, "no GPU is idle"
 
 
+@pytest.mark.parametrize("algorithm", sorted(name for name in shipped_configs() if name.startswith("algorithms/")))
+def test_every_recipe_fits_sixteen_nodes_with_any_one_algorithm(algorithm: str) -> None:
+    """docs/recipes.md names these nodes in its examples; 235B needs their servers to be wide."""
+    for model in (name for name in shipped_configs() if name.startswith("recipes/")):
+        config = load_config([model, algorithm, f"clusters/16x8-h200{'-wide' if '235b' in model else ''}"])
+        hf_config = KNOWN_MODELS[Path(config.model.path).name]
+        assert [*check_memory(config, hf_config), *check_unused(config)] == [], model
+
+
 def test_the_command_says_so_without_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["check", "recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h200"])
     out, err = capsys.readouterr()

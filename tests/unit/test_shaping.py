@@ -77,6 +77,7 @@ class TestInformative:
         assert is_informative(group(response(3), response(4, reward=0.0)), make_config())
         assert not is_informative(group(response(3), response(4)), make_config())
         assert not is_informative(group(response(3)), make_config())
+        assert not is_informative(group(response(3, reward=0.1 + 0.2), response(4, reward=0.3)), make_config())
 
     def test_shaped_rewards_count(self) -> None:
         equal_verdicts = group(response(50), response(95))
