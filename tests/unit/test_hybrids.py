@@ -97,7 +97,7 @@ def test_only_the_first_dimensions_of_a_head_are_rotated() -> None:
         ({"partial_rotary_factor": 0.005, "rope_parameters": None}, "partial_rotary_factor=0.005 does not give"),
         ({"rope_parameters": [1]}, "rope_parameters=[1] is not an object"),
         ({"full_attention_interval": 0}, "full_attention_interval=0 is not a positive number"),
-        ({"full_attention_interval": "4"}, "full_attention_interval='4' is not a positive number"),
+        ({"full_attention_interval": "4"}, "full_attention_interval=\"4\" is not a positive number"),
         ({"layer_types": 5}, "layer_types=5 is not a list"),
         ({"layer_types": ["linear_attention"] * 31}, "layer_types has 31 values, but num_hidden_layers=32"),
         (
