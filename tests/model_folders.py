@@ -7,16 +7,20 @@ it and what we make of it.
 import json
 import random
 import shutil
-from collections.abc import Callable
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import SINGLE
@@ -24,6 +28,7 @@ from bapo_megatron.hf.shape import load_hf_config, model_shape
 from tests.hf_models import randomise
 
 NUM_TOKENS = 48
+TOLERANCE = 1e-4  # in log-probs; transformers' own float32 is up to 3e-5 away from its float64
 VOCAB_SIZE = 37
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -55,12 +60,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 ABSENT = object()
 _OTHERS: dict[str, dict[str, list[Any]]] = {  # values that people write, besides those about positions
     "": {
-        "rms_norm_eps": [ABSENT, 1e-5, 1e-2, None],
-        "tie_word_embeddings": [ABSENT, True, False, None],
+        "rms_norm_eps": [ABSENT, 1e-5, 1e-5, 1e-2, None],
+        "tie_word_embeddings": [ABSENT, True, True, False, None],
         "torch_dtype": ["bfloat16", "float32"],
         "attention_dropout": [0.0, 0.1],
         "layer_types": [ABSENT, None, ["full_attention"] * 2, ["full_attention"], ["sliding_attention"] * 2],
-        "per_layer_config": [None, {"1": {"intermediate_size": 24}}],
+        "per_layer_config": [None, None, None, {"1": {"intermediate_size": 24}}],
         "num_hidden_layers": [3],
     },
     "gemma": {
@@ -161,7 +166,7 @@ def _positions(draw: random.Random, is_hybrid: bool) -> dict[str, Any]:
         case "empty":
             config = {"rope_parameters": draw.choice([None, {}]), "rope_scaling": draw.choice([None, {}])}
     if draw.random() < 0.5:
-        config["rope_theta"] = draw.choice([1e4, 1e6, 5000, None])
+        config["rope_theta"] = draw.choice([1e4, 1e6, 1e6, 5000, 5000, None])
     if draw.random() < 0.15:
         config["original_max_position_embeddings"] = draw.choice([16, 32, 64, None])
     if draw.random() < (0.4 if is_hybrid else 0.05):
@@ -171,14 +176,14 @@ def _positions(draw: random.Random, is_hybrid: bool) -> dict[str, Any]:
 
 def _rope(draw: random.Random, is_hybrid: bool) -> dict[str, Any]:
     kinds = ["default", "linear", "llama3", "yarn", "yarn", "yarn"]
-    kind = draw.choice([*kinds, *kinds, "dynamic", "longrope", "su", None])
+    kind = draw.choice([*kinds, *kinds, *kinds, "dynamic", "longrope", "su", None])
     rope: dict[str, Any] = {draw.choice(["rope_type", "rope_type", "type"]): kind}
     if draw.random() < 0.1:
         rope |= {"type": draw.choice(["linear", "yarn"])}
     if draw.random() < 0.05:
         rope = {}
     if kind not in ("default", None):
-        rope["factor"] = draw.choice([2.0, 4.0, 8, 1.0, 0.5, None] if draw.random() < 0.3 else [2.0, 4.0])
+        rope["factor"] = draw.choice([2.0, 4.0, 8, 1.0, 0.5, None, ABSENT] if draw.random() < 0.2 else [2.0, 4.0])
     if kind == "llama3":
         rope |= {"low_freq_factor": draw.choice([1.0, 2]), "high_freq_factor": draw.choice([4.0, 8])}
     if kind in ("llama3", "yarn", "longrope") and draw.random() < 0.7:
@@ -201,7 +206,7 @@ def _rope(draw: random.Random, is_hybrid: bool) -> dict[str, Any]:
         rope["partial_rotary_factor"] = draw.choice([0.25, 0.5, 1.0])
     if is_hybrid and draw.random() < 0.3:
         rope |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
-    return rope
+    return {key: value for key, value in rope.items() if value is not ABSENT}
 
 
 @dataclass(frozen=True)
@@ -260,8 +265,6 @@ def meaning(config: dict[str, Any], folder: Path, ours: Callable[[Path, Tensor],
 def _save(model: transformers.PreTrainedModel, folder: Path, prefix: str) -> None:
     model.save_pretrained(folder)
     if prefix != "model.":
-        from safetensors.torch import load_file
-
         named = {name.replace("model.", prefix, 1): tensor for name, tensor in load_file(folder / SINGLE).items()}
         save_file(named, folder / SINGLE, metadata={"format": "pt"})
 
@@ -271,3 +274,56 @@ def embedded(folder: Path, ids_T: Tensor) -> Tensor:
     model = Model.from_pretrained(folder, max_len=len(ids_T), dtype=torch.float32)
     with torch.inference_mode():
         return model.score(ids_T, 1, 1)[0].float()
+
+
+def learned(folder: Path, ids_T: Tensor) -> Tensor:
+    """Compute the log-probs of ids_T[1:] with the learner; needs a process group of one rank."""
+    from megatron.core import parallel_state
+
+    from bapo_megatron.learner.megatron import MegatronLearner
+    from tests.integration.hf_roundtrip import make_config, packed
+
+    learner = MegatronLearner(make_config({}).model_copy(update={"rollout": RolloutConfig()}), folder)
+    (log_probs_R,) = learner.log_probs(packed([ids_T]))
+    parallel_state.destroy_model_parallel()
+    return log_probs_R.float()
+
+
+def engine_and_learner(folder: Path, ids_T: Tensor) -> Tensor:
+    """Compute log-probs as `embedded` and `learned` do, [2, T - 1]."""
+    return torch.stack((embedded(folder, ids_T), learned(folder, ids_T)))
+
+
+def compare(numbers: Iterable[int], folder: Path, ours: Callable[[Path, Tensor], Tensor]) -> Counter[str]:
+    """Count the cases by outcome: equal, refused (alone, or as transformers does), mismatched.
+
+    Raises:
+        AssertionError: a case is mismatched.
+    """
+    outcomes: Counter[str] = Counter()
+    for number in numbers:
+        config = written(number)
+        found = meaning(config, folder, ours)
+        assert found.difference < TOLERANCE, f"case {number} is off by {found.difference}: {json.dumps(config)}"
+        if found.ours is not None:
+            outcomes["equal"] += 1
+        else:
+            assert len(found.refusal.splitlines()) == 1, f"case {number}: {found.refusal}"
+            outcomes["refused alone" if found.theirs is not None else "refused by both"] += 1
+    return outcomes
+
+
+def compare_in_rank(rank: int, world_size: int, folder: Path, num_cases: int, result: Path) -> None:
+    """Compare the first cases with engine and learner; write the counts to `result`, as JSON."""
+    transformers.logging.set_verbosity(100)
+    transformers.utils.logging.disable_progress_bar()
+    result.write_text(json.dumps(compare(range(num_cases), folder, engine_and_learner)))
+
+
+if __name__ == "__main__":  # python -m tests.model_folders NUMBER
+    from tests.distributed import run_distributed
+
+    with tempfile.TemporaryDirectory() as scratch:
+        parts = Path(scratch)
+        run_distributed(compare_in_rank, 1, parts / "model", int(sys.argv[1]), parts / "result", timeout_s=7200.0)
+        print((parts / "result").read_text())
