@@ -85,7 +85,7 @@ def command(
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
-    if overrides := _overrides(config, model_path):
+    if overrides := model_overrides(config, model_path):
         arguments["json_model_override_args"] = overrides
     if config.model.replay_routes:
         arguments["enable_return_routed_experts"] = True
@@ -136,7 +136,7 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
 
 
-def _overrides(config: Config, model_path: Path) -> dict[str, Any]:
+def model_overrides(config: Config, model_path: Path) -> dict[str, Any]:
     """Return settings that SGLang reads from config.json and must find other than they are.
 
     It does not read layer_types, or partial_rotary_factor inside rope_parameters, and wants the images' part of a

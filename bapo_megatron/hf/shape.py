@@ -49,6 +49,7 @@ _FULL_INTERVAL = 4  # transformers' default of full_attention_interval, which a 
 _LAYER_TYPES = ("linear_attention", "full_attention")
 _OF_THE_WHOLE = ("model_type", "tie_word_embeddings")  # keys that describe text and images together
 _READ_OUTSIDE = (*_OF_THE_WHOLE, "text_config", "quantization_config", "eos_token_id")  # of a file with a text_config
+_LOST = "outside text_config"  # no key of a file
 _POSITIONS = (
     "max_position_embeddings",
     "original_max_position_embeddings",
@@ -306,12 +307,16 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
 def with_text_settings(hf_config: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with the settings of its text_config, if it has one, at the top too.
 
-    They hold whatever the top says of them, as in transformers; only `_OF_THE_WHOLE` are the top's.
+    They hold whatever the top says of them, as in transformers; only `_OF_THE_WHOLE` are the top's. `_LOST` lists keys
+    about positions that stand at the top, too.
     """
     text = hf_config.get("text_config")
-    if not isinstance(text, dict):
+    if not isinstance(text, dict) or _LOST in hf_config:
         return hf_config
-    return hf_config | text | {key: hf_config[key] for key in _OF_THE_WHOLE if key in hf_config}
+    lost = [
+        key for key in _POSITIONS if hf_config.get(key) and (key == "rope_scaling" or hf_config[key] != text.get(key))
+    ]
+    return hf_config | text | {key: hf_config[key] for key in _OF_THE_WHOLE if key in hf_config} | {_LOST: lost}
 
 
 def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, own: Family | None = None) -> ModelShape:
@@ -420,9 +425,8 @@ class _Settings:
         self.family = _families(own)[hf_config["model_type"]]
         written, text = with_text_settings(hf_config), hf_config.get("text_config")
         if self.family.prefix != "model." and isinstance(text, dict):
-            written = text | {key: written[key] for key in _READ_OUTSIDE if key in written}
+            written = text | {key: written[key] for key in (*_READ_OUTSIDE, _LOST) if key in written}
         self.written = written
-        self.lost = [key for key in _POSITIONS if key not in written and hf_config.get(key) is not None]
         self._values = COMMON_DEFAULTS | self.family.defaults | written
         for key, meant in self.family.legacy.items():
             self._values[key] = meant.get(str(self(key)), self(key))
@@ -442,8 +446,8 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if get.family.prefix == "model." and text:
         yield f"text_config is not supported with model_type {get('model_type')!r}, which is a text model itself"
         return
-    if get.lost:
-        yield f"{', '.join(get.lost)} outside text_config would not be read: move it into text_config"
+    if lost := get(_LOST):
+        yield f"{', '.join(lost)} outside text_config would not be read: move it into text_config"
     of_mlp = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
     of_linear = _REQUIRED_OF_LINEAR if get.family.linear_layer else ()
     sizes = {key: get(key) for key in (*_REQUIRED, *of_mlp, *of_linear, "max_position_embeddings")}
@@ -549,7 +553,9 @@ def _unsupported_linear(get: _Settings) -> Iterator[str]:
     elif kinds is not None:
         if others := [kind for kind in kinds if kind not in _LAYER_TYPES]:
             yield f"layer_types has {others[0]!r}, which is not supported; choose from {', '.join(_LAYER_TYPES)}"
-        elif len(kinds) == get("num_hidden_layers") and kinds != [_LAYER_TYPES[not is_linear] for is_linear in _kinds(get)]:
+        elif len(kinds) == get("num_hidden_layers") and kinds != [
+            _LAYER_TYPES[not is_linear] for is_linear in _kinds(get)
+        ]:
             every = f"full_attention_interval={_full_interval(get)}"
             yield f"layer_types do not have full attention in every n-th layer alone, as {every} would give it"
 

@@ -21,7 +21,19 @@ MAX_FILE_BYTES = 2 << 30
 _CONFIG = "config.json"
 _MAX_COMPANION_BYTES = 64 << 20
 _LEFT_OUT = (  # weights in every format and their indexes, adapters, what a trainer needs to resume, caches
-    *("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx*", "*.npz", "*.tflite"),
+    *(
+        "*.safetensors*",
+        "*.bin",
+        "*.pt",
+        "*.pth",
+        "*.ckpt",
+        "*.h5",
+        "*.msgpack",
+        "*.gguf",
+        "*.onnx*",
+        "*.npz",
+        "*.tflite",
+    ),
     *("*.index.json", "adapter_*", "optimizer*", "scheduler*", "rng_state*", "trainer_state*", "training_args*"),
     *("*.pkl", "*.pickle", "*.partial", "*.pyc", "__pycache__", "*.log", "events.out.*", ".*"),
 )
@@ -177,7 +189,9 @@ def copy_companions(source: Path, target: Path, dtypes: set[str]) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot copy {source} to {target}: {error}") from error
     if large:
-        _warn_once(f"{', '.join(large)} of {source}: over 64 MiB or not readable, so not copied to checkpoints and exports")
+        _warn_once(
+            f"{', '.join(large)} of {source}: over 64 MiB or not readable, so not copied to checkpoints and exports"
+        )
     if len(dtypes) == 1:
         for part in (config, config.get("text_config")):
             if isinstance(part, dict):
