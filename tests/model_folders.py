@@ -1,7 +1,7 @@
-"""Folders whose config.json is written as people write it: both spellings, absent, null, contradicting, each rope type.
+"""Folders whose config.json is written as people write it: both spellings, absent, null, contradicting, each type.
 
-`written(number)` returns the config.json of a case, the same on every machine. `meaning` says what transformers makes of
-it and what we make of it.
+`written(number)` returns the config.json of a case, the same on every machine. `meaning` says what transformers and we
+make of it.
 """
 
 import json

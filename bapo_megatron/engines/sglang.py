@@ -147,10 +147,9 @@ def model_overrides(config: Config, model_path: Path) -> dict[str, Any]:
     shape = model_shape(hf_config, model_path, own=own_family(config.model.family))
     text: dict[str, Any] = {}
     is_hybrid = shape.output_gate  # also if no layer has linear attention
-    if is_hybrid:
-        if hf_config.get("full_attention_interval") is None:
-            is_full = [layer.linear is None for layer in shape.layers]
-            text["full_attention_interval"] = [*is_full, True].index(True) + 1
+    if is_hybrid and hf_config.get("full_attention_interval") is None:
+        is_full = [layer.linear is None for layer in shape.layers]
+        text["full_attention_interval"] = [*is_full, True].index(True) + 1
     turned = shape.rope.get("partial_rotary_factor", 1.0)
     if turned != hf_config.get("partial_rotary_factor", None if is_hybrid else 1.0):
         text["partial_rotary_factor"] = turned

@@ -81,8 +81,8 @@ def _longer(shape: ModelShape, num_tokens: int) -> str:
         return ""
     kept = "" if key in rope else f' and, beside the factor, "{key}": {shape.max_positions}'
     return (
-        f', or set "max_position_embeddings": {meant}{kept} in config.json: its YaRN is made for so many positions, and '
-        "its frequencies do not change"
+        f', or set "max_position_embeddings": {meant}{kept} in config.json: its YaRN is made for so many positions, '
+        "and its frequencies do not change"
     )
 
 
