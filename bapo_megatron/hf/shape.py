@@ -48,7 +48,7 @@ _REQUIRED_OF_LINEAR = (
 _FULL_INTERVAL = 4  # transformers' default of full_attention_interval, which a config class does not hold
 _LAYER_TYPES = ("linear_attention", "full_attention")
 _OF_THE_WHOLE = ("model_type", "tie_word_embeddings")  # keys that describe text and images together
-_READ_OUTSIDE = (*_OF_THE_WHOLE, "text_config", "quantization_config", "eos_token_id")  # of a file with a text_config
+_READ_OUTSIDE = (*_OF_THE_WHOLE, "text_config", "quantization_config", "eos_token_id")  # by files with a text_config
 _LOST = "outside text_config"  # no key of a file
 _POSITIONS = (
     "max_position_embeddings",
@@ -563,10 +563,8 @@ def _unsupported_linear(get: _Settings) -> Iterator[str]:
 def _switches(family: Family) -> set[str]:
     """Return the keys of config.json that the family's configuration class takes as true or false alone."""
     read = {family.qkv_bias, family.out_bias, family.mlp_bias, family.window_switch, *family.refused}
-    return read & {"attention_bias", "mlp_bias", "use_sliding_window"} | {
-        "tie_word_embeddings",
-        *(["norm_topk_prob"] if family.has_experts else []),
-    }
+    found = {key for key in ("attention_bias", "mlp_bias", "use_sliding_window") if key in read}
+    return found | {"tie_word_embeddings"} | ({"norm_topk_prob"} if family.has_experts else set())
 
 
 def _has_sliding_window(get: _Settings) -> bool:

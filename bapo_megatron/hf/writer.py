@@ -138,7 +138,8 @@ def companions(folder: Path) -> tuple[list[Path], list[str]]:
     Returns: paths of files relative to `folder`; and names of files and subfolders that are not included because they
         are over 64 MiB, which only JSON files and tokenizers may be, or cannot be read.
     """
-    files, large = [], []
+    files: list[Path] = []
+    large: list[Path] = []
     for path in sorted(folder.iterdir()):
         if _belongs_to_weights(path):
             continue

@@ -75,13 +75,13 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
 
 
 def _longer(shape: ModelShape, num_tokens: int) -> str:
-    """Say how config.json allows so many positions, if YaRN was made for them; otherwise say nothing."""
+    """Say how config.json allows `num_tokens` positions, if its YaRN is made for them; otherwise return nothing."""
     rope, key = shape.rope, "original_max_position_embeddings"
     if rope["rope_type"] != "yarn" or num_tokens > (meant := int(rope["factor"] * rope.get(key, shape.max_positions))):
         return ""
-    kept = "" if key in rope else f' and, beside the factor, "{key}": {shape.max_positions}'
+    kept = "" if key in rope else f' and, next to the factor, "{key}": {shape.max_positions}'
     return (
-        f', or set "max_position_embeddings": {meant}{kept} in config.json: its YaRN is made for so many positions, '
+        f', or set "max_position_embeddings": {meant}{kept} in config.json: its YaRN is made for that length, '
         "and its frequencies do not change"
     )
 
