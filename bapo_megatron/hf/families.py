@@ -211,6 +211,7 @@ _FAMILIES = (
     Family(
         "mistral",
         window_switch="sliding_window",
+        refused=("layer_types",),  # with them, transformers reads another family, ministral
         not_null=("num_key_value_heads",),
         defaults={
             "num_key_value_heads": 8,

@@ -573,7 +573,7 @@ def _has_sliding_window(get: _Settings) -> bool:
         return False
     if kinds is not None and any(kind != "full_attention" for kind in kinds):
         return True
-    if switch == "sliding_window":  # whatever layer_types say
+    if switch == "sliding_window":
         return get(switch) is not None
     if kinds is not None or switch is None or get.written.get("sliding_window", 0) is None:
         return False

@@ -36,7 +36,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (
             {"rope_type": "yarn", "factor": 2.0},
             4096,
-            ', or set "max_position_embeddings": 4096 and, next to the factor, "original_max_position_embeddings": 2048',
+            '"max_position_embeddings": 4096 and, next to the factor, "original_max_position_embeddings": 2048',
         ),
         (YARN, 8193, None),
         ({"rope_type": "linear", "factor": 8.0}, 4096, None),
