@@ -67,19 +67,18 @@ MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
 }
 
+_HYBRID = dict(
+    **SIZES,
+    head_dim=16,
+    full_attention_interval=3,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+)
 HYBRIDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "qwen3.5": (
-        Qwen3_5TextConfig,
-        dict(
-            **SIZES,
-            head_dim=16,
-            full_attention_interval=3,
-            linear_num_key_heads=2,
-            linear_num_value_heads=6,
-            linear_key_head_dim=6,
-            linear_value_head_dim=5,
-        ),
-    )
+    "qwen3.5": (Qwen3_5TextConfig, _HYBRID),
+    "qwen3-5-yarn": (Qwen3_5TextConfig, dict(**_HYBRID, rope_parameters=_YARN | {"partial_rotary_factor": 0.25})),
 }
 
 
@@ -98,11 +97,17 @@ def save_randomised(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if config.model_type == "qwen3_moe":
         model.set_experts_implementation("eager")  # the other one wants sizes that 4 divides
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def randomise(model: PreTrainedModel) -> None:
+    """Replace all weights, norms around what leaves a value unchanged."""
+    model_type = model.config.model_type
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            plus_one = config.model_type == "gemma" or (config.model_type == "qwen3_5_text" and "linear" not in name)
+            plus_one = model_type == "gemma" or (model_type == "qwen3_5_text" and "linear" not in name)
             is_one = "norm" in name and not plus_one  # otherwise they multiply by 1 + weight
             parameter.copy_(is_one + 0.2 * noise)
-    model.save_pretrained(folder)
-    return model

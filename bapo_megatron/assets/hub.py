@@ -7,7 +7,7 @@ from pathlib import Path
 from bapo_megatron.errors import CheckpointError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "NOTICE*")
 _WEIGHTS = ("*.safetensors",)  # weights in other formats are not downloaded
 _TIMEOUT_S = 10.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them is enough

@@ -110,8 +110,8 @@ class Snapshot:
         if self._hf_path is not None:
             (folder / HF_CONFIG).mkdir()
             copy_companions(self._hf_path, folder / HF_CONFIG, set())
-            copied = sorted((folder / HF_CONFIG).iterdir())
-            files = {f"{HF_CONFIG}/{file.name}": [file.stat().st_size, digest_of(file)] for file in copied}
+            copied = sorted(file for file in (folder / HF_CONFIG).rglob("*") if file.is_file())
+            files = {str(file.relative_to(folder)): [file.stat().st_size, digest_of(file)] for file in copied}
         write_index(folder, self.facts, [*manifests, {"files": files, "tensors": {}}])
 
 

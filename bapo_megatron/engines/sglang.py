@@ -5,6 +5,7 @@ Each server is `python -m bapo_megatron.engines.sglang_server` with its own port
 
 import importlib.metadata
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables
 from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
-from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape, rotary_frequencies
 from bapo_megatron.runtime import num_cores, python_module
 from bapo_megatron.runtime.environment import nccl_variables
 from bapo_megatron.runtime.nccl import may_share_gpus
@@ -85,7 +86,7 @@ def command(
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
-    if overrides := _overrides(config, model_path):
+    if overrides := model_overrides(config, model_path):
         arguments["json_model_override_args"] = overrides
     if config.model.replay_routes:
         arguments["enable_return_routed_experts"] = True
@@ -136,24 +137,56 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
 
 
-def _overrides(config: Config, model_path: Path) -> dict[str, Any]:
+def model_overrides(config: Config, model_path: Path) -> dict[str, Any]:
     """Return settings that SGLang reads from config.json and must find other than they are.
 
     It does not read layer_types, or partial_rotary_factor inside rope_parameters, and wants the images' part of a
-    model, for which nothing is sent, left out by name.
+    model, for which nothing is sent, left out by name. It obeys dual_chunk_attention_config, which the trainer, like
+    transformers, does not know.
     """
     hf_config = load_hf_config(model_path)
     shape = model_shape(hf_config, model_path, own=own_family(config.model.family))
     text: dict[str, Any] = {}
-    if shape.linear is not None:
-        if hf_config.get("full_attention_interval") is None:
-            is_full = [layer.linear is None for layer in shape.layers]
-            text["full_attention_interval"] = [*is_full, True].index(True) + 1
-        if (turned := shape.rope["partial_rotary_factor"]) != hf_config.get("partial_rotary_factor"):
-            text["partial_rotary_factor"] = turned
+    is_hybrid = shape.output_gate  # also if no layer has linear attention
+    if is_hybrid and hf_config.get("full_attention_interval") is None:
+        is_full = [layer.linear is None for layer in shape.layers]
+        text["full_attention_interval"] = [*is_full, True].index(True) + 1
+    turned = shape.rope.get("partial_rotary_factor", 1.0)
+    if turned != hf_config.get("partial_rotary_factor", None if is_hybrid else 1.0):
+        text["partial_rotary_factor"] = turned
+    if hf_config.get("dual_chunk_attention_config") is not None:
+        text["dual_chunk_attention_config"] = None
+    is_old = hf_config.get("rope_scaling") or "rope_type" not in (hf_config.get("rope_parameters") or {})
+    if shape.rope["rope_type"] != "default" or (is_hybrid and is_old):
+        text["rope_parameters"] = _told_rope(shape, hf_config)
     if "text_config" not in hf_config:
         return text
     return {"language_model_only": True} | ({"text_config": text} if text else {})
+
+
+def _told_rope(shape: ModelShape, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings as SGLang's `get_rope` computes what transformers does.
+
+    SGLang prefers rope_parameters to rope_scaling in hybrids, and needs a type there. Elsewhere it reads
+    original_max_position_embeddings from inside, takes no null, and does not know attention_factor: its attn_factor
+    multiplies the factor that follows from `factor`.
+
+    Source: sglang/srt/layers/rotary_embedding, factory.py and yarn.py.
+    """
+    sections = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    told = {key: value for key, value in sections.items() if key.startswith("mrope_")}
+    told |= {key: value for key, value in shape.rope.items() if value is not None and not key.startswith("mscale")}
+    if told["rope_type"] == "default":
+        return told
+    told |= {"factor": float(told["factor"])}
+    told.setdefault("original_max_position_embeddings", shape.max_positions)
+    if told["rope_type"] == "yarn":
+        from_factor = 0.1 * math.log(max(told["factor"], 1.0)) + 1
+        told |= {"attn_factor": rotary_frequencies(shape)[1] / from_factor, "extrapolation_factor": 1}
+        told = {"beta_fast": 32, "beta_slow": 1} | told
+        if "mrope_section" not in told:
+            told |= dict.fromkeys(shape.rope.keys() & {"mscale", "mscale_all_dim"})  # they would count again
+    return told
 
 
 def check_installed(has_gpu: bool) -> None:

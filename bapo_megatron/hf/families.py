@@ -123,12 +123,14 @@ VALUE_HEAD = Parameter("score.weight", COPY, {"score.weight": "1E"}, only_if="ha
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # values of hidden_act in config.json
 
-# Supported types, whose frequencies do not depend on the sequence length, and the numbers each one needs.
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
+_ORIGINAL = "original_max_position_embeddings"
+# Supported types, whose frequencies do not depend on the sequence length: the numbers that each one needs, and those
+# that it can do without.
+ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_ORIGINAL,)),
+    "yarn": (("factor",), (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
 }
 
 
@@ -148,6 +150,8 @@ class Family:
     window_switch: str | None = None  # the key that turns on sliding windows, which are refused
     refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false
     defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys missing in config.json
+    not_null: tuple[str, ...] = ()  # keys that may be missing, but must be a number if they are there
+    legacy: dict[str, dict[str, Any]] = field(default_factory=dict)  # key -> old value -> what it means
     layer: tuple[Parameter, ...] = LAYER
     linear_layer: tuple[Parameter, ...] = ()  # a layer with linear attention, described by Qwen3.5's keys
     prefix: str = "model."  # tensor names start with it, except the head; another one means a text_config
@@ -161,6 +165,7 @@ _QWEN3_5_TEXT = Family(
     norm_plus_one=True,
     output_gate=True,
     refused=("attention_bias",),
+    not_null=("num_key_value_heads", "head_dim"),
     defaults={
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -185,6 +190,8 @@ _FAMILIES = (
         norm_plus_one=True,
         scaled_embedding=True,
         refused=("use_bidirectional_attention",),
+        not_null=("num_key_value_heads", "head_dim"),
+        legacy={"hidden_act": {"gelu": "gelu_pytorch_tanh"}},  # the official releases say one and mean the other
         defaults={
             "hidden_act": "gelu_pytorch_tanh",
             "num_key_value_heads": 16,
@@ -204,6 +211,8 @@ _FAMILIES = (
     Family(
         "mistral",
         window_switch="sliding_window",
+        refused=("layer_types",),  # with them, transformers reads another family, ministral
+        not_null=("num_key_value_heads",),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -215,6 +224,7 @@ _FAMILIES = (
         "qwen2",
         qkv_bias=True,
         window_switch="use_sliding_window",
+        not_null=("head_dim",),
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "max_window_layers": 28},
     ),
     Family(
@@ -223,6 +233,7 @@ _FAMILIES = (
         out_bias="attention_bias",
         qk_norm=True,
         window_switch="use_sliding_window",
+        not_null=("head_dim",),
         defaults={
             "num_key_value_heads": 32,
             "head_dim": 128,
@@ -237,6 +248,7 @@ _FAMILIES = (
         qk_norm=True,
         has_experts=True,
         refused=("use_sliding_window",),
+        not_null=("num_key_value_heads", "head_dim"),
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,

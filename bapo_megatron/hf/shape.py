@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _MOST, _MOST_LAYERS = 1 << 24, 1 << 14  # sizes far beyond any model's, within which every check answers quickly
+_OPTIONAL = ("num_key_value_heads", "head_dim")  # null means the number of heads, and the share of each head
 _REQUIRED_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # the hub's files have the first, transformers 5 writes the other
 _REQUIRED_OF_LINEAR = (
@@ -46,6 +48,16 @@ _REQUIRED_OF_LINEAR = (
 _FULL_INTERVAL = 4  # transformers' default of full_attention_interval, which a config class does not hold
 _LAYER_TYPES = ("linear_attention", "full_attention")
 _OF_THE_WHOLE = ("model_type", "tie_word_embeddings")  # keys that describe text and images together
+_READ_OUTSIDE = (*_OF_THE_WHOLE, "text_config", "quantization_config", "eos_token_id")  # by files with a text_config
+_LOST = "outside text_config"  # no key of a file
+_POSITIONS = (
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+)
 _STRUCTURES: dict[str, tuple[type, str]] = {
     "layer_types": (list, "a list"),
     "rope_parameters": (dict, "an object"),
@@ -295,12 +307,16 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
 def with_text_settings(hf_config: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json with the settings of its text_config, if it has one, at the top too.
 
-    They hold whatever the top says of them, as in transformers; only `_OF_THE_WHOLE` are the top's.
+    They hold whatever the top says of them, as in transformers; only `_OF_THE_WHOLE` are the top's. `_LOST` lists keys
+    about positions that stand at the top, too.
     """
     text = hf_config.get("text_config")
-    if not isinstance(text, dict):
+    if not isinstance(text, dict) or _LOST in hf_config:
         return hf_config
-    return hf_config | text | {key: hf_config[key] for key in _OF_THE_WHOLE if key in hf_config}
+    lost = [
+        key for key in _POSITIONS if hf_config.get(key) and (key == "rope_scaling" or hf_config[key] != text.get(key))
+    ]
+    return hf_config | text | {key: hf_config[key] for key in _OF_THE_WHOLE if key in hf_config} | {_LOST: lost}
 
 
 def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, own: Family | None = None) -> ModelShape:
@@ -407,8 +423,14 @@ class _Settings:
 
     def __init__(self, hf_config: dict[str, Any], own: Family | None) -> None:
         self.family = _families(own)[hf_config["model_type"]]
-        self._values = COMMON_DEFAULTS | self.family.defaults | with_text_settings(hf_config)
-        self.expert_counts = {key: hf_config[key] for key in _EXPERT_COUNTS if hf_config.get(key) is not None}
+        written, text = with_text_settings(hf_config), hf_config.get("text_config")
+        if self.family.prefix != "model." and isinstance(text, dict):
+            written = text | {key: written[key] for key in (*_READ_OUTSIDE, _LOST) if key in written}
+        self.written = written
+        self._values = COMMON_DEFAULTS | self.family.defaults | written
+        for key, meant in self.family.legacy.items():
+            self._values[key] = meant.get(str(self(key)), self(key))
+        self.expert_counts = {key: written[key] for key in _EXPERT_COUNTS if key in written}
         if self.expert_counts:
             self._values["num_experts"] = next(iter(self.expert_counts.values()))
 
@@ -421,10 +443,16 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if get.family.prefix != "model." and not isinstance(text, dict):
         yield "config.json has no text_config, which describes the language model"
         return
+    if get.family.prefix == "model." and text:
+        yield f"text_config is not supported with model_type {get('model_type')!r}, which is a text model itself"
+        return
+    if lost := get(_LOST):
+        yield f"{', '.join(lost)} outside text_config would not be read: move it into text_config"
     of_mlp = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
     of_linear = _REQUIRED_OF_LINEAR if get.family.linear_layer else ()
     sizes = {key: get(key) for key in (*_REQUIRED, *of_mlp, *of_linear, "max_position_embeddings")}
-    sizes |= {key: get(key) for key in ("num_key_value_heads", "head_dim") if get(key) is not None}
+    needed = get.written.keys() & get.family.not_null
+    sizes |= {key: get(key) for key in _OPTIONAL if get(key) is not None or key in needed}
     if bad := [key for key, value in sizes.items() if type(value) is not int or value < 1]:
         yield "; ".join(f"config.json has no {key!r} that is a positive number" for key in bad)
         return
@@ -452,6 +480,13 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     for key in get.family.refused:
         if get(key):
             yield f"{key} is not supported"
+    for key in _switches(get.family):
+        if type(get.written.get(key, False)) is not bool:
+            yield f"{key}={json.dumps(get(key))} is neither true nor false"
+    if get.family.window_switch == "use_sliding_window" and type(get("max_window_layers")) is not int:
+        yield f"max_window_layers={json.dumps(get('max_window_layers'))} is not a number"
+    if get("per_layer_config"):
+        yield "per_layer_config, which makes layers differ, is not supported"
     if get.family.has_experts:
         yield from _unsupported_experts(get)
     if get.family.linear_layer:
@@ -460,28 +495,15 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
         yield f"tie_word_embeddings={json.dumps(tied)} contradicts text_config: make them equal"
     if get("quantization_config"):
         yield "config.json sets quantization_config: dequantise the checkpoint first"
-    if _has_sliding_window(get):
+    if (kinds := get("layer_types")) is not None and len(kinds) != (count := sizes["num_hidden_layers"]):
+        yield f"layer_types has {plural(len(kinds), 'value')}, but num_hidden_layers={count}"
+    elif _has_sliding_window(get):
         yield "sliding-window attention is not supported"
-    rope = _rope(get)
-    if any(isinstance(value, dict) for value in rope.values()):
-        yield "rotary embeddings that differ between layers are not supported"
-    elif rope["rope_type"] not in list(ROPE_TYPES):  # which also takes values that cannot be hashed
-        yield f"rope scaling {rope['rope_type']!r} is not supported; choose from {', '.join(ROPE_TYPES)}"
-    else:
-        for key in (*ROPE_TYPES[rope["rope_type"]], "rope_theta"):
-            if not _is_positive(rope.get(key)):
-                yield f"rope scaling {rope['rope_type']!r} needs the positive number {key!r}"
-    if _is_partial(get):
-        factor = rope["partial_rotary_factor"]
-        turned = int(rotated * factor) if isinstance(factor, int | float) and 0 < factor <= 1 else 0
-        if turned == 0 or turned % 2:
-            yield f"partial_rotary_factor={factor} does not give an even number of a head's {rotated} dimensions"
-    elif (rope.get("partial_rotary_factor") or get("partial_rotary_factor") or 1.0) != 1.0:
-        yield "partial_rotary_factor other than 1 is not supported"
+    yield from _unsupported_rope(get, rotated)
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 def _unsupported_experts(get: _Settings) -> Iterator[str]:
@@ -525,36 +547,97 @@ def _unsupported_linear(get: _Settings) -> Iterator[str]:
     if (active := get("hidden_act")) in ACTIVATIONS and active != "silu":
         yield f'hidden_act={active!r} is not supported with linear attention, whose convolution has "silu"'
     kinds, step = get("layer_types"), get("full_attention_interval")
-    if step is not None and (type(step) is not int or step < 1):
-        yield f"full_attention_interval={step!r} is not a positive number"
+    is_null = kinds is None and step is None and "full_attention_interval" in get.written
+    if is_null or (step is not None and (type(step) is not int or step < 1)):
+        yield f"full_attention_interval={json.dumps(step)} is not a positive number"
     elif kinds is not None:
         if others := [kind for kind in kinds if kind not in _LAYER_TYPES]:
             yield f"layer_types has {others[0]!r}, which is not supported; choose from {', '.join(_LAYER_TYPES)}"
-        elif len(kinds) != (count := get("num_hidden_layers")):
-            yield f"layer_types has {plural(len(kinds), 'value')}, but num_hidden_layers={count}"
-        elif kinds != [_LAYER_TYPES[not is_linear] for is_linear in _kinds(get)]:
+        elif len(kinds) == get("num_hidden_layers") and kinds != [
+            _LAYER_TYPES[not is_linear] for is_linear in _kinds(get)
+        ]:
             every = f"full_attention_interval={_full_interval(get)}"
             yield f"layer_types do not have full attention in every n-th layer alone, as {every} would give it"
 
 
+def _switches(family: Family) -> set[str]:
+    """Return the keys of config.json that the family's configuration class takes as true or false alone."""
+    read = {family.qkv_bias, family.out_bias, family.mlp_bias, family.window_switch, *family.refused}
+    found = {key for key in ("attention_bias", "mlp_bias", "use_sliding_window") if key in read}
+    return found | {"tie_word_embeddings"} | ({"norm_topk_prob"} if family.has_experts else set())
+
+
 def _has_sliding_window(get: _Settings) -> bool:
+    switch, kinds = get.family.window_switch, get("layer_types")
     if get.family.linear_layer:
         return False
-    if layer_types := get("layer_types"):
-        return any(kind != "full_attention" for kind in layer_types)
-    switch = get.family.window_switch
-    return switch is not None and bool(get(switch)) and get("max_window_layers") < get("num_hidden_layers")
+    if kinds is not None and any(kind != "full_attention" for kind in kinds):
+        return True
+    if switch == "sliding_window":
+        return get(switch) is not None
+    if kinds is not None or switch is None or get.written.get("sliding_window", 0) is None:
+        return False
+    return bool(get(switch)) and get("max_window_layers") < get("num_hidden_layers")
 
 
 def _rope(get: _Settings) -> dict[str, Any]:
-    """Return the rope settings under transformers 5's names; older files use rope_theta and rope_scaling."""
-    rope = dict(get("rope_parameters") or get("rope_scaling") or {})
+    """Return the rope settings under transformers 5's names, read in transformers' order.
+
+    `rope_scaling`, the older name, replaces `rope_parameters` as a whole. Inside, rope_theta and partial_rotary_factor
+    win over the same keys outside; of original_max_position_embeddings the one outside wins.
+
+    Example: {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}} is read as
+    {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}.
+
+    Source: transformers/modeling_rope_utils.py, convert_rope_params_to_dict and standardize_rope_params.
+    """
+    rope = dict(get("rope_scaling") or get("rope_parameters") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", get("rope_theta"))
-    if _is_partial(get):
-        rope.setdefault("partial_rotary_factor", get("partial_rotary_factor"))
+    if (partial := get("partial_rotary_factor")) is not None:
+        rope.setdefault("partial_rotary_factor", partial)
+    if rope["rope_type"] in ("llama3", "yarn") and (key := "original_max_position_embeddings") in get.written:
+        rope[key] = get(key)
     # positions of text are equal in all three sections
     return {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+
+
+def _unsupported_rope(get: _Settings, head_dim: int) -> Iterator[str]:
+    rope = _rope(get)
+    if any(isinstance(value, dict) for value in rope.values()):
+        yield "rotary embeddings that differ between layers are not supported"
+        return
+    kind = rope["rope_type"]
+    if kind not in list(ROPE_TYPES):  # which also takes values that cannot be hashed
+        yield f"rope scaling {kind!r} is not supported; choose from {', '.join(ROPE_TYPES)}"
+        return
+    if replaced := get("rope_scaling") and get("rope_parameters"):
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key not in get("rope_scaling") and key in replaced and replaced[key] != rope.get(key):
+                yield (
+                    "config.json has rope_scaling and rope_parameters, and transformers reads rope_scaling alone: "
+                    f"{key}={replaced[key]} of rope_parameters would be lost; put all values into rope_parameters, and "
+                    "remove rope_scaling"
+                )
+    needed, optional = ROPE_TYPES[kind]
+    for key in (*needed, "rope_theta"):
+        if not _is_positive(rope.get(key)):
+            yield f"rope scaling {kind!r} needs the positive number {key!r}"
+    for key in optional:
+        value, whole = rope.get(key), key == "original_max_position_embeddings"
+        if not (_is_positive(value) if whole and key in rope else value is None or _is_positive(value)):
+            yield f"rope scaling {kind!r} has {key}={json.dumps(value)}, which is not a positive number"
+    if kind == "yarn" and type(rope.get("truncate", True)) is not bool:
+        yield f"rope scaling 'yarn' has truncate={json.dumps(rope['truncate'])}, which is neither true nor false"
+    if kind == "yarn" and rope["rope_theta"] == 1:
+        yield "rope scaling 'yarn' needs another rope_theta than 1"
+    factor = rope.get("partial_rotary_factor", 1.0)
+    if _is_partial(get):
+        turned = int(head_dim * factor) if _is_positive(factor) and factor <= 1 else 0
+        if turned == 0 or turned % 2:
+            yield f"partial_rotary_factor={factor} does not give an even number of a head's {head_dim} dimensions"
+    elif factor != 1:
+        yield "partial_rotary_factor other than 1 is not supported"
 
 
 def _is_partial(get: _Settings) -> bool:

@@ -1,10 +1,13 @@
 """Writing a Hugging Face checkpoint folder: weights from a stream of tensors, and the files that accompany them."""
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -15,8 +18,26 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import INDEX, SINGLE
 
 MAX_FILE_BYTES = 2 << 30
-_COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")  # tokenizer, chat template, generation settings
 _CONFIG = "config.json"
+_MAX_COMPANION_BYTES = 64 << 20
+_LEFT_OUT = (  # weights in every format and their indexes, adapters, what a trainer needs to resume, caches
+    *(
+        "*.safetensors*",
+        "*.bin",
+        "*.pt",
+        "*.pth",
+        "*.ckpt",
+        "*.h5",
+        "*.msgpack",
+        "*.gguf",
+        "*.onnx*",
+        "*.npz",
+        "*.tflite",
+    ),
+    *("*.index.json", "adapter_*", "optimizer*", "scheduler*", "rng_state*", "trainer_state*", "training_args*"),
+    *("*.pkl", "*.pickle", "*.partial", "*.pyc", "__pycache__", "*.log", "events.out.*", ".*"),
+)
+log = logging.getLogger(__name__)
 
 
 def write_safetensors(
@@ -108,8 +129,50 @@ def write_durably(file: Path, text: str) -> None:
         raise CheckpointError(f"cannot write {file}: {error}") from error
 
 
+def companions(folder: Path) -> tuple[list[Path], list[str]]:
+    """List what a model's folder holds besides weights and what belongs to them.
+
+    Files of subfolders, such as additional_chat_templates/, are included; a subfolder with weights or a config.json of
+    its own is another model or a training state, and left out.
+
+    Returns: paths of files relative to `folder`; and names of files and subfolders that are not included because they
+        are over 64 MiB, which only JSON files and tokenizers may be, or cannot be read.
+    """
+    files: list[Path] = []
+    large: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if _belongs_to_weights(path):
+            continue
+        if path.is_file():
+            (files if _is_companion(path) else large).append(path)
+        elif path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            large.append(path)
+        elif path.is_dir() and not (path / _CONFIG).exists():
+            inside = sorted(file for file in path.iterdir() if file.is_file())
+            if any(_belongs_to_weights(file) and not file.name.startswith(".") for file in inside):
+                continue
+            shown = [file for file in inside if not _belongs_to_weights(file)]
+            is_small = sum(file.stat().st_size for file in shown) <= _MAX_COMPANION_BYTES
+            if is_small and all(os.access(file, os.R_OK) for file in shown):
+                files += shown
+            else:
+                large.append(path)
+    return [path.relative_to(folder) for path in files], [path.name for path in large]
+
+
+def _belongs_to_weights(path: Path) -> bool:
+    return any(fnmatchcase(path.name.lower(), pattern) for pattern in _LEFT_OUT)
+
+
+def _is_companion(file: Path) -> bool:
+    is_small = os.access(file, os.R_OK) and file.stat().st_size <= _MAX_COMPANION_BYTES
+    return is_small or file.suffix in (".json", ".model")
+
+
 def copy_companions(source: Path, target: Path, dtypes: set[str]) -> None:
-    """Copy everything but weights; config.json comes last, as it makes the folder a checkpoint.
+    """Copy everything but weights: tokenizer, chat templates, generation settings, licence, code.
+
+    config.json comes last, as it makes the folder a checkpoint. A warning names what is left out for its size.
 
     Args:
         dtypes: types of the weights in `target`; config.json names the type if there is only one.
@@ -118,18 +181,30 @@ def copy_companions(source: Path, target: Path, dtypes: set[str]) -> None:
         CheckpointError: a file cannot be copied.
     """
     try:
-        for file in sorted(source.iterdir()):
-            if file.suffix in _COPIED_SUFFIXES and "safetensors" not in file.name and file.name != _CONFIG:
-                shutil.copyfile(file, target / file.name)
+        files, large = companions(source)
+        for file in files:
+            if file != Path(_CONFIG):
+                (target / file.parent).mkdir(exist_ok=True)
+                shutil.copyfile(source / file, target / file)
         config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot copy {source} to {target}: {error}") from error
+    if large:
+        _warn_once(
+            f"{', '.join(large)} of {source}: over 64 MiB or not readable, so not copied to checkpoints and exports"
+        )
     if len(dtypes) == 1:
         for part in (config, config.get("text_config")):
             if isinstance(part, dict):
                 part.pop("torch_dtype", None)  # the name before transformers 5
                 part["dtype"] = next(iter(dtypes))
     write_durably(target / _CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Warn; a run copies the same folder with each checkpoint."""
+    log.warning(message)
 
 
 @contextmanager

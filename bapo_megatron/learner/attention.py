@@ -340,6 +340,8 @@ class TransformerEngineAttention(_CoreAttention):
         **kwargs: Any,
     ) -> Tensor:
         """Return [T, 1, N * D]."""
+        if (rotation := packed_seq_params.rotation) is not None:
+            q_T1ND, k_T1KD = rotate(q_T1ND, rotation), rotate(k_T1KD, rotation)
         packed = (x[:, 0] for x in (q_T1ND, k_T1KD, v_T1KD))
         out = self.core(*packed, *args, packed_seq_params=packed_seq_params.thd(), **kwargs)
         return out.reshape(q_T1ND.shape[0], 1, -1)

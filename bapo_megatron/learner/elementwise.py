@@ -41,9 +41,13 @@ class RMSNorm(torch.nn.RMSNorm):
 Rotation = tuple[Tensor, Tensor]  # cosine and signed sine of every token's angles, each [T, 1, 1, D]
 
 
-def rotation_of(angles_TX: Tensor, dtype: torch.dtype) -> Rotation:
-    """Return the rotation of dimensions x and x + D / 2 by angles_TX[t, x] (float32)."""
-    cos_TX, sin_TX = angles_TX.cos(), angles_TX.sin()
+def rotation_of(angles_TX: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotation:
+    """Return the rotation of dimensions x and x + D / 2 by angles_TX[t, x] (float32).
+
+    Args:
+        factor: scales what is rotated, and nothing else of a head.
+    """
+    cos_TX, sin_TX = angles_TX.cos() * factor, angles_TX.sin() * factor
     both = torch.cat((cos_TX, cos_TX), dim=-1), torch.cat((-sin_TX, sin_TX), dim=-1)
     return both[0].to(dtype)[:, None, None], both[1].to(dtype)[:, None, None]
 
@@ -64,7 +68,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embeddings; the backward rotates the gradient back by the same angles."""
+    """Rotary embeddings; the backward rotates the gradient back by the same angles, with the same factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

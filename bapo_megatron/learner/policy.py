@@ -89,8 +89,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
         "attention_output_gate": shape.output_gate,
-        # yarn scales cosine and sine, for queries and for keys
-        "softmax_scale": rotary_frequencies(shape)[1] ** 2 / math.sqrt(shape.head_dim),
+        "softmax_scale": 1 / math.sqrt(shape.head_dim),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": config.parallel.tensor,
@@ -309,9 +308,11 @@ class PolicyModel(GPTModel):
         self._conv_gap = None if shape.linear is None else shape.linear.conv_width - 1
         in_blocks = not uses_engine_attention(config)
         self._describe_pack = PackedSequences.of if in_blocks else PackedSequences.for_transformer_engine
-        self.rotates_in_attention = in_blocks and not config.apply_rope_fusion
+        frequencies, self.rotation_factor = rotary_frequencies(shape)
+        # Megatron's own rotation knows no factor on cosine and sine, as yarn has it
+        self.rotates_in_attention = (in_blocks and not config.apply_rope_fusion) or self.rotation_factor != 1
         # not a buffer: it would be cast to bfloat16 with the weights, which is too coarse for positions
-        self.inverse_frequencies = rotary_frequencies(shape)[0].to(device())
+        self.inverse_frequencies = frequencies.to(device())
         _mark_split_parameters(self)
         self.config = config
         if config.gradient_accumulation_fusion:
@@ -381,7 +382,7 @@ class PolicyModel(GPTModel):
         angles_TX = torch.outer(batch.position_ids_T.float(), self.inverse_frequencies)  # one for every two dimensions
         rotary = None
         if self.rotates_in_attention:
-            pack.rotation = rotation_of(angles_TX, self.config.params_dtype)
+            pack.rotation = rotation_of(angles_TX, self.config.params_dtype, self.rotation_factor)
         else:
             rotary = torch.cat((angles_TX, angles_TX), dim=-1)[:, None, None]
         return self.decoder(

@@ -168,13 +168,13 @@ def violations_of(
         config, unread = config.model_copy(update={"loss": stand_in(config.loss)}), {*unread, "loss.name"}
     known = known_config(config.model.path) if elsewhere and not here else None
     model = None if known else _model(config.model.path, "model.path", found, config_only=not memory)
-    hf_config = known or _hf_config(model, "model.path", found)
+    hf_config = known or _hf_config(model or _incomplete(config.model.path), "model.path", found)
     critic = None if config.advantage.compares_responses else config.critic.path
     reference = config.loss.reference_path if config.loss.kl_coef else None
     others = {"critic.path": critic, "loss.reference_path": reference}
     hf_configs = {
         setting: (known and known_config(path))
-        or _hf_config(_model(path, setting, found, config_only=not memory), setting, found)
+        or _hf_config(_model(path, setting, found, config_only=not memory) or _incomplete(path), setting, found)
         for setting, path in others.items()
         if path is not None
     }
@@ -311,6 +311,12 @@ def _model(path: str, setting: str, found: list[Violation], *, config_only: bool
         how = origin(path)
         found.append(Violation((setting,), str(error), f"for this one: {how}" if how else ""))
         return None
+
+
+def _incomplete(path: str) -> Path | None:
+    """Return the folder at `path` if it has at least a config.json, which may have problems of its own."""
+    folder = Path(path).expanduser()
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _hf_config(folder: Path | None, setting: str, found: list[Violation]) -> dict[str, Any] | None:

@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import ConfigError, plural
+from bapo_megatron.hf.shape import model_shape, rotary_frequencies
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.explain import outline
 from bapo_megatron.preflight.known import KNOWN_MODELS
@@ -22,6 +24,52 @@ HF_CONFIG: dict[str, Any] = {
     "vocab_size": 49152,
     "max_position_embeddings": 2048,
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "num_tokens", "remedy"),
+    [
+        (YARN, 8192, ', or set "max_position_embeddings": 8192 in config.json: its YaRN is made for'),
+        (
+            {"rope_type": "yarn", "factor": 2.0},
+            4096,
+            '"max_position_embeddings": 4096 and, next to the factor, "original_max_position_embeddings": 2048',
+        ),
+        (YARN, 8193, None),
+        ({"rope_type": "linear", "factor": 8.0}, 4096, None),
+    ],
+)
+def test_a_context_that_yarn_is_made_for_names_the_way_there(
+    scaling: dict[str, Any], num_tokens: int, remedy: str | None
+) -> None:
+    wanted = [f"rollout.max_response_tokens={num_tokens - 48}", "data.max_prompt_tokens=48"]
+    (message,) = (
+        m
+        for m in messages(*wanted, hf_config=HF_CONFIG | {"rope_scaling": scaling})
+        if "positions" in m or "max_pos" in m
+    )
+    assert ("in config.json" in message) == (remedy is not None)
+    assert remedy is None or remedy in message
+    if remedy is not None:
+        longer = {
+            "max_position_embeddings": num_tokens,
+            "rope_scaling": {"original_max_position_embeddings": 2048} | scaling,
+        }
+        assert not any("max_pos" in m for m in messages(*wanted, hf_config=HF_CONFIG | longer))
+        before, after = (rotary_frequencies(model_shape(HF_CONFIG | c)) for c in ({"rope_scaling": scaling}, longer))
+        assert torch.equal(before[0], after[0])
+        assert before[1] == after[1]
+
+
+def test_the_activation_that_sglang_computes_must_be_the_models() -> None:
+    gemma = HF_CONFIG | {"model_type": "gemma", "head_dim": 64, "hidden_act": "gelu"}
+    (message,) = (m for m in messages("rollout.engine=sglang", hf_config=gemma) if "activation" in m)
+    assert "the model has gelu_pytorch_tanh, but SGLang computes the exact GELU" in message
+    assert 'set rollout.engine="embedded"' in message
+    assert not any("activation" in m for m in messages(hf_config=gemma))
 
 
 def messages(*overrides: str, hf_config: dict[str, Any] = HF_CONFIG) -> list[str]:

@@ -19,6 +19,7 @@ from bapo_megatron.checkpoint.folder import FORMAT, WEIGHT, seal
 from bapo_megatron.cli import main
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf import writer
 from bapo_megatron.hf.reader import INDEX, SINGLE
 from tests.distributed import HANG_S, in_new_process
 from tests.hf_models import save_model
@@ -69,6 +70,35 @@ def test_a_folder_goes_through_training_and_back_unchanged(source: Path, tmp_pat
     assert (back / SINGLE).stat().st_mode == (back / "config.json").stat().st_mode
     _, info = transformers.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
     assert not any(info.values()), info
+
+
+def test_an_export_keeps_what_is_neither_weights_nor_for_a_trainer(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The list says what is left out: a file of a kind that nobody thought of is kept."""
+    monkeypatch.setattr(writer, "_MAX_COMPANION_BYTES", 1000)
+    kept = ["LICENSE", "NOTICE", "README.md", "modeling_x.py", "additional_chat_templates/tool_use.jinja", "odd.thing"]
+    left_out = ["pytorch_model.bin.index.json", "adapter_config.json", "optimizer.pt", ".gitattributes", "model.gguf"]
+    left_out += [".cache/x", "__pycache__/x.pyc", "original/consolidated.00.pth", "original/params.json"]
+    left_out += ["checkpoint-5/config.json", "checkpoint-5/trainer_state.json", "deep/deeper/file.txt"]
+    large = ["film.mp4", "data/rows.jsonl"]
+    for name in (*kept, *left_out):
+        (source / name).parent.mkdir(exist_ok=True, parents=True)
+        (source / name).write_text("{}")
+    for name in large:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("x" * 1001)
+    (source / "tokenizer.json").write_text("{" + " " * 1000 + "}")
+    (source / "gone.txt").symlink_to("/nope")
+    convert(source, tmp_path / "training", to="training")
+    convert(tmp_path / "training", tmp_path / "back")
+    for target in ("training/hf_config", "back"):
+        root = tmp_path / target
+        found = {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()} - {SINGLE}
+        assert found == {*kept, *COMPANIONS, "config.json", "generation_config.json"}
+    warnings = [record.message for record in caplog.records if "not copied" in record.message]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"data, film.mp4 of {source}: over 64 MiB or not readable")
 
 
 def test_bfloat16_survives_a_stay_in_float32(source: Path, tmp_path: Path) -> None:

@@ -94,21 +94,22 @@ def test_gated_activation_equals_float64(
     num_tokens=st.integers(0, 40),
     num_heads=st.integers(1, 4),
     half=st.sampled_from([1, 3, 16]),
+    factor=st.sampled_from([1.0, 0.7, 1.14]),
     is_strided=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_rotation_is_multiplication_by_a_complex_number(
-    num_tokens: int, num_heads: int, half: int, is_strided: bool, seed: int
+    num_tokens: int, num_heads: int, half: int, factor: float, is_strided: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     angles_TX = 100 * torch.rand(num_tokens, half, generator=generator)
     x = torch.randn(num_tokens, 1, 2 * num_heads, 2 * half, generator=generator)
     x = (x[:, :, ::2] if is_strided else x[:, :, :num_heads].contiguous()).requires_grad_()
     grad = torch.randn(x.shape, generator=generator)
-    got = with_gradients(rotate(x, rotation_of(angles_TX, torch.float32)), [x], grad)
+    got = with_gradients(rotate(x, rotation_of(angles_TX, torch.float32, factor)), [x], grad)
 
     x64 = x.detach().double().requires_grad_()
-    unit_TX = torch.polar(torch.ones(()).double(), angles_TX.double())
+    unit_TX = torch.polar(torch.tensor(factor).double(), angles_TX.double())
     turned = torch.complex(*x64.chunk(2, dim=-1)) * unit_TX[:, None, None]
     wanted = torch.cat((turned.real, turned.imag), dim=-1)
     assert_close(got, with_gradients(wanted, [x64], grad.double()))

@@ -19,6 +19,7 @@ from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape, rota
 from bapo_megatron.learner.fit import check_split
 from tests.distributed import HANG_S
 from tests.hf_models import MODELS, make_model_config
+from tests.model_folders import compare, embedded
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -73,6 +74,30 @@ def test_all_problems_come_at_once() -> None:
         ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' needs the positive number 'factor'"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope scaling ['yarn'] is not supported"),
         ({"rope_theta": 0}, "rope scaling 'default' needs the positive number 'rope_theta'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5000.0}},
+            "transformers reads rope_scaling alone: rope_theta=5000.0 of rope_parameters would be lost",
+        ),
+        ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": {"rope_type": "default"}}, "rope scaling 'dynamic'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings": None},
+            "rope scaling 'yarn' has original_max_position_embeddings=null, which is not a positive number",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
+            "rope scaling 'yarn' has beta_fast=\"32\", which is not a positive number",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 0}}, "truncate=0, which is neither true nor"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "needs another rope_theta than 1"),
+        ({"rope_theta": 10**400}, "needs the positive number 'rope_theta'"),
+        ({"attention_bias": "false"}, 'attention_bias="false" is neither true nor false'),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings=null is neither true nor false"),
+        ({"per_layer_config": {"1": {"num_key_value_heads": 1}}}, "per_layer_config, which makes layers differ"),
+        ({"text_config": {"hidden_size": 64}}, "text_config is not supported with model_type 'llama'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 value, but num_hidden_layers=30"),
+        ({"model_type": "gemma", "head_dim": None}, "no 'head_dim' that is a positive number"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 30}, "layer_types is not supported"),
+        ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers=null is not a number"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps=NaN is not a positive number"),
         ({"eos_token_id": [2, 1.5]}, "eos_token_id=[2, 1.5] is neither the number of a token nor a list of them"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
@@ -93,6 +118,11 @@ def test_unsupported_models_are_refused(change: dict[str, Any], message: str) ->
     assert message in problems(CONFIG | change)[0]
     with pytest.raises(CheckpointError, match=re.escape(message)):
         model_shape(CONFIG | change)
+
+
+def test_gemma_means_the_tanh_form_by_gelu() -> None:
+    """transformers' GemmaConfig replaces the value, which the official files have."""
+    assert model_shape(CONFIG | {"model_type": "gemma", "hidden_act": "gelu"}).activation == "gelu_pytorch_tanh"
 
 
 def test_the_error_names_the_file(tmp_path: Path) -> None:
@@ -164,6 +194,12 @@ def test_rotary_frequencies_are_those_of_transformers(name: str) -> None:
     frequencies, factor = rotary_frequencies(model_shape(config.to_dict()))
     assert torch.equal(frequencies, rotary.inv_freq)
     assert factor == rotary.attention_scaling
+
+
+def test_generated_folders_mean_to_the_engine_what_they_mean_to_transformers(tmp_path: Path) -> None:
+    """tests/integration/test_model_folders.py compares the learner, too, on more of them."""
+    outcomes = compare(range(100, 120), tmp_path / "model", embedded)
+    assert outcomes["equal"] >= 8, outcomes
 
 
 def test_rope_is_read_from_old_and_new_config_files() -> None:

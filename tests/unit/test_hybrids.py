@@ -68,6 +68,18 @@ def test_the_text_is_as_its_own_settings_say() -> None:
     assert model_shape(config) == model_shape(published(QWEN_9B))
 
 
+def test_positions_outside_of_text_config_are_refused() -> None:
+    """A user who adds YaRN there, where neither transformers nor SGLang reads it, would not get it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    with pytest.raises(CheckpointError, match="rope_scaling outside text_config would not be read: move it into"):
+        model_shape(published(QWEN_9B) | {"rope_scaling": yarn})
+
+
+def test_without_a_partial_rotary_factor_the_whole_head_is_rotated() -> None:
+    """null is not the family's default: transformers then takes 1."""
+    assert model_shape(QWEN_9B | {"partial_rotary_factor": None, "rope_parameters": None}).rotary_dim == 256
+
+
 def test_only_the_first_dimensions_of_a_head_are_rotated() -> None:
     scaled = {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0, "original_max_position_embeddings": 32}
     for config in (make_model_config("qwen3.5"), make_model_config("qwen3.5", rope_parameters=scaled)):
@@ -96,8 +108,9 @@ def test_only_the_first_dimensions_of_a_head_are_rotated() -> None:
         ),
         ({"partial_rotary_factor": 0.005, "rope_parameters": None}, "partial_rotary_factor=0.005 does not give"),
         ({"rope_parameters": [1]}, "rope_parameters=[1] is not an object"),
+        ({"full_attention_interval": None}, "full_attention_interval=null is not a positive number"),
         ({"full_attention_interval": 0}, "full_attention_interval=0 is not a positive number"),
-        ({"full_attention_interval": "4"}, "full_attention_interval='4' is not a positive number"),
+        ({"full_attention_interval": "4"}, 'full_attention_interval="4" is not a positive number'),
         ({"layer_types": 5}, "layer_types=5 is not a list"),
         ({"layer_types": ["linear_attention"] * 31}, "layer_types has 31 values, but num_hidden_layers=32"),
         (

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -82,6 +83,7 @@ def test_the_inputs_of_convolutions_are_kept_in_the_type_of_the_model() -> None:
     assert variables["SGLANG_MAMBA_CONV_DTYPE"] == settings().model.dtype == "float32"
 
 
+YARN = {"type": "yarn", "factor": 4, "rope_theta": 1e4, "attention_factor": 1.0, "beta_fast": None}
 HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 
 
@@ -93,6 +95,32 @@ HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_
         (True, {}, {"language_model_only": True, "text_config": {"full_attention_interval": 2}}),
         (True, {"full_attention_interval": 2}, {"language_model_only": True}),
         (False, {"full_attention_interval": 2} | HALF, {"partial_rotary_factor": 0.5}),
+        (
+            False,
+            {"full_attention_interval": 2, "dual_chunk_attention_config": {"chunk_size": 8}},
+            {"dual_chunk_attention_config": None},
+        ),
+        (
+            True,
+            {"full_attention_interval": 2, "rope_scaling": YARN, "original_max_position_embeddings": 16},
+            {
+                "language_model_only": True,
+                "text_config": {
+                    "rope_parameters": {
+                        "rope_type": "yarn",
+                        "rope_theta": 1e4,
+                        "partial_rotary_factor": 0.25,
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 16,
+                        "attention_factor": 1.0,
+                        "attn_factor": 1 / (0.1 * math.log(4) + 1),
+                        "beta_fast": 32,
+                        "beta_slow": 1,
+                        "extrapolation_factor": 1,
+                    }
+                },
+            },
+        ),
     ],
 )
 def test_servers_are_told_what_they_would_not_read(

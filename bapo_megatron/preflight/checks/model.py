@@ -11,7 +11,7 @@ from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import family_of
+from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
 from bapo_megatron.learner.fit import check_extra, check_replay, check_split
 from bapo_megatron.preflight.checks.eval import EVALUATES
 from bapo_megatron.preflight.checks.layout import nearest_divisor
@@ -31,20 +31,30 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
     yield from check_extra(config)
     yield from check_split(config, hf_config, "model.path")
     yield from check_replay(config, hf_config)
-    written = (family.defaults if (family := family_of(hf_config, own)) else {}) | hf_config
-    split = {key: written.get(key) for key in ("num_attention_heads", "linear_num_key_heads")}
-    heads, ranks = {key: n for key, n in split.items() if isinstance(n, int)}, config.rollout.server_tensor_parallel
+    if unsupported(hf_config, own):
+        return
+    shape = model_shape(hf_config, own=own)
+    if config.rollout.engine == "sglang" and shape.activation != "silu":
+        yield Violation(
+            ("rollout.engine", "model.path"),
+            f'rollout.engine="sglang" does not compute the activation of model.path: the model has {shape.activation}, '
+            "but SGLang computes the exact GELU for gemma, whatever config.json says, and SiLU for the other families",
+            'set rollout.engine="embedded"',
+        )
+    heads, ranks = {"num_attention_heads": shape.num_heads}, config.rollout.server_tensor_parallel
+    if shape.linear is not None:
+        heads["linear_num_key_heads"] = shape.linear.num_key_heads
     if undivided := [f"{key}={n}" for key, n in heads.items() if n % ranks]:
         yield Violation(
             ("rollout.server_tensor_parallel", "model.path"),
             f"rollout.server_tensor_parallel={ranks} does not divide the model's {' and '.join(undivided)}",
             f"set rollout.server_tensor_parallel={nearest_divisor(math.gcd(*heads.values()), ranks)}",
         )
-    positions = hf_config.get("max_position_embeddings")
+    positions = shape.max_positions
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     longest = config.longest_sequence - config.environment.max_given_tokens  # checks/environment.py adds its answers
     settings = ("data.max_prompt_tokens", "rollout.max_response_tokens", "model.path")
-    if isinstance(positions, int) and prompt + response > positions:
+    if prompt + response > positions:
         fitting = positions - response if response < positions else positions // 2
         advice = f"set data.max_prompt_tokens={fitting}"
         if response >= positions:
@@ -53,15 +63,27 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
             settings,
             f"data.max_prompt_tokens + rollout.max_response_tokens = {prompt} + {response} = {prompt + response} is "
             f"more than the model's max_position_embeddings={positions}",
-            advice,
+            advice + _longer(shape, prompt + response),
         )
-    elif isinstance(positions, int) and longest > positions:
+    elif longest > positions:
         yield Violation(
             (*EVALUATES, *settings),
             f"data.max_prompt_tokens + the longest max_response_tokens of eval.sets = {longest} is "
             f"more than the model's max_position_embeddings={positions}",
-            f"set max_response_tokens={positions - prompt} there",
+            f"set max_response_tokens={positions - prompt} there" + _longer(shape, longest),
         )
+
+
+def _longer(shape: ModelShape, num_tokens: int) -> str:
+    """Say how config.json allows `num_tokens` positions, if its YaRN is made for them; otherwise return nothing."""
+    rope, key = shape.rope, "original_max_position_embeddings"
+    if rope["rope_type"] != "yarn" or num_tokens > (meant := int(rope["factor"] * rope.get(key, shape.max_positions))):
+        return ""
+    kept = "" if key in rope else f' and, next to the factor, "{key}": {shape.max_positions}'
+    return (
+        f', or set "max_position_embeddings": {meant}{kept} in config.json: its YaRN is made for that length, '
+        "and its frequencies do not change"
+    )
 
 
 def check_dtype(config: Config, num_gpus: int, *, starts_here: bool) -> Iterator[Violation]:
