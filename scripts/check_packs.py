@@ -1,0 +1,438 @@
+"""Install each pack into an empty Python of the GPU machine's versions, and import all that a stage imports of it.
+
+    scripts/gpu_session.sh check-packs [--env FOLDER] [--output FILE]
+
+It needs no GPU, but a network, a C compiler, and Python 3.12 (PYTHON312, or python3.12 in PATH), of which it makes an
+environment with exactly the torch of requirements/gpu-image.txt (2 GB). --env names such an environment to use again.
+Of the other packages of that file, those that something here asks for are added beside it, and nothing else.
+
+What only a GPU can answer is pretended (fake_hopper.py): imports take the branches of a Hopper, libraries are loaded
+with a stand-in for the driver's, and Triton's kernels are compiled but not launched. Exit code 1 if a check fails.
+"""
+
+import argparse
+import ctypes
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu_packing
+from gpu_packing import IMAGE, MIB, NCCL, ROOT, PackError, listed_in, name_of
+
+PYTHON = "3.12"
+CHECK_TIMEOUT_S = 1800
+SERVER = "bapo_megatron.engines.sglang_server"  # the product's entry: it also replaces what cannot be loaded
+SGLANG = tuple(
+    f"sglang.{name}"
+    for name in """srt.utils srt.server_args srt.managers.scheduler srt.entrypoints.http_server launch_server
+    srt.managers.detokenizer_manager srt.model_executor.model_runner srt.layers.attention.triton_backend
+    srt.layers.attention.torch_native_backend srt.models.qwen2 srt.models.qwen3 srt.models.llama srt.models.qwen3_moe
+    srt.layers.sampler srt.managers.scheduler_components.weight_updater srt.plugins srt.utils.auth""".split()
+)
+LIBRARIES_OF_TORCH = "cublas cudnn cufft curand cusolver cusparse nvrtc nvshmem nvjitlink"
+
+
+# ---- in the machine's Python, each in a process of its own
+
+
+def check_serve() -> dict[str, Any]:
+    """The server's modules, from the product's entry on."""
+    return imports((SERVER, *SGLANG))
+
+
+def check_project() -> dict[str, Any]:
+    """Every module of this project that can run there: the package, benchmarks, tests on GPUs, the stages."""
+    folders = {"bapo_megatron": "bapo_megatron", "benchmarks": "benchmarks", "tests/gpu": "tests.gpu"}
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    names = (".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files)
+    left_out = re.compile(r"\.plugins\b|\.__main__$|\.sglang_server$|^benchmarks\.against_trl$")
+    modules = [name for name in sorted(names) if not left_out.search(name)]
+    import gpu_session
+
+    stages = [stage for steps in gpu_session.STAGES.values() for stage in (steps, *steps) if hasattr(stage, "imports")]
+    return imports([*modules, "gpu_session", *(name for stage in stages for name in stage.imports)])
+
+
+def check_kernels() -> dict[str, Any]:
+    """SGLang's compiled kernels load, and its modules take them."""
+    facts = imports(("sgl_kernel", *SGLANG))
+    import torch
+
+    wanted = ("rmsnorm", "fused_add_rmsnorm", "silu_and_mul", "top_p_renorm_probs")
+    operators = [name for name in wanted if hasattr(torch.ops.sgl_kernel, name)]
+    kernels = sys.modules["sgl_kernel"]
+    assert "sm90" in kernels.common_ops.__file__, kernels.common_ops.__file__
+    assert len(operators) == len(wanted), operators
+    return facts | {"line": f"registers {', '.join(operators)}"}
+
+
+def check_te() -> dict[str, Any]:
+    """Transformer Engine's library loads; its torch part, which is compiled on the machine, has all it needs."""
+    import gpu_session
+
+    command = [sys.executable, *gpu_session.install_command()]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    absent, num_asked = gpu_packing.missing(gpu_packing.needs())
+    if absent:
+        raise PackError(f"{', '.join(absent)} missing for the build")
+    facts = imports(("transformer_engine.common",))
+    (library,) = gpu_packing.OFFLINE.glob("transformer_engine/wheel_lib/*.so")
+    ctypes.CDLL(str(library), mode=os.RTLD_NOW).nvte_get_version  # noqa: B018 - an AttributeError if it is another library
+    return facts | {"line": f"all {num_asked} packages of its build are there"}
+
+
+def check_nccl() -> dict[str, Any]:
+    """With LD_PRELOAD, torch's calls go to the pack's NCCL."""
+    import torch
+
+    version = ctypes.c_int()
+    assert ctypes.CDLL(None).ncclGetVersion(ctypes.byref(version)) == 0
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl" in line}
+    path = str(gpu_packing.FOLDER / "nccl" / NCCL)
+    assert path in loaded, loaded
+    assert version.value == 23007, version.value
+    torch_calls = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cuda.so")).ncclGetVersion
+    torch_calls(ctypes.byref(version))
+    return {"modules": 1, "line": f"ncclGetVersion {version.value}; torch was built with {torch.cuda.nccl.version()}"}
+
+
+def check_fla() -> dict[str, Any]:
+    """Flash-linear-attention, and the layer that calls it."""
+    return imports(("fla.ops.gated_delta_rule", "bapo_megatron.learner.linear_attention"))
+
+
+def check_smollm2() -> dict[str, Any]:
+    """The pieces are joined and become a folder in bfloat16, whose tokenizer loads."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "model")
+        command = [sys.executable, str(ROOT / "scripts" / "prepare_smollm2.py"), str(folder), "--dtype", "bfloat16"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        from safetensors import safe_open
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        with safe_open(folder / "model.safetensors", "pt") as weights:
+            dtypes = {str(weights.get_slice(name).get_dtype()) for name in weights.keys()}  # noqa: SIM118 - no mapping
+        assert dtypes == {"BF16"}, dtypes
+        assert tokenizer.decode(tokenizer.encode("What is 7 + 5?"), skip_special_tokens=True) == "What is 7 + 5?"
+        num_bytes = (folder / "model.safetensors").stat().st_size
+        return {"modules": 3, "line": f"{num_bytes / MIB:.0f} MiB in bfloat16, {len(tokenizer)} tokens"}
+
+
+def check_triton() -> dict[str, Any]:
+    """This project's Triton kernels for three architectures, and SGLang's attention for Hopper."""
+    counts = {f"sm_{architecture}": len(own_kernels(architecture)) for architecture in (80, 90, 100)}
+    importlib.import_module(SERVER)
+    counts["SGLang's, sm_90"] = len(sglang_kernels())
+    return {"modules": 2, "line": ", ".join(f"{what}: {count} kernels" for what, count in counts.items())}
+
+
+def own_kernels(architecture: int) -> dict[str, int]:
+    """Compile the kernels of logprobs_triton.py with every option; return bytes of machine code by kernel."""
+    import fake_hopper
+    import torch
+
+    from bapo_megatron.algorithms.logprobs import VocabShard, token_log_probs
+
+    with fake_hopper.compile_only(architecture) as compiled:
+        for dtype in (torch.float32, torch.bfloat16):
+            for with_entropy in (True, False):
+                hidden_RH, weight_VH = (torch.zeros(size, 16, dtype=dtype, requires_grad=True) for size in (3, 64))
+                targets_R, shard = torch.zeros(3, dtype=torch.int64), VocabShard(64)
+                log_probs_R, entropy_R = token_log_probs(
+                    hidden_RH, weight_VH, targets_R, shard=shard, with_entropy=with_entropy, backend="triton"
+                )
+                (log_probs_R + entropy_R).sum().backward()
+    return dict(compiled)
+
+
+def sglang_kernels() -> dict[str, int]:
+    """Compile what SGLang's server launches for a dense model with attention in Triton, for two shapes of heads.
+
+    Shape legend: B requests, T tokens in the cache, S splits of a request's cache, D head dimension
+    """
+    import fake_hopper
+    import torch
+    from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+    from sglang.kernels.ops.attention.kv_indices import create_flashinfer_kv_indices_triton
+    from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
+    from sglang.kernels.ops.memory import gpu_tensor_hash as tensor_hash
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    requests, tokens, splits = 4, 64, 8
+    int32_T, int64_T = empty(tokens, dtype=torch.int32), empty(tokens, dtype=torch.int64)
+    starts = torch.arange(0, 16 * (requests + 1), 16, dtype=torch.int32)
+    with fake_hopper.compile_only(90) as compiled:
+        for heads, kv_heads, dim in ((12, 2, 128), (9, 3, 64)):
+            k, v = empty(tokens, kv_heads, dim), empty(tokens, kv_heads, dim)
+            query = empty(requests, heads, dim)
+            outputs = (empty(requests, heads, splits, dim, dtype=torch.float32), empty(requests, heads, splits))
+            num_splits = torch.full((requests,), 4, dtype=torch.int32)
+            decode_attention_fwd(
+                query, k, v, query.clone(), starts, int64_T, outputs[0], outputs[1].float(), num_splits, splits, dim**-0.5,
+                1.0, 1.0,
+            )  # fmt: skip
+            query = empty(tokens, heads, dim)
+            extend_attention_fwd(
+                query, k, v, query.clone(), k, v, starts, starts, int64_T, None, True, None, 16, 1.0, 1.0
+            )
+        table = empty(8, tokens, dtype=torch.int32)
+        create_flashinfer_kv_indices_triton[(requests,)](table, int64_T, int64_T, int32_T, None, int64_T, tokens)
+        get_num_kv_splits_triton[(1,)](int32_T, int64_T, requests, 1, 12, 2, splits, 132, MAX_NUM_SEQ=256)
+        words = empty(4096, dtype=torch.uint8).view(torch.uint32)
+        tensor_hash.hash_tiles32_kernel_blocked[(1,)](
+            words, empty(8, dtype=torch.uint64), 1024, 1, 2, FM_C1=tensor_hash.FMIX32_C1, FM_C2=tensor_hash.FMIX32_C2,
+            POS_A=tensor_hash.POS_C1, POS_B=tensor_hash.POS_C2, TILE=8192, BLOCK=1024, USE_CG=True,
+        )  # fmt: skip
+    return dict(compiled)
+
+
+def imports(modules: Sequence[str]) -> dict[str, Any]:
+    """Import modules as on a Hopper; name those that fail, with the reason."""
+    import fake_hopper
+
+    fake_hopper.pretend()
+    failed = {}
+    for name in dict.fromkeys(modules):
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # noqa: BLE001 - a module may also end the process
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+    return {"modules": len(dict.fromkeys(modules)), "missing": failed}
+
+
+# ---- outside
+
+
+@dataclass(frozen=True)
+class Check:
+    """One function above, in a process that has these packs and variables."""
+
+    function: Callable[[], dict[str, Any]]
+    packs: tuple[str, ...]
+    with_driver: bool = False  # a library wants libcuda.so.1
+    preload_nccl: bool = False
+
+
+CHECKS = {
+    "serve": Check(check_serve, ("serve",)),
+    "project": Check(check_project, ("serve",)),
+    "triton": Check(check_triton, ("serve",)),
+    "kernels": Check(check_kernels, ("serve", "kernels"), with_driver=True),
+    "te": Check(check_te, ("serve", "te"), with_driver=True),
+    "nccl": Check(check_nccl, ("nccl",), preload_nccl=True),
+    "fla": Check(check_fla, ("serve", "fla")),
+    "smollm2": Check(check_smollm2, ("serve", "smollm2-1", "smollm2-2")),
+}
+
+
+def make_environment(folder: Path, torch: str) -> Path:
+    """Make an environment with this torch and what it needs; return its Python."""
+    name = os.environ.get("PYTHON312") or f"python{PYTHON}"
+    python = shutil.which(name)
+    if python is None or version_of(Path(python)) != PYTHON:
+        raise PackError(f"{name} is no Python {PYTHON}: set PYTHON312 to one, or --env to an environment that has one")
+    print(f"making an environment of {python} with torch {torch}", flush=True)
+    subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    made = folder / "bin" / "python"
+    pip = [str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if subprocess.run([*pip, f"torch=={torch}"]).returncode:
+        raise PackError(f"pip could not install torch {torch}: see above")
+    return made
+
+
+def version_of(python: Path) -> str:
+    done = subprocess.run([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+_DISTRIBUTIONS = """
+import importlib.metadata as m, json, platform, sys
+print(json.dumps({"python": platform.python_version(), "needs": {d.name: d.requires or [] for d in m.distributions()},
+    "versions": {d.name: d.version for d in m.distributions()}}))
+"""
+
+
+def facts_of(python: Path, torch: str) -> dict[str, Any]:
+    """Return versions in an environment; refuse one with another Python or torch, or with more than torch needs."""
+    done = subprocess.run([python, "-I", "-c", _DISTRIBUTIONS], capture_output=True, text=True)
+    if done.returncode:
+        raise PackError(f"{python} does not start: {done.stderr.strip().splitlines()[-1:]}")
+    facts = json.loads(done.stdout)
+    versions = {name_of(name): version for name, version in facts["versions"].items()}
+    if not facts["python"].startswith(f"{PYTHON}.") or versions.get("torch", "").partition("+")[0] != torch:
+        has = f"Python {facts['python']} with torch {versions.get('torch')}"
+        raise PackError(f"{python} is {has}, not Python {PYTHON} with torch {torch}")
+    needs = {name_of(name): list(map(name_of, listed)) for name, listed in facts["needs"].items()}
+    of_torch, queue = {"pip", "setuptools", "wheel"}, ["torch"]
+    while queue:
+        if (name := queue.pop()) not in of_torch:
+            of_torch.add(name)
+            queue += needs.get(name, ())
+    if more := sorted(versions.keys() - of_torch):
+        raise PackError(f"{python} has more than torch needs, which may hide what a pack lacks: {', '.join(more)}")
+    return facts | {"versions": versions}
+
+
+def add_image(python: Path, folder: Path, packs: Sequence[Path], there: set[str]) -> int:
+    """Install into a folder what this project, the packs and their needs ask for and the machine has; return how many."""
+    image = {name_of(line): line for line in listed_in(IMAGE)}
+    queue = [*gpu_packing.TESTS, *gpu_packing.OF_PROJECT, *gpu_packing.WITH_SOURCE, "accelerate"]
+    queue += [line for pack in packs for wheel in pack.glob("*.whl") for line in gpu_packing.needs_in(wheel)]
+    queue += [line for pack in packs for archive in pack.glob("*.tar.gz") for line in gpu_packing.source_needs(archive)]
+    installed: set[str] = set()
+    while new := sorted({name_of(line) for line in queue if "extra ==" not in line} & image.keys() - there - installed):
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"]
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            if subprocess.run([*pip, "--target", scratch, *(image[name] for name in new)]).returncode:
+                raise PackError("pip could not install the machine's packages: see above")
+            queue = [line for d in importlib.metadata.distributions(path=[scratch]) for line in d.requires or ()]
+            shutil.copytree(scratch, folder, dirs_exist_ok=True)
+        installed |= set(new)
+    return len(installed)
+
+
+def driver_stand_in(libraries: Sequence[Path], folder: Path) -> None:
+    """Compile a libcuda.so.1 with every function of the driver that libraries name; none may be called."""
+    folder.mkdir(exist_ok=True)
+    said = subprocess.run(["nm", "-D", "--undefined-only", *libraries], capture_output=True, text=True, check=True).stdout
+    names = sorted(set(re.findall(r" U (cu[A-Z]\w*)", said)))
+    code = "#include <stdlib.h>\n" + "".join(f"void {name}(void) {{ abort(); }}\n" for name in names)
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1"), "-xc", "-"]
+    subprocess.run(command, input=code, text=True, check=True)
+
+
+def run_check(name: str, python: Path, folder: Path) -> dict[str, Any]:
+    """Install the packs of a check as on the machine, and run it there; return what it says."""
+    check, log = CHECKS[name], folder / f"{name}.log"
+    packs, offline = folder / "packs", folder / f"offline-{name}"
+    variables = {"BAPO_PACKS": str(packs), "OFFLINE": str(offline), "VENV": str(python.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"PYTHONPATH": os.pathsep.join((str(folder / "image"), str(ROOT / "scripts"))), "CHECK": name}
+    variables |= {"PACKS": " ".join(check.packs), "PRELOAD": str(packs / "nccl" / NCCL) if check.preload_nccl else ""}
+    if check.with_driver:
+        variables["LD_LIBRARY_PATH"] = str(folder / "driver")
+    script = f"""set -euo pipefail
+source {ROOT}/scripts/common.sh
+use_offline $PACKS
+cd {ROOT}
+if [[ -n "$PRELOAD" ]]; then export LD_PRELOAD="$PRELOAD"; fi
+exec "$PY" scripts/check_packs.py --inside "$CHECK"
+"""
+    began = time.monotonic()
+    with log.open("w") as output:
+        command = ["bash", "-c", script]
+        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "VIRTUAL_ENV")}
+        done = subprocess.run(
+            command, env=environment | variables, stdout=subprocess.PIPE, stderr=output, text=True, timeout=CHECK_TIMEOUT_S
+        )
+    said = done.stdout.strip().splitlines()
+    if done.returncode:
+        told = log.read_text(errors="replace").strip().splitlines() or ["it ended without output"]
+        return {"failed": told[-1], "seconds": round(time.monotonic() - began)}
+    return json.loads(said[-1]) | {"seconds": round(time.monotonic() - began)}
+
+
+def inside(name: str) -> int:
+    """Run a check in this process; its last line is JSON."""
+    facts = {"missing": {}} | CHECKS[name].function()
+    print(json.dumps(facts))
+    return 0
+
+
+def written(facts: dict[str, Any], sizes: dict[str, tuple[float, int]], results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a log in TOML."""
+    yield "# Packs for a GPU machine, installed into an empty environment of its versions (scripts/gpu_packing.py).\n"
+    yield "[environment]"
+    yield 'command = "scripts/gpu_session.sh check-packs"'
+    yield f"date = {time.strftime('%Y-%m-%d')}"
+    for key in ("python", "torch", "num_image_packages"):
+        yield f"{key} = {json.dumps(facts[key])}"
+    for name, (mib, num_files) in sizes.items():
+        yield f"\n[packs.{name}]\nmib = {mib:.1f}\nfiles = {num_files}"
+    for name, result in results.items():
+        yield f"\n[checks.{name}]  # {CHECKS[name].function.__doc__}\npacks = {json.dumps(CHECKS[name].packs)}"
+        for key in ("modules", "failed", "line"):
+            if key in result:
+                yield f"{key} = {json.dumps(result[key])}"
+        yield f"missing = {len(result.get('missing', {}))}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_session.sh check-packs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checks", nargs="*", choices=[*CHECKS, []], metavar="CHECK", help=f"default: {', '.join(CHECKS)}")
+    parser.add_argument("--env", type=Path, help="environment to use, which has torch and what it needs")
+    parser.add_argument("--output", type=Path, help="write the results as TOML")
+    parser.add_argument("--inside", choices=CHECKS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        return inside(options.inside)
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            return check_all(options.checks or list(CHECKS), options.env, options.output, Path(scratch))
+        except (PackError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+
+def check_all(names: Sequence[str], env: Path | None, output: Path | None, folder: Path) -> int:
+    (torch,) = (line.removeprefix("torch==") for line in listed_in(IMAGE) if line.startswith("torch=="))
+    packs = list(dict.fromkeys(pack for name in names for pack in CHECKS[name].packs))
+    sizes = {}
+    for name in packs:  # what it installs into a pack's folder must not travel
+        source, copy = gpu_packing.FOLDER / name, folder / "packs" / name
+        if not (source / gpu_packing.FACTS).exists():
+            raise PackError(f"pack {name} is missing: run `scripts/gpu_session.sh pack {name}`")
+        files = json.loads((source / gpu_packing.FACTS).read_text())["files"]
+        copy.mkdir(parents=True)
+        for file in (*files, gpu_packing.FACTS):
+            shutil.copy(source / file, copy / file)
+        sizes[name] = (sum(its["bytes"] for its in files.values()) / MIB, len(files))
+    python = (env / "bin" / "python").absolute() if env else make_environment(folder / "env", torch)
+    facts = facts_of(python, torch)
+    num = add_image(python, folder / "image", [folder / "packs" / name for name in packs], set(facts["versions"]))
+    facts |= {"torch": torch, "num_image_packages": num}
+    print(f"Python {facts['python']}, torch {torch}, {num} packages of {IMAGE.name}", flush=True)
+    if any(CHECKS[name].with_driver for name in names):
+        unpacked = folder / "libraries"
+        for wheel in (folder / "packs").glob("*/*.whl"):
+            if name_of(wheel.name.partition("-")[0]) in ("sglang-kernel", gpu_packing.TE_LIBRARY):
+                shutil.unpack_archive(wheel, unpacked, "zip")
+        driver_stand_in(list(unpacked.rglob("*.so")), folder / "driver")
+        shutil.rmtree(unpacked)
+    for name, (mib, num_files) in sizes.items():
+        print(f"pack {name}: {mib:.1f} MiB in {num_files} files")
+    results, is_good = {}, True
+    for name in names:
+        result = results[name] = run_check(name, python, folder)
+        missing = result.get("missing", {})
+        is_good &= not (missing or "failed" in result)
+        what = result.get("failed") or f"{result['modules']} modules, {len(missing)} missing"
+        print(f"{name}: {what}; {result['seconds']} s" + (f"; {result['line']}" if "line" in result else ""), flush=True)
+        for module, why in missing.items():
+            print(f"    {module}: {why}")
+    if output:
+        output.write_text("\n".join(written(facts, sizes, results)) + "\n", encoding="utf-8")
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
