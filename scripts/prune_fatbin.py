@@ -2,11 +2,11 @@
 
 Example: prune(Path("libnccl.so.2"), 90, cleared=("__nv_relfatbin", ".debug"))
 
-The file keeps its size and every offset: headers stay, and the driver finds the images that are left. On a GPU of another
-architecture the library has no code.
+The file keeps its size and every offset: headers stay, and the driver finds the images that are left. On other GPUs,
+the library has no code.
 
-A CUDA library has its GPU code in the ELF section .nv_fatbin: containers one after another, each with images ("entries")
-for several architectures. Little-endian, offsets in bytes, read off libraries of CUDA 13:
+A CUDA library has its GPU code in the ELF section .nv_fatbin: containers, each with images ("entries") for
+several architectures. Little-endian, offsets in bytes, read off libraries of CUDA 13:
 
     container   0: magic 0xBA55ED50 (u32)   4: version (u16)   6: header size (u16)   8: size of all entries (u64)
     entry       0: kind, 1 PTX, 2 machine code (u16)   4: header size (u32)   8: size of the image (u64)
@@ -57,8 +57,8 @@ def prune(library: Path, architecture: int, cleared: Sequence[str] = ()) -> dict
         images = {image for container in containers for image in container}
         kept = {image for container in containers for image in kept_of(container, architecture)}
         if not kept:
-            has = ", ".join(f"sm_{its}" for its in sorted({image.architecture for image in images})) or "no architecture"
-            raise ValueError(f"{library} has code for {has}, not for sm_{architecture}")
+            has = ", ".join(f"sm_{its}" for its in sorted({i.architecture for i in images}))
+            raise ValueError(f"{library} has code for {has or 'nothing'}, not for sm_{architecture}")
         others = [(image.start, image.stop) for image in images - kept]
         prefixes = tuple(name.encode() for name in cleared)
         others += [(start, start + size) for name, start, size in found if prefixes and name.startswith(prefixes)]
