@@ -4,7 +4,7 @@
 
 It needs no GPU, but a network, a C compiler, and Python 3.12 (PYTHON312, or python3.12 in PATH), of which it makes an
 environment with exactly the torch of requirements/gpu-image.txt (2 GB). --env names such an environment to use again.
-Of the other packages of that file, those that something here asks for are added beside it, and nothing else.
+Of the other packages of that file, those that something here asks for are added, and nothing else.
 
 What only a GPU can answer is pretended (fake_hopper.py): imports take the branches of a Hopper, libraries are loaded
 with a stand-in for the driver's, and Triton's kernels are compiled but not launched. Exit code 1 if a check fails.
@@ -164,7 +164,7 @@ def own_kernels(architecture: int) -> dict[str, int]:
         for dtype in (torch.float32, torch.bfloat16):
             for with_entropy in (True, False):
                 hidden_RH, weight_VH = (torch.zeros(size, 16, dtype=dtype, requires_grad=True) for size in (3, 64))
-                targets_R, shard = torch.zeros(3, dtype=torch.int64), VocabShard(0, 64, 64)
+                targets_R, shard = torch.zeros(3, dtype=torch.int64), VocabShard(None, 0, 64, 64)
                 log_probs_R, entropy_R = token_log_probs(
                     hidden_RH, weight_VH, targets_R, shard=shard, with_entropy=with_entropy, backend="triton"
                 )
@@ -258,7 +258,7 @@ def make_environment(folder: Path, torch: str) -> Path:
     name = os.environ.get("PYTHON312") or f"python{PYTHON}"
     python = shutil.which(name)
     if python is None or version_of(Path(python)) != PYTHON:
-        raise PackError(f"{name} is no Python {PYTHON}: set PYTHON312 to one, or --env to an environment that has one")
+        raise PackError(f"{name} is not Python {PYTHON}: set PYTHON312 to one, or --env to an environment that has one")
     print(f"making an environment of {python} with torch {torch}", flush=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     made = folder / "bin" / "python"
@@ -380,7 +380,7 @@ def inside(name: str) -> int:
 
 def written(facts: dict[str, Any], sizes: dict[str, tuple[float, int]], results: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a log in TOML."""
-    yield "# Packs for a GPU machine (scripts/gpu_packing.py), installed beside torch into an empty environment, where"
+    yield "# Packs for a GPU machine (scripts/gpu_packing.py), installed next to torch into an empty environment, where"
     yield "# imports took the branches of a Hopper. num_image_packages of the machine's other packages were there, in"
     yield "# the versions of requirements/gpu-image.txt where it has them, otherwise the newest."
     yield "\n[environment]"

@@ -235,7 +235,7 @@ def joined(files: Sequence[Path], scratch: Path) -> list[Path]:
     """Return the files, but those that `cut` has cut joined again in scratch.
 
     Raises:
-        PackError: a joined file is no wheel: its pieces are of different ones
+        PackError: a joined file is not a wheel: its pieces are of different ones
     """
     whole = [file for file in files if not _PIECE.search(file.name)]
     pieces = sorted((file for file in files if file not in whole), key=lambda file: file.name)

@@ -46,13 +46,13 @@ def prune(library: Path, architecture: int, cleared: Sequence[str] = ()) -> dict
         bytes of images that the library had, by architecture, for example {80: 1000, 90: 2000}
 
     Raises:
-        ValueError: the file is no such library, is damaged, or has nothing for this architecture. It is unchanged then.
+        ValueError: the file is another one, is damaged, or has nothing for this architecture. It is unchanged then.
     """
     with _opened(library, "r+b") as content:
         found = list(sections(content, library))
         bounds = [(start, start + size) for name, start, size in found if name == SECTION]
         if not bounds:
-            raise ValueError(f"{library} has no section {SECTION.decode()}: it is no CUDA library")
+            raise ValueError(f"{library} has no section {SECTION.decode()}: it is not a CUDA library")
         containers = [images for start, end in bounds for images in containers_in(content, start, end, library)]
         images = {image for container in containers for image in container}
         kept = {image for container in containers for image in kept_of(container, architecture)}
@@ -95,7 +95,7 @@ def _opened(library: Path, mode: str) -> Iterator[mmap.mmap]:
 def sections(content: mmap.mmap, library: Path) -> Iterator[tuple[bytes, int, int]]:
     """Yield the name, first byte and size of each section that has bytes in an ELF file."""
     if content[: len(_ELF64)] != _ELF64:
-        raise ValueError(f"{library} is no ELF file of 64 bits")
+        raise ValueError(f"{library} is not an ELF file of 64 bits")
     try:
         (table,) = struct.unpack_from("<Q", content, 0x28)
         head_size, num, of_names = struct.unpack_from("<HHH", content, 0x3A)

@@ -16,7 +16,7 @@ class Container:
     padding: int = 0
 
     def runs_on(self, architecture: int) -> bool:
-        """Tell whether it has code for a GPU, or code from which the driver compiles some."""
+        """Return whether it has code for a GPU, or code from which the driver compiles some."""
         return architecture in self.code or any(its <= architecture for its in self.ptx)
 
     def only(self, architecture: int) -> "Container":

@@ -124,7 +124,7 @@ def test_packs_share_folders_and_newer_ones_replace_older_ones(tmp_path: Path, m
     carry("fla", {second.name: second.read_bytes()})
     stale = wheel(gpu_packing.FOLDER / "fla", "second", "0", {"shared/b.py": b"B = 0"})
     gpu_packing.install(["serve", "fla"])
-    assert installed() == {"old.py": "", "shared/a.py": "A = 1", "shared/b.py": "B = 1"}, f"{stale} is no part of it"
+    assert installed() == {"old.py": "", "shared/a.py": "A = 1", "shared/b.py": "B = 1"}, f"{stale} is not listed"
 
     monkeypatch.setattr(gpu_packing, "pip", lambda *_, **__: pytest.fail("everything is installed"))
     gpu_packing.install(["fla", "serve", "fla"])
