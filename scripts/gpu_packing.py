@@ -36,6 +36,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from base64 import urlsafe_b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,8 +239,8 @@ def joined(files: Sequence[Path], scratch: Path) -> list[Path]:
         PackError: a joined file is not a wheel: its pieces are of different ones
     """
     whole = [file for file in files if not _PIECE.search(file.name)]
-    pieces = sorted((file for file in files if file not in whole), key=lambda file: file.name)
-    for name, its in itertools.groupby(pieces, key=lambda file: _PIECE.sub("", file.name)):
+    pieces = sorted((file for file in files if file not in whole), key=_whole_name)  # stays in the order of the packs
+    for name, its in itertools.groupby(pieces, key=_whole_name):
         whole.append(scratch / name)
         with whole[-1].open("wb") as target:
             for piece in its:
@@ -247,11 +248,15 @@ def joined(files: Sequence[Path], scratch: Path) -> list[Path]:
         try:
             with zipfile.ZipFile(whole[-1]) as wheel:
                 torn = wheel.testzip()
-        except zipfile.BadZipFile as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
             torn = str(error)
         if torn:
             raise PackError(f"the pieces of {name} are of different wheels ({torn}): copy all of them again")
     return whole
+
+
+def _whole_name(piece: Path) -> str:
+    return _PIECE.sub("", piece.name)
 
 
 def _merge(made: Path, target: Path) -> None:
