@@ -402,7 +402,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu_session.sh check-packs", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = f"{', '.join(CHECKS)} (default: all)"
-    parser.add_argument("checks", nargs="*", choices=[*CHECKS, []], metavar="CHECK", help=names)
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=names)
     parser.add_argument("--env", type=Path, help="environment to use, which has torch and what it needs")
     parser.add_argument("--output", type=Path, help="write the results as TOML")
     parser.add_argument("--inside", choices=CHECKS, help=argparse.SUPPRESS)
@@ -411,6 +411,8 @@ def main() -> int:
         return inside(options.inside)
     with tempfile.TemporaryDirectory() as scratch:
         try:
+            if strange := [name for name in options.checks if name not in CHECKS]:
+                raise PackError(f"there is no check {strange[0]!r}; checks are {', '.join(CHECKS)}")
             return check_all(options.checks or list(CHECKS), options.env, options.output, Path(scratch))
         except (PackError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)

@@ -147,7 +147,7 @@ PACKS = {name: content for content in CONTENTS for name in content.packs}
 def problem(name: str) -> str:
     """Return why a pack cannot be used by this Python and torch, in one line, or ""."""
     if name not in PACKS:
-        return f"there is no pack {name!r}; packs are {', '.join(PACKS)}"
+        return unknown(name)
     folder = FOLDER / name
     again = f"run `scripts/gpu_session.sh pack {name}` on a machine with a network, and copy {folder} again"
     try:
@@ -159,7 +159,8 @@ def problem(name: str) -> str:
     here = {"name": name, "python": ".".join(map(str, sys.version_info[:2])), "torch": installed_torch()}
     if made_for != here:
         what = "pack {name} for Python {python} and torch {torch}".format
-        return f"{folder} has {what(**made_for)}, but this needs {what(**here)}; {again}"
+        mend = f"make it with `--python {here['python']} --image LIST`, a list of this machine's packages"
+        return f"{folder} has {what(**made_for)}, but this needs {what(**here)}; {mend}"
     for file, (num_bytes, digest) in files.items():
         path = folder / file
         found = path.stat().st_size if path.is_file() else None
@@ -170,6 +171,10 @@ def problem(name: str) -> str:
         if sha256_of(path) != digest:
             return f"pack {name} is damaged: {file} has another SHA-256 than {FACTS} says; {again}"
     return ""
+
+
+def unknown(name: str) -> str:
+    return f"there is no pack {name!r}; packs are {', '.join(PACKS)}"
 
 
 def facts_of(folder: Path) -> tuple[dict[str, str], dict[str, tuple[int, str]]]:
@@ -509,7 +514,7 @@ def main() -> int:
     installing = commands.add_parser("install")
     installing.add_argument("names", nargs="+", metavar="NAME")
     packing = commands.add_parser("pack")
-    packing.add_argument("names", nargs="*", choices=[*PACKS, []], metavar="NAME", help="default: all")
+    packing.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     packing.add_argument("--python", default="3.12", help="version of the GPU machine's Python")
     packing.add_argument("--image", type=Path, default=IMAGE, help="packages that the machine has")
     options = parser.parse_args()
@@ -519,6 +524,8 @@ def main() -> int:
         if options.command == "install":
             install(options.names)
             return 0
+        if strange := [name for name in options.names if name not in PACKS]:
+            raise PackError(unknown(strange[0]))
         for content in dict.fromkeys(PACKS[name] for name in options.names or PACKS):
             pack(content, options.python, options.image)
     except (PackError, ValueError, OSError) as error:

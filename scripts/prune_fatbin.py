@@ -102,6 +102,8 @@ def sections(content: mmap.mmap, library: Path) -> Iterator[tuple[bytes, int, in
         heads = [struct.unpack_from("<IIQQQQ", content, table + i * head_size) for i in range(num)]
     except struct.error as error:
         raise ValueError(f"{library} is cut off: {error}") from error
+    if table + num * head_size > len(content):
+        raise ValueError(f"{library} is cut off: its table of sections ends at byte {table + num * head_size}")
     if of_names >= num:
         raise ValueError(f"{library} has no names of sections")
     names = heads[of_names][4]
