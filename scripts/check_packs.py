@@ -60,8 +60,12 @@ PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
 
 
 def check_serve() -> dict[str, Any]:
-    """Import the server's modules, from the product's entry on."""
-    facts = imports((SERVER, *SGLANG))
+    """Import the server's modules, from the product's entry on, and what stages try first."""
+    import gpu_session
+
+    lists = [names for stage in gpu_session.STAGES.values() for names in getattr(stage, "modules", ())]
+    of_stages = [name.strip() for names in lists for name in names.split(",")]
+    facts = imports((SERVER, *SGLANG, *of_stages))
     from sglang.srt.utils import is_cuda
 
     assert is_cuda(), "SGLang took its branches for another device"
@@ -75,10 +79,7 @@ def check_project() -> dict[str, Any]:
     names = (".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files)
     left_out = re.compile(r"\.plugins\b|\.__main__$|\.sglang_server$|^benchmarks\.against_trl$")
     modules = [name for name in sorted(names) if not left_out.search(name)]
-    import gpu_session
-
-    stages = [stage for steps in gpu_session.STAGES.values() for stage in (steps, *steps) if hasattr(stage, "imports")]
-    return imports([*modules, "gpu_session", *(name for stage in stages for name in stage.imports)])
+    return imports([*modules, "gpu_session"])
 
 
 def check_kernels() -> dict[str, Any]:
