@@ -37,11 +37,11 @@ use_environment() {
 }
 
 # Use the checkout in place, on a machine without a network: nothing is installed into the environment. PYTHONPATH gets
-# links to the folders whose import names differ once installed (setup.py), the package's metadata, and the wheels in
-# the folder BAPO_WHEELS, except Transformer Engine's, whose torch part must be compiled first. Sets PY.
+# links to the folders whose import names differ once installed (setup.py), the package's metadata, and those of the named
+# packs (gpu_packing.py) that are in BAPO_PACKS (default: .packs/ in the checkout). Sets PY.
 use_offline() {
-    local venv="${VENV:-${VIRTUAL_ENV:-}}" folder wheel wheels=()
-    OFFLINE="${OFFLINE:-$ROOT/.bapo-offline}"
+    local venv="${VENV:-${VIRTUAL_ENV:-}}" folder pack packs=()
+    export OFFLINE="${OFFLINE:-$ROOT/.bapo-offline}" BAPO_PACKS="${BAPO_PACKS:-$ROOT/.packs}"
     PY="${venv:+$venv/bin/python}"
     PY="${PY:-$(command -v "${PYTHON:-python3}" || true)}"
     [[ -x "$PY" ]] || fail "no Python was found; set VENV or PYTHON"
@@ -53,12 +53,11 @@ use_offline() {
     done
     export PYTHONPATH="$OFFLINE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" PATH="$OFFLINE/bin:$PATH"
     export PIP_NO_INDEX=1 HF_HUB_OFFLINE=1
-    for wheel in "${BAPO_WHEELS:-/nonexistent}"/*.whl; do
-        [[ ! -e "$wheel" || "$wheel" == */transformer_engine* ]] || wheels+=("$wheel")
+    for pack in "$@"; do
+        [[ ! -e "$BAPO_PACKS/$pack" ]] || packs+=("$pack")
     done
-    if ((${#wheels[@]})) && [[ "$(cat "$OFFLINE/.wheels" 2>/dev/null)" != "${wheels[*]}" ]]; then
-        "$PY" -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target "$OFFLINE" "${wheels[@]}"
-        printf '%s\n' "${wheels[*]}" >"$OFFLINE/.wheels"
+    if ((${#packs[@]})); then
+        "$PY" "$ROOT/scripts/gpu_packing.py" install "${packs[@]}"
     fi
     [[ -d "$OFFLINE/bapo_megatron.egg-info" ]] ||
         (cd "$ROOT" && "$PY" setup.py --quiet egg_info --egg-base "$OFFLINE") 2>/dev/null ||

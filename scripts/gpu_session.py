@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_packing import ROOT, WHEELS, source
+from gpu_packing import ROOT, TE_WHEELS, source
 
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.runtime.files import write_atomically
@@ -157,7 +157,7 @@ class Machine:
             "GPU": self._gpu,
             "second GPU": lambda: "" if self.facts["num_gpus"] > 1 else "two GPUs are needed, but there is only one",
             "CUDA toolkit": self._toolkit,
-            "source": lambda: "" if source(WHEELS) else f"no transformer_engine_torch-*.tar.gz in BAPO_WHEELS={WHEELS}",
+            "source": lambda: "" if source(TE_WHEELS) else f"no transformer_engine_torch-*.tar.gz in {TE_WHEELS}",
             "ninja": lambda: "" if shutil.which("ninja") else "no ninja, and one compiler would take 20 minutes",
             "built": built_problem,
             "Transformer Engine": self._transformer_engine,
@@ -239,7 +239,7 @@ def start_build() -> None:
         "MAX_JOBS": str(max(1, (os.cpu_count() or 1) // 2)),
         "CPLUS_INCLUDE_PATH": headers,
         "PY": sys.executable,
-        "SOURCE": str(source(WHEELS)),
+        "SOURCE": str(source(TE_WHEELS)),
         "BUILT": str(BUILT),
         "BUILD_CODE": str(BUILD_CODE),
     }
@@ -253,7 +253,7 @@ def start_build() -> None:
 
 
 def install_command() -> tuple[str, ...]:
-    wheels = sorted(map(str, [*WHEELS.glob("transformer_engine*.whl"), *BUILT.glob("*.whl")]))
+    wheels = sorted(map(str, [*TE_WHEELS.glob("transformer_engine*.whl"), *BUILT.glob("*.whl")]))
     return ("-m", "pip", "install", "--no-deps", "--upgrade", "--target", os.environ["OFFLINE"], *wheels)
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: tests/gpu, the tests of kernels, and torch and Triton side by side.
 # Set BAPO_TRANSFORMER_ENGINE=1 to compile Transformer Engine and apex first (scripts/install_gpu.sh); otherwise its
-# tests skip and say why. Set BAPO_OFFLINE=1 on a machine without a network: nothing is installed, and the tests use
-# what is there.
+# tests skip and say why. Set BAPO_OFFLINE=1 on a machine without a network: the tests use what is there, and packs
+# (scripts/gpu_session.sh pack).
 # Arguments are passed to pytest.
 set -euo pipefail
 
@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 command -v nvidia-smi >/dev/null || fail "nvidia-smi was not found: these tests need a GPU"
 if [[ -n "${BAPO_OFFLINE:-}" ]]; then
     [[ -z "${BAPO_TRANSFORMER_ENGINE:-}" ]] || fail "BAPO_TRANSFORMER_ENGINE needs a network; unset BAPO_OFFLINE"
-    use_offline
+    use_offline serve fla
 else
     use_environment
     install_checkout dev

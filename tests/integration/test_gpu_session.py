@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 import time
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from bapo_megatron.config.load import load_config
 from bapo_megatron.preflight import packages
 from tests.distributed import HANG_S
+from tests.packs import wheel, write_pack
 
 ROOT = Path(__file__).parents[2]
 HOPPER = {"torch": "2.14.1", "cuda": "13.0", "num_gpus": 1, "capability": [9, 0]}
@@ -38,7 +38,7 @@ def session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     }
     return subprocess.run(
         [ROOT / "scripts" / "gpu_session.sh", *arguments],
-        env={**os.environ, **nowhere, **variables, "BAPO_WHEELS": str(folder)},
+        env={**os.environ, **nowhere, **variables, "BAPO_PACKS": str(folder)},
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -54,7 +54,7 @@ def states(folder: Path, stage: str) -> dict[str, str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a session in this process."""
     monkeypatch.setattr(gpu_session, "FOLDER", tmp_path)
-    monkeypatch.setattr(gpu_session, "WHEELS", tmp_path / "wheels")
+    monkeypatch.setattr(gpu_session, "TE_WHEELS", tmp_path / "wheels")
     for variable, name in (("LAST", "last"), ("BUILT", "built"), ("BUILD_CODE", "code"), ("BUILD_LOCK", "lock")):
         monkeypatch.setattr(gpu_session, variable, tmp_path / name)
     monkeypatch.setenv("OFFLINE", str(tmp_path / "links"))
@@ -178,18 +178,41 @@ def test_a_missing_package_ends_the_session_before_it_starts(tmp_path: Path) -> 
     about = b"Metadata-Version: 2.1\nRequires-Dist: nosuch-package>=2\nRequires-Dist: transformer_engine_cu12==2.11.0\n"
     member = tarfile.TarInfo("transformer_engine_torch-2.11.0/PKG-INFO")
     member.size = len(about)
-    with tarfile.open(tmp_path / "transformer_engine_torch-2.11.0.tar.gz", "w:gz") as archive:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         archive.addfile(member, io.BytesIO(about))
+    write_pack(tmp_path / "te", {"transformer_engine_torch-2.11.0.tar.gz": buffer.getvalue()})
     done = session(tmp_path, "--dry-run", "all")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert re.match(r"imports: \d+ of \d+ packages are missing: .*\bnosuch-package\b", line)
-    assert "scripts/gpu_session.sh pack FOLDER --python 3." in line
+    assert f"run `scripts/gpu_session.sh pack serve`, and copy {tmp_path} here" in line
     assert not (tmp_path / "session").exists()
 
 
-def test_the_packing_list_is_setup_py_s() -> None:
-    listed = {gpu_packing.name_of(text) for text in gpu_packing.needs(Path("/nonexistent"))}
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({}, "error: pack fla is incomplete: fla.whl has 2 of 3 bytes; run "),
+        ({"python": "3.99"}, "/fla has pack fla for Python 3.99 and torch "),
+        ({"torch": "1.0"}, " and torch 1.0, but this needs pack fla for Python "),
+    ],
+)
+def test_a_pack_that_cannot_be_used_ends_the_session_before_it_starts(
+    tmp_path: Path, other: dict[str, str], told: str
+) -> None:
+    write_pack(tmp_path / "fla", {"fla.whl": b"abc"}, **other)
+    (tmp_path / "fla" / "fla.whl").write_bytes(b"ab")
+    done = session(tmp_path, "--dry-run", "all")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert told in line
+    assert not (tmp_path / "session").exists()
+
+
+def test_the_packing_list_is_setup_py_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_packing, "TE_WHEELS", Path("/nonexistent"))
+    listed = {gpu_packing.name_of(text) for text in gpu_packing.needs()}
     declared = {gpu_packing.name_of(r.name) for r in packages.requirements("core")}
     assert declared | {"hypothesis", "pytest"} == listed
     absent, num_asked = gpu_packing.missing(["pytest", "nosuch-package"])
@@ -198,32 +221,26 @@ def test_the_packing_list_is_setup_py_s() -> None:
 
 
 def test_packing_downloads_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip sees a stand-in of torch; what the machine has already is left out."""
+    """pip sees a stand-in of torch, whose version of CUDA the source of Transformer Engine's torch part asks for."""
     calls = []
 
     def download(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         calls.append(arguments)
-        for name in ("torch-2.14.1", "sympy-1.14.0", "numpy-2.4.6", "msgspec-0.22.0"):
-            (folder / f"{name}-py3-none-any.whl").touch()
-        if "--constraint" in arguments:
-            lines = Path(arguments[arguments.index("--constraint") + 1]).read_text().splitlines()
-            (torch_line,) = [line for line in lines if line.startswith("torch")]
-            assert "transformer-engine==2.11.0" in lines
-            with zipfile.ZipFile(torch_line.removeprefix("torch @ file://")) as wheel:
-                assert "Requires-Dist" not in wheel.read("torch-2.14.1.dist-info/METADATA").decode()
-        else:
+        if gpu_packing.TORCH_PART in arguments:
             code = "import torch.utils.cpp_extension; print(torch.version.cuda)"
             done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
             assert done.stdout == "13.0\n", done.stderr
 
     monkeypatch.setattr(gpu_packing, "download", download)
-    gpu_packing.pack(tmp_path, "3.12", ["numpy"])
+    gpu_packing.fetch(gpu_packing.PACKS["te"], "3.12", {"ninja", "nvidia-ml-py", "setuptools"}, tmp_path)
     source, wheels = calls
     assert source[-1] == "transformer-engine-torch==2.11.0"
-    assert any(one.startswith("megatron-core") for one in wheels)
-    assert not any(";" in one for one in wheels), "markers, which pip evaluates for its own Python"
-    assert {"transformer-engine==2.11.0", "transformer-engine-cu13==2.11.0", "3.12"} <= set(wheels)
-    assert [file.name for file in tmp_path.iterdir()] == ["msgspec-0.22.0-py3-none-any.whl"]
+    assert "3.12" in wheels
+    assert wheels[wheels.index("--no-deps") + 1 :] == (
+        "transformer-engine==2.11.0",
+        "transformer-engine-cu13==2.11.0",
+        "wheel",
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +256,7 @@ def test_packing_downloads_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (HOPPER | {"capability": [7, 5]}, ("GPU",), "compute capability 7.5 is too old: bfloat16 needs 8.0 (Ampere)"),
         (HOPPER, ("GPU", "CUDA toolkit"), "{nvcc} belongs to CUDA 12.8, but torch to CUDA 13.0"),
         (HOPPER, ("GPU", "second GPU"), "two GPUs are needed, but there is only one"),
-        (HOPPER, ("GPU", "source"), "no transformer_engine_torch-*.tar.gz in BAPO_WHEELS={wheels}"),
+        (HOPPER, ("GPU", "source"), "no transformer_engine_torch-*.tar.gz in {wheels}"),
         (
             HOPPER,
             ("GPU", "built"),
@@ -308,20 +325,25 @@ def test_the_offline_script_installs_nothing(tmp_path: Path) -> None:
         "import importlib.metadata as m, bapo_megatron, bapo_megatron_patches, bapo_megatron_configs, carried;"
         "print(bapo_megatron_patches.__path__[0], m.requires('bapo-megatron')[0])"
     )
-    with zipfile.ZipFile(tmp_path / "carried-1-py3-none-any.whl", "w") as wheel:
-        about = "carried-1.dist-info"
-        wheel.writestr("carried.py", "")
-        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1\n")
-        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{about}/RECORD", "")
-    script = f'source {ROOT}/scripts/common.sh; ROOT="$1"; use_offline; cd /; "$PY" -c "$2"'
+    carried = wheel(tmp_path, "carried", "1", {"carried.py": b""})
+    write_pack(tmp_path / "fla", {carried.name: carried.read_bytes()})
+    script = f'source {ROOT}/scripts/common.sh; ROOT="$1"; use_offline serve fla; cd /; "$PY" -c "$2"'
     copy = tmp_path / "checkout"
     copy.mkdir()
-    for name in ("bapo_megatron", "patches", "configs", "requirements", "setup.py", "README.md", "pyproject.toml"):
+    for name in (
+        "bapo_megatron",
+        "patches",
+        "configs",
+        "requirements",
+        "setup.py",
+        "README.md",
+        "pyproject.toml",
+        "scripts",
+    ):
         (copy / name).symlink_to(ROOT / name)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script, "bash", str(copy), code],
-        env={**os.environ, "VENV": sys.prefix, "BAPO_WHEELS": str(tmp_path)},
+        env={**os.environ, "VENV": sys.prefix, "BAPO_PACKS": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=HANG_S,
