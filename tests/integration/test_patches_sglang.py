@@ -161,7 +161,7 @@ found = PathFinder.find_spec
 missing = ("triton", "torchvision")  # torch's CUDA build brings triton
 PathFinder.find_spec = staticmethod(lambda name, *a: None if name.partition(".")[0] in missing else found(name, *a))
 import bapo_megatron_patches.sglang.v0_5_23 as patch
-sys.meta_path.append(patch.StubFinder())
+sys.meta_path.append(patch.StubFinder(patch.STUBS))
 import triton, triton.language as tl
 from triton.language.extra import libdevice
 from torchvision.transforms import InterpolationMode
