@@ -9,8 +9,10 @@ missing`). Naming needs nothing but Python; downloading needs pip, setuptools an
 
 import argparse
 import ast
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -31,6 +33,11 @@ TORCH_PART = "transformer-engine-torch"
 OF_TORCH = ("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy", "torch")
 PLATFORMS = tuple(f"manylinux{tag}_x86_64" for tag in ("_2_28", "_2_27", "_2_24", "_2_17", "2014"))
 MIB = 2**20
+FOLDER = Path(os.environ.get("BAPO_PACKS") or ROOT / ".packs").resolve()
+OFFLINE = Path(os.environ.get("OFFLINE") or ROOT / ".bapo-offline").resolve()
+TE_WHEELS = FOLDER / "te"
+PACKS = ("serve", "kernels", "te", "nccl", "fla", "smollm2-1", "smollm2-2")
+NCCL = "libnccl.so.2"
 
 # In place of torch, which no package needs for being downloaded: resolving it would download gigabytes, and Transformer
 # Engine's setup.py asks it for the version of CUDA.
@@ -78,6 +85,41 @@ def source_needs(archive: Path) -> list[str]:
         assert about is not None
         lines = re.findall(r"^Requires-Dist: (.+)$", about.read().decode(), flags=re.MULTILINE)
     return [line for line in lines if not line.startswith("transformer_engine") and name_of(line) not in OF_TORCH]
+
+
+class PackError(Exception):
+    """A pack that cannot be used; the message is one line."""
+
+
+def problem(name: str) -> str:
+    """Return why a pack cannot be used by this Python and torch, in one line, or ""."""
+    folder = FOLDER / name
+    try:
+        facts = json.loads((folder / "pack.json").read_text(encoding="utf-8"))
+        made_for, files = (str(facts["python"]), str(facts["torch"])), facts["files"]
+    except FileNotFoundError:
+        return f"pack {name} is missing: no {folder}/pack.json; run `scripts/gpu_session.sh pack {name}`"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"pack {name} is broken: {folder}/pack.json cannot be read ({error})"
+    here = (".".join(map(str, sys.version_info[:2])), importlib.metadata.version("torch").partition("+")[0])
+    if made_for != here:
+        return f"pack {name} is for Python {made_for[0]} and torch {made_for[1]}, but here are {here[0]} and {here[1]}"
+    for file, its in files.items():
+        content = (folder / file).read_bytes() if (folder / file).is_file() else b""
+        if len(content) != its["bytes"] or hashlib.sha256(content).hexdigest() != its["sha256"]:
+            return f"pack {name} is incomplete: {file} is missing or damaged"
+    return ""
+
+
+def install(names: Iterable[str]) -> None:
+    """Put packs where Python finds them. Raises PackError."""
+    for name in names:
+        if why := problem(name):
+            raise PackError(why)
+        wheels = [str(wheel) for wheel in (FOLDER / name).glob("*.whl") if not wheel.name.startswith("transformer_eng")]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(OFFLINE)]
+        if wheels:
+            subprocess.run([*command, *wheels], check=True)
 
 
 def missing(wanted: Iterable[str]) -> tuple[list[str], int]:

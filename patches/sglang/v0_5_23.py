@@ -39,6 +39,9 @@ SGLANG_FORCE_FUSED_OP_BACKEND=torch selects. Attention is Triton with `--attenti
 `is_arch_support_pdl` (srt/layers/attention/triton_backend.py:71); `False` is always right. CUDA graphs of prefills need
 `weak_ref_tensor` (srt/model_executor/runner_backend_utils/weak_ref_tensor.py:8), so they must be off.
 
+Others it compiles with nvcc at the first request, which takes minutes, and falls back where nvcc fails
+(srt/mem_cache/memory_pool.py:175, srt/models/utils.py:521). `_compile_nothing` makes them fall back at once.
+
 A dense MLP imports CUTLASS's Python package to ask for a kernel of sm_100 (srt/layers/dual_gemm.py:42). Where the
 package is missing, `_no_dual_gemm` answers that there is none.
 
@@ -259,6 +262,17 @@ def apply() -> None:
     v0_5_23_linear.register(_OPS)
 
 
+def _compile_nothing() -> None:
+    """Let kernels that would be compiled at their first call fail, before a module that has some is imported."""
+    names = ("sglang.kernels.jit.utils", "sglang.kernels.jit.utils.compile", "sglang.kernels.jit.utils.compile.loader")
+    for module in map(importlib.import_module, names):
+        module.load_jit = _fail_to_compile  # type: ignore[attr-defined]
+
+
+def _fail_to_compile(*names: str, **_: Any) -> Any:
+    raise RuntimeError(f"without SGLang's compiled kernels, {'_'.join(names)} is not compiled either")
+
+
 def _no_dual_gemm() -> None:
     """Let dense models be built without CUTLASS's Python package."""
     from sglang.srt.layers.dual_gemm import DualGemm
@@ -273,5 +287,6 @@ def apply_on_gpu(*, has_kernels: bool) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == KERNELS]:
             del sys.modules[name]  # what an import left there before it failed
         sys.meta_path.insert(0, StubFinder((KERNELS,)))
+        _compile_nothing()
     if importlib.util.find_spec("cutlass") is None:
         _no_dual_gemm()
