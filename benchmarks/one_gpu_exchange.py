@@ -10,10 +10,10 @@ line of JSON, printed and appended to --output at once:
     {"version": 1, "tokens": 512, "mean_abs": 0.004, "p99": 0.02, "max": 0.05, "moved": 0.3, "tokens_per_s": 800.0}
 
 mean_abs, p99 and max are |trainer - engine| in nats over the sampled tokens. "moved" is the mean change of the
-trainer's log-probs in the update that follows: an engine with its old weights would be off by about that in the next line. "ok":
-the tokens have this version, the engine confirmed the checksum of every weight, and mean_abs is within the tolerance.
-On a GPU, GiB of memory follow: the trainer's peak, its plan without the context of CUDA, and what both use there.
-Exit code: 0; 1 if the engine fails or a line is not ok.
+trainer's log-probs in the update that follows: an engine with its old weights would be off by about that in the next
+line. "ok": the tokens have this version, the engine confirmed the checksum of every weight, and mean_abs is within the
+tolerance. On a GPU, GiB of memory follow: the trainer's peak, its plan without the context of CUDA, and what
+both use there. Exit code: 0; 1 if the engine fails or a line is not ok.
 """
 
 import argparse

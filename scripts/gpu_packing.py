@@ -117,7 +117,7 @@ def install(names: Iterable[str]) -> None:
         if why := problem(name):
             raise PackError(why)
         wheels = [str(wheel) for wheel in (FOLDER / name).glob("*.whl") if not wheel.name.startswith("transformer_eng")]
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(OFFLINE)]
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(OFFLINE)]
         if wheels:
             subprocess.run([*command, *wheels], check=True)
 
