@@ -75,6 +75,7 @@ def exchange(
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "torch": torch.__version__,
             "engine": engine_name,
+            "serving": serving_line(logs),
             "learner_s": round(learner_s, 1),
             "engine_s": round(time.monotonic() - began_s, 1),
         }
@@ -104,6 +105,12 @@ def exchange(
             }
         channel.close()
         engines.close()
+
+
+def serving_line(logs: Path) -> str | None:
+    """Return the line in which an SGLang server on a GPU says what it computes with."""
+    lines = (logs / "engine-0.log").read_text(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.startswith("SGLang serves")), None)
 
 
 async def ask(

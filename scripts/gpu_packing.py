@@ -221,6 +221,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu_session.sh", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("missing")
+    installing = commands.add_parser("install")
+    installing.add_argument("names", nargs="+", metavar="NAME")
     packing = commands.add_parser("pack")
     packing.add_argument("folder", nargs="?", type=Path, metavar="FOLDER")
     packing.add_argument("--python", default="3.12", help="version of the GPU machine's Python")
@@ -228,6 +230,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.command == "missing":
         return report_missing()
+    if options.command == "install":
+        try:
+            install(options.names)
+        except PackError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return 0
     if options.folder is None:
         print(*dict.fromkeys([*needs(WHEELS), *WITH_SOURCE, "transformer-engine", CORE, TORCH_PART]), sep="\n")
     else:

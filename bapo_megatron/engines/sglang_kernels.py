@@ -127,10 +127,10 @@ def self_test(device: str) -> None:
     Raises:
         ImportError, OSError, RuntimeError: the library does not load, a kernel is missing, or a result is wrong.
     """
-    import sgl_kernel
-    import torch
+    import torch  # first, as in a server
     from torch.nn.functional import rms_norm, silu
 
+    sgl_kernel = importlib.import_module("sgl_kernel")
     for name in (name for names in NAMES.values() for name in names):
         module, _, function = name.rpartition(".")
         owner = importlib.import_module(f"sgl_kernel.{module}") if module else sgl_kernel
