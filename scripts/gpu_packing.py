@@ -96,7 +96,7 @@ def problem(name: str) -> str:
     folder = FOLDER / name
     try:
         facts = json.loads((folder / "pack.json").read_text(encoding="utf-8"))
-        made_for, files = (str(facts["python"]), str(facts["torch"])), facts["files"]
+        made_for, files = (str(facts["python"]), str(facts["torch"])), dict(facts["files"])
     except FileNotFoundError:
         return f"pack {name} is missing: no {folder}/pack.json; run `scripts/gpu_session.sh pack {name}`"
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -173,6 +173,7 @@ FEW = "rollout.prompts_per_step=4 rollout.samples_per_prompt=4 rollout.groups_in
 WITHOUT_KERNELS = {"BAPO_SGLANG_KERNELS": "off"}
 SMOLLM2 = "models/SmolLM2-135M-Instruct"
 SUMS = str(FOLDER / "sums.jsonl")
+OF_SUMS = f"data.source=jsonl data.path={SUMS} data.options={{}} eval.path={SUMS} eval.interval_steps=20"
 _SUMS = f"""
 import json, random
 draw = random.Random(0)
@@ -250,7 +251,7 @@ STAGES: dict[str, Stage] = {
             one_gpu(
                 "learn",
                 "sums-learn",
-                f"--config smollm2_135m --steps 20 data.source=jsonl data.path={SUMS} eval.interval_steps=0 {GRAPHS}",
+                f"--config smollm2_135m --steps 20 {OF_SUMS} {GRAPHS}",
                 f"--engine embedded --steps 2 {FEW}",
                 300,
             ),
