@@ -5,7 +5,7 @@
     python benchmarks/one_gpu_learn.py --config smollm2_135m KEY=VALUE                       another run
 
 It needs nothing of the product that attached servers do not need: `rollout.engine="attach"` and `sync.channel="disk"`,
-with the run's folder in memory (/dev/shm). Lines of JSON, printed and appended to --output at once: the server's start,
+with the run's folder in memory (/dev/shm). Lines of JSON, printed and appended to --output: the server's start,
 every ten steps, and at the end {"steps": 30, "first_third": 0.4, "last_third": 0.6, "mismatch": 0.004, "step_s": 1.9}
 with rewards, the mean |trainer - engine| in nats, and medians. On a GPU, GiB of memory as the driver counts them, for
 all processes: with the server alone, and the most in the run, next to the trainer's plan. Exit code: 0; 1 if the run

@@ -26,7 +26,7 @@ from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.runtime import run_python
 from bapo_megatron.runtime.files import write_atomically
 
-STAGE_S = 480.0  # of one call
+STAGE_S = 480.0  # time for one call
 LEAST_S = 30.0  # do not start a step with less time left
 DRAIN_S = 5.0  # for the last output of a step that has ended
 IMPORT_S = 150.0
@@ -167,7 +167,7 @@ SERVING = (*TRAINING, "bapo_megatron.engines.sglang_server, sglang.srt.entrypoin
 GPU_TESTS = (*PYTEST, "-m", "gpu", "tests/gpu")
 LAYER_TESTS = tuple(f"tests/gpu/test_{name}_gpu.py" for name in ("precision", "experts", "hybrid", "train"))
 OF_7B = "te 'te tensorwise' 'te chunk 4096' 'te triton'"
-SHARED = "mem_fraction_static=0.3, log_level='warning'"  # of a GPU that a trainer uses, too
+SHARED = "mem_fraction_static=0.3, log_level='warning'"  # a trainer uses the GPU, too
 GRAPHS = f'"sglang.extra={{{SHARED}, disable_prefill_cuda_graph=true}}"'
 FEW = "rollout.prompts_per_step=4 rollout.samples_per_prompt=4 rollout.groups_in_flight=6"
 WITHOUT_KERNELS = {"BAPO_SGLANG_KERNELS": "off"}
@@ -425,7 +425,7 @@ def install_command() -> tuple[str, ...]:
 def run_step(step: Step, command: tuple[str, ...], log: Path, limit_s: float) -> dict[str, Any]:
     """Run one command in its own process group, which ends with it; append its output to the log.
 
-    Lines of JSON are printed at once, and kept in the folder OUT: a call that is cut off has lost none.
+    Lines of JSON are printed immediately, and kept in the folder OUT: a call that is cut off has lost none.
     """
     start_s = time.monotonic()
     if command[0] == "benchmarks/gpu_step.py":

@@ -21,7 +21,7 @@
 #   scripts/gpu_session.sh --dry-run a b every step with tiny sizes, on a CPU; "all" names all stages
 #
 # Before the first step, one line names a package or a pack that is missing, and nothing starts. Each result is one line
-# of JSON, printed at once. Each stage writes STAGE.json and STAGE.log into gpu-session/, and into OUT if that is set,
+# of JSON, printed immediately. Each stage writes STAGE.json and STAGE.log into gpu-session/, and into OUT if that is set,
 # where STAGE.jsonl has the lines; losses-GPU.json has each update's loss, bounds and gradient norm. A copy of it in benchmarks/ is what the next session on such a GPU is compared with. If the machine cannot run a
 # step, one line says why, and the stage continues. A stage that is started again does only what is not done yet.
 # Exit code: 0; 1 if a step failed or has other losses; 75 if time ran out (start the stage again); 2 for a wrong

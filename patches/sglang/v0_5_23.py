@@ -40,7 +40,7 @@ SGLANG_FORCE_FUSED_OP_BACKEND=torch selects. Attention is Triton with `--attenti
 `weak_ref_tensor` (srt/model_executor/runner_backend_utils/weak_ref_tensor.py:8), so they must be off.
 
 Others it compiles with nvcc at the first request, which takes minutes, and falls back where nvcc fails
-(srt/mem_cache/memory_pool.py:175, srt/models/utils.py:521). `_compile_nothing` makes them fall back at once.
+(srt/mem_cache/memory_pool.py:175, srt/models/utils.py:521). `_compile_nothing` makes them fall back immediately.
 
 A dense MLP imports CUTLASS's Python package to ask for a kernel of sm_100 (srt/layers/dual_gemm.py:42). Where the
 package is missing, `_no_dual_gemm` answers that there is none.
@@ -282,7 +282,7 @@ def _no_dual_gemm() -> None:
 
 @functools.cache
 def apply_on_gpu(*, has_kernels: bool) -> None:
-    """Replace the compiled kernels unless they work, and leave out CUTLASS where it is missing. Once per process."""
+    """Replace the compiled kernels unless they work, and leave out CUTLASS if it is missing. Once per process."""
     if not has_kernels:
         for name in [name for name in sys.modules if name.partition(".")[0] == KERNELS]:
             del sys.modules[name]  # what an import left there before it failed
