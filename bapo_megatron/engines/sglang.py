@@ -36,9 +36,6 @@ OWN_ARGUMENTS = {
 }
 """Arguments of SGLang that the launcher sets, and where to set them instead."""
 
-AMBIGUOUS = {"cuda_graph_max_bs": ("cuda_graph_max_bs_decode", "cuda_graph_max_bs_prefill")}
-"""Arguments of older versions of SGLang, and the ones that SGLang 0.5.23 has for each."""
-
 _CONTEXT_SLACK = 2  # SGLang ends a request two tokens before its context length (srt/managers/scheduler.py:2714)
 _STATES_PER_REQUEST = 4  # linear attention: SGLang holds 3 for a running request, and the others at ends of prefixes
 _MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait

@@ -20,7 +20,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.engines import sglang_kernels
 from bapo_megatron.engines.sglang_kernels import NAMES, VARIABLE, Serving
 from bapo_megatron.errors import UserError
-from bapo_megatron.preflight import check, software_checks
+from bapo_megatron.preflight import check, inputs, software_checks
 from tests.hybrid_model import save_hybrid
 from tests.mixture_model import save_mixture
 
@@ -208,13 +208,22 @@ def test_check_and_doctor_say_which_way_serving_will_go(monkeypatch: pytest.Monk
     assert [one.verdict for one in software_checks.check_sglang()] == ["error"]
 
 
-def test_an_argument_that_means_two_is_one_line() -> None:
-    config = load_config(["demo"], ["rollout.engine=sglang", "sglang.extra={cuda_graph_max_bs=64}"])
-    from bapo_megatron.preflight.checks.rollout import check_servers
-
-    (told,) = check_servers(config)
-    assert told.settings == ("sglang.extra.cuda_graph_max_bs",)
-    assert "sglang.extra.cuda_graph_max_bs_decode or sglang.extra.cuda_graph_max_bs_prefill" in told.message
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("cuda_graph_max_bs", "sglang.extra.cuda_graph_max_bs_decode or sglang.extra.cuda_graph_max_bs_prefill"),
+        ("cuda_graph_backend", "sglang.extra.cuda_graph_backend_decode or sglang.extra.cuda_graph_backend_prefill"),
+        ("atention_backend", "sglang.extra.attention_backend"),
+    ],
+)
+def test_an_argument_that_may_mean_several_is_one_line(name: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_sglang = ("cuda_graph_max_bs_decode", "cuda_graph_max_bs_prefill", "attention_backend", "cuda_graph_config")
+    known = frozenset((*of_sglang, "cuda_graph_backend_decode", "cuda_graph_backend_prefill"))
+    monkeypatch.setattr(inputs, "server_arguments", lambda: known)
+    config = load_config(["demo"], ["rollout.engine=sglang", f"sglang.extra={{{name}=64}}"])
+    (told,) = inputs._passed_on(config)
+    assert told.settings[0] == f"sglang.extra.{name}"
+    assert told.remedy == f"did you mean {meant}?"
 
 
 LEAVES = st.one_of(st.integers(), st.text(max_size=3), st.none(), st.just("TENSOR"))

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.sglang import AMBIGUOUS, OWN_ARGUMENTS
+from bapo_megatron.engines.sglang import OWN_ARGUMENTS
 from bapo_megatron.errors import plural
 
 
@@ -76,10 +76,6 @@ def check_servers(config: Config) -> Iterator[Violation]:
     for name in sorted(config.sglang.extra.keys() & OWN_ARGUMENTS.keys()):
         problem = f"sglang.extra.{name} is set by the launcher"
         yield Violation((f"sglang.extra.{name}",), problem, f"use {OWN_ARGUMENTS[name]}")
-    for name in sorted(config.sglang.extra.keys() & AMBIGUOUS.keys()):
-        meant = " or ".join(f"sglang.extra.{one}" for one in AMBIGUOUS[name])
-        problem = f"sglang.extra.{name} may mean two arguments of SGLang, which refuses it"
-        yield Violation((f"sglang.extra.{name}",), problem, f"use {meant}")
     if not kind.answers_when_busy and r.hang_timeout_s < config.sync.timeout_s:
         yield warning(
             ("rollout.hang_timeout_s", "sync.timeout_s", "rollout.engine"),
