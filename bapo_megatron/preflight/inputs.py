@@ -376,9 +376,9 @@ def server_arguments() -> frozenset[str]:
     for tree in _sources("sglang", "srt/server_args.py", "srt/arg_groups/fields/*.py"):
         for node in ast.walk(tree):
             names |= set(_fields(node))
-            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-            if is_text and re.fullmatch("--[a-z0-9-]+", node.value):  # not a phrase that begins with an option
-                names.add(node.value[2:].replace("-", "_"))
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.fullmatch("--[a-z0-9-]+", text):  # not a phrase that begins with an option
+                names.add(text[2:].replace("-", "_"))
     return frozenset(names)
 
 
