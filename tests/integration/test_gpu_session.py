@@ -1,6 +1,7 @@
 """The prepared GPU session on a machine without a GPU: its dry run, and what it reports as missing."""
 
 import hashlib
+import importlib.util
 import io
 import json
 import math
@@ -117,6 +118,7 @@ def test_the_dry_run_needs_neither_gpu_nor_network(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="a step of stage a serves with SGLang")
 def test_the_dry_run_of_a_trainer_and_an_engine_on_one_device(tmp_path: Path) -> None:
     """Stages a and b; the second step of a with SGLang, if it is installed. Each line of a result is passed on."""
     done = session(tmp_path, "--dry-run", "a", "b")
