@@ -1,6 +1,7 @@
 """The stages of scripts/gpu_session.sh, which sets the environment: their steps, what each needs, and its outcome."""
 
 import argparse
+import contextlib
 import fcntl
 import json
 import math
@@ -11,21 +12,27 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import gpu_packing
 from gpu_packing import ROOT, TE_WHEELS, source
 
 from bapo_megatron.preflight import software_checks as software
+from bapo_megatron.runtime import run_python
 from bapo_megatron.runtime.files import write_atomically
 
-STAGE_S = 570.0
-LEAST_S = 60.0  # do not start a step with less time left
+STAGE_S = 480.0  # time for one call
+LEAST_S = 30.0  # do not start a step with less time left
+DRAIN_S = 5.0  # for the last output of a step that has ended
+IMPORT_S = 150.0
 LINE_CHARS = 200
 UNFINISHED = 75
+NOT_READY = 2
 FOLDER = Path(os.environ.get("BAPO_SESSION", "gpu-session"))
 LAST = ROOT / "benchmarks"  # losses files of earlier sessions
 BUILT = FOLDER / "built"  # Transformer Engine's torch part, compiled here
@@ -34,7 +41,7 @@ BUILD_LOCK = FOLDER / "build.lock"  # held by the compiler and all that it start
 PYTEST = ("-m", "pytest", "-rs", "-p", "no:cacheprovider")
 ENGINE = ("GPU", "Transformer Engine")
 LENGTHS = (2048, 16_384, 65_536)
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "sglang", "flash-attn")
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "sglang", "sglang-kernel", "flash-attn")
 
 # What a losses file has of each update: its name in metrics.jsonl, and how far sessions on the same kind of GPU may be
 # apart, relatively and absolutely. Other kernels in bfloat16 move log-probs by about 0.001, the search moves bounds by
@@ -73,6 +80,19 @@ class Step:
     rows: str | None = None  # file that the command writes
     is_timed: bool = False  # must not run while the compiler does
     has_losses: bool = False  # its rows are compared with the last session's
+    packs: tuple[str, ...] = ()  # put on the path before it; without one, the step is left out
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One call. `seconds` are expected; what a stage proves and which figures are estimates is in docs/status.md."""
+
+    loan: str  # "first" or "second" quarter of an hour, or "later"
+    seconds: int
+    steps: tuple[Step, ...]
+    packs: tuple[str, ...] = ()  # put on the path first
+    modules: tuple[str, ...] = ()  # imported next, each entry in its own process: without them nothing starts
 
 
 def logprobs(size: str, dry: bool = False) -> Step:
@@ -88,10 +108,43 @@ def logprobs(size: str, dry: bool = False) -> Step:
     )
 
 
-def updates(name: str, arguments: str, needs: tuple[str, ...] = ("GPU",), rows: str = "") -> Step:
+def updates(name: str, arguments: str, needs: tuple[str, ...] = ("GPU",), rows: str = "", **options: Any) -> Step:
     file = rows or f"{name}.json"
     command = ("benchmarks/gpu_step.py", "--output", str(FOLDER / file), *shlex.split(arguments))
-    return Step(name, command, needs, (*command, "--tiny"), rows=file, is_timed=True, has_losses=True)
+    return Step(name, command, needs, (*command, "--tiny"), rows=file, is_timed=True, has_losses=True, **options)
+
+
+def one_gpu(script: str, name: str, arguments: str, dry: str, limit_s: float, **options: Any) -> Step:
+    """Return a step of benchmarks/one_gpu_SCRIPT.py."""
+    file = f"{name}.jsonl"
+    command = (f"benchmarks/one_gpu_{script}.py", "--output", str(FOLDER / file))
+    own = (*command, *shlex.split(arguments))
+    return Step(name, own, dry=(*command, *shlex.split(dry)), limit_s=limit_s, rows=file, **options)
+
+
+def exchange(name: str, arguments: str, dry: str, limit_s: float, **options: Any) -> Step:
+    logs = f"--logs {shlex.quote(str(FOLDER))} "
+    return one_gpu("exchange", name, logs + arguments, logs + dry, limit_s, **options)
+
+
+def ranks(part: str, seconds: int, *first: Step) -> Stage:
+    nccl = shlex.quote(str(gpu_packing.FOLDER / "nccl" / gpu_packing.NCCL))
+    step = one_gpu(
+        "ranks",
+        part,
+        f"--part {part} --backend nccl --nccl {nccl}",
+        f"--part {part} --backend gloo --engine embedded",
+        450,
+        variables={"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    )
+    serves = part != "c2"
+    packs = ("serve", "nccl") if serves else ("nccl",)
+    return Stage("first" if part == "c1" else "second", seconds, (*first, step), packs, SERVING if serves else TRAINING)
+
+
+def experts(name: str, variant: str) -> Step:
+    """Return updates of experts, in their own process: Megatron-Core's dispatcher keeps a model alive until it ends."""
+    return updates(name, f"--model 30b-a3b-3l --turns 3 --variants {shlex.quote(variant)}", ENGINE, limit_s=100)
 
 
 def two_steps() -> Step:
@@ -103,39 +156,145 @@ def two_steps() -> Step:
     return Step("train", command, ENGINE, dry, rows="train/metrics.jsonl", has_losses=True)
 
 
+TRAINING = ("torch, bapo_megatron.learner.megatron",)
+SERVING = (*TRAINING, "bapo_megatron.engines.sglang_server, sglang.srt.entrypoints.http_server")
 GPU_TESTS = (*PYTEST, "-m", "gpu", "tests/gpu")
 LAYER_TESTS = tuple(f"tests/gpu/test_{name}_gpu.py" for name in ("precision", "experts", "hybrid", "train"))
-OF_7B = "te 'te recompute' 'te tensorwise' 'te chunk 4096' 'te triton'"
-STAGES: dict[str, tuple[Step, ...]] = {
-    "correctness": (
-        Step("doctor", ("-m", "bapo_megatron", "doctor"), needs=(), limit_s=120),
-        Step("build", (), needs=("GPU", "CUDA toolkit", "source", "ninja")),
-        Step("tests", (*GPU_TESTS, "--deselect", "tests/gpu/test_sglang_nccl.py"), dry=GPU_TESTS),
-        Step("kernels", (*PYTEST, "tests/unit/test_logprobs_triton.py"), needs=("GPU", "Triton")),
-        logprobs("7b", dry=True),
-        logprobs("1.5b"),
-        logprobs("32b-tp8"),
+OF_7B = "te 'te tensorwise' 'te chunk 4096' 'te triton'"
+SHARED = "mem_fraction_static=0.3, log_level='warning'"  # a trainer uses the GPU, too
+GRAPHS = f'"sglang.extra={{{SHARED}, disable_prefill_cuda_graph=true}}"'
+FEW = "rollout.prompts_per_step=4 rollout.samples_per_prompt=4 rollout.groups_in_flight=6"
+WITHOUT_KERNELS = {"BAPO_SGLANG_KERNELS": "off"}
+SMOLLM2 = "models/SmolLM2-135M-Instruct"
+SUMS = str(FOLDER / "sums.jsonl")
+OF_SUMS = f"data.source=jsonl data.path={SUMS} data.options={{}} eval.path={SUMS} eval.interval_steps=20"
+_SUMS = f"""
+import json, random
+draw = random.Random(0)
+with open({SUMS!r}, "w") as file:
+    for _ in range(2000):
+        a, b = draw.randrange(100), draw.randrange(100)
+        print(json.dumps({{"prompt": f"What is {{a}} + {{b}}?", "answer": str(a + b)}}), file=file)
+"""
+EXPERTS = (
+    experts("one-by-one", "te"),
+    experts("grouped", "te grouped"),
+    replace(experts("fused", "te grouped moe_permute_fusion true"), dry=None),  # Transformer Engine fuses
+)
+BUILD = Step("build", (), needs=("GPU", "CUDA toolkit", "source", "ninja"), packs=("te",))
+INSTALL = Step("install", (), needs=("GPU", "built"))
+STAGES: dict[str, Stage] = {
+    "a": Stage(
+        "first",
+        200,
+        (
+            exchange(
+                "serve",
+                f'"sglang.extra={{{SHARED}, disable_cuda_graph=true}}"',
+                "--engine embedded --tokens 16",
+                200,
+                variables=WITHOUT_KERNELS,
+            ),
+            exchange("graphs", GRAPHS, "--prompts 8 --tokens 16", 150, variables=WITHOUT_KERNELS),
+            exchange("kernels", GRAPHS, "--engine embedded --tokens 16", 150, packs=("kernels",)),
+        ),
+        packs=("serve",),
+        modules=SERVING,
     ),
-    "te": (
-        Step("install", (), needs=("GPU", "built")),
-        Step("attention", ("-c", _ATTENTION), ENGINE, rows="attention.json"),
-        Step("tests", (*PYTEST, *LAYER_TESTS), ENGINE),
+    "b": Stage(
+        "first",
+        150,
+        (one_gpu("learn", "learn", f"--steps 30 {GRAPHS}", f"--engine embedded --steps 2 {FEW}", 420),),
+        packs=("serve",),
+        modules=SERVING,
     ),
-    "speed": (
-        updates("1.5b", "--model 1.5b --turns 3 --variants te 'te tensorwise' local"),
-        updates("7b-half", f"--model 7b-half --variants {OF_7B}"),
-        updates("profile", "--model 7b-half --turns 1 --profile --variants te", ENGINE),
-        # apart, since Megatron-Core's dispatcher of tokens keeps a model alive until its process ends
-        updates("experts", "--model 30b-a3b-3l --turns 3 --variants te", ENGINE),
-        updates("linear", "--model qwen3.5-9b-4l --turns 3 --variants te local", ("GPU", "linear attention")),
-        updates("replay", "--model 30b-a3b-3l --turns 3 --variants 'te replay'", ENGINE, rows="experts.json"),
+    "c1": ranks("c1", 240),
+    "c2": ranks("c2", 200, BUILD),  # the compiler runs next to ranks that nobody times
+    "c3": ranks("c3", 220),
+    "d": Stage(
+        "second",
+        280,
+        (
+            BUILD,
+            INSTALL,
+            updates("7b-half", f"--model 7b-half --packs 8 --turns 3 --variants {OF_7B}", limit_s=230),
+            updates("profile", "--model 1.5b --packs 8 --turns 1 --profile --variants te", ENGINE, limit_s=60),
+            updates("peak", "--model 1.5b --turns 1 --optimizer-peak --variants te", limit_s=60),
+        ),
+        packs=("te",),
+        modules=TRAINING,
     ),
-    "bits": (
-        updates("transfers", "--model 1.5b --transfers --variants"),
-        updates("deterministic", "--model 1.5b --turns 3 --deterministic --variants te", ENGINE, rows="1.5b.json"),
+    "e": Stage("later", 120, EXPERTS, modules=TRAINING),
+    "linear": Stage(
+        "later",
+        90,
+        (
+            Step("tests", (*PYTEST, "tests/gpu/test_hybrid_gpu.py"), limit_s=120),
+            updates("linear", "--model qwen3.5-9b-4l --turns 3 --variants te local", ("GPU", "linear attention")),
+        ),
+        packs=("fla",),
+        modules=TRAINING,
     ),
-    "train": (two_steps(),),
-    "two-gpus": (Step("sglang", (*PYTEST, "tests/gpu/test_sglang_nccl.py"), needs=("GPU", "second GPU", "SGLang")),),
+    "smollm2": Stage(
+        "later",
+        240,
+        (
+            Step("model", ("scripts/prepare_smollm2.py", SMOLLM2), limit_s=120),
+            Step("sums", ("-c", _SUMS), needs=(), dry=("-c", _SUMS)),
+            exchange("language", f"--model {SMOLLM2} {GRAPHS}", "--engine embedded --tokens 16", 150),
+            one_gpu(
+                "learn",
+                "sums-learn",
+                f"--config smollm2_135m --steps 20 {OF_SUMS} {GRAPHS}",
+                f"--engine embedded --steps 2 {FEW}",
+                300,
+            ),
+        ),
+        packs=("serve", "smollm2-1", "smollm2-2"),
+        modules=(*SERVING, "gguf"),
+    ),
+    "correctness": Stage(
+        "later",
+        450,
+        (
+            Step("doctor", ("-m", "bapo_megatron", "doctor"), needs=(), limit_s=120),
+            BUILD,
+            Step("tests", (*GPU_TESTS, "--deselect", "tests/gpu/test_sglang_nccl.py"), dry=GPU_TESTS),
+            Step("kernels", (*PYTEST, "tests/unit/test_logprobs_triton.py"), needs=("GPU", "Triton")),
+            logprobs("7b", dry=True),
+            logprobs("1.5b"),
+            logprobs("32b-tp8"),
+        ),
+        modules=TRAINING,
+    ),
+    "te": Stage(
+        "later",
+        200,
+        (
+            INSTALL,
+            Step("attention", ("-c", _ATTENTION), ENGINE, rows="attention.json"),
+            Step("tests", (*PYTEST, *LAYER_TESTS), ENGINE),
+        ),
+        modules=TRAINING,
+    ),
+    "bits": Stage(
+        "later",
+        200,
+        (
+            updates("1.5b", "--model 1.5b --turns 3 --variants te 'te tensorwise' local"),
+            updates("replay", "--model 30b-a3b-3l --turns 3 --variants te 'te replay'", ENGINE),
+            updates("transfers", "--model 1.5b --transfers --variants"),
+            updates("deterministic", "--model 1.5b --turns 3 --deterministic --variants te", ENGINE, rows="1.5b.json"),
+        ),
+        modules=TRAINING,
+    ),
+    "train": Stage("later", 60, (two_steps(),), modules=TRAINING),
+    "two-gpus": Stage(
+        "later",
+        120,
+        (Step("sglang", (*PYTEST, "tests/gpu/test_sglang_nccl.py"), needs=("GPU", "second GPU", "SGLang")),),
+        modules=TRAINING,
+    ),
 }
 
 
@@ -148,7 +307,7 @@ class Machine:
 
     @classmethod
     def ask(cls) -> "Machine":
-        said, problem = software.run_python(_FACTS)
+        said, problem = run_python(_FACTS)
         return cls({"problem": f"torch does not answer: {problem}"} if problem else json.loads(said))
 
     def missing(self, needs: Sequence[str]) -> str:
@@ -161,9 +320,9 @@ class Machine:
             "ninja": lambda: "" if shutil.which("ninja") else "no ninja, and one compiler would take 20 minutes",
             "built": built_problem,
             "Transformer Engine": self._transformer_engine,
-            "linear attention": lambda: software.run_python("import fla.ops.gated_delta_rule")[1],
-            "Triton": lambda: software.run_python("import triton")[1],
-            "SGLang": lambda: software.run_python("import sglang")[1],
+            "linear attention": lambda: run_python("import fla.ops.gated_delta_rule")[1],
+            "Triton": lambda: run_python("import triton")[1],
+            "SGLang": lambda: run_python("import sglang")[1],
         }
         for need in needs:
             if need not in self.answers or need == "Transformer Engine":
@@ -220,9 +379,9 @@ def built_problem(wait_s: float = 0) -> str:
         if time.monotonic() >= deadline:
             return "the compiler still runs: start the stage again when it is done"
         time.sleep(1)
-    log, again = BUILT / "build.log", "scripts/gpu_session.sh correctness starts it again"
+    log, again = BUILT / "build.log", "scripts/gpu_session.sh d starts it again"
     if not BUILT.exists():
-        return "Transformer Engine is not compiled: the step `build` of the stage `correctness` does that"
+        return "Transformer Engine is not compiled: the step `build` of the stage `d` does that"
     if not BUILD_CODE.exists():
         return f"the build died: {log}; {again}"
     code = BUILD_CODE.read_text().strip()
@@ -232,7 +391,7 @@ def built_problem(wait_s: float = 0) -> str:
 def start_build() -> None:
     """Start the compiler in its own session, so that it continues after this stage."""
     include = "nvidia.cudnn.__path__[0] + '/include:' + nvidia.nccl.__path__[0] + '/include'"
-    headers, _ = software.run_python(f"import nvidia.cudnn, nvidia.nccl; print({include})")
+    headers, _ = run_python(f"import nvidia.cudnn, nvidia.nccl; print({include})")
     variables = {
         "NVTE_FRAMEWORK": "pytorch",
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
@@ -258,25 +417,38 @@ def install_command() -> tuple[str, ...]:
 
 
 def run_step(step: Step, command: tuple[str, ...], log: Path, limit_s: float) -> dict[str, Any]:
-    """Run one command, and append its output to the log."""
+    """Run one command in its own process group, which ends with it; append its output to the log.
+
+    Lines of JSON are printed immediately, and kept in the folder OUT: a call that is cut off has lost none.
+    """
     start_s = time.monotonic()
     if command[0] == "benchmarks/gpu_step.py":
         command = (*command, "--seconds", f"{limit_s - 20:.0f}")
     if step.rows is not None and Path(step.rows).parent.name:
         shutil.rmtree((FOLDER / step.rows).parent, ignore_errors=True)  # a run of that name would be resumed
+    elif step.rows is not None and step.rows.endswith(".jsonl"):
+        (FOLDER / step.rows).unlink(missing_ok=True)
     with log.open("a") as output:
         print(f"== {step.name}: python {' '.join(command)}", file=output, flush=True)
         process = subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *command],
+            env=os.environ | step.variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        reader = threading.Thread(target=pass_on, args=(process, step.name, log.stem, output), daemon=True)
+        reader.start()
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             code = UNFINISHED
         finally:
-            if process.poll() is None:  # it took too long, or the user pressed Ctrl-C
-                os.killpg(process.pid, signal.SIGKILL)  # including its children
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):  # it took too long, has left children, or there was a Ctrl-C
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            reader.join(DRAIN_S)  # longer only if a child in a session of its own holds the pipe
     lines = log.read_text(errors="replace").strip().splitlines()
     state = {0: "done", UNFINISHED: "unfinished"}.get(code, "failed")
     outcome: dict[str, Any] = {
@@ -291,6 +463,43 @@ def run_step(step: Step, command: tuple[str, ...], log: Path, limit_s: float) ->
     else:
         outcome["rows"] = json.loads(file.read_text())
     return outcome
+
+
+def pass_on(process: subprocess.Popen[bytes], step: str, stage: str, log: TextIO) -> None:
+    """Write a step's output to the log, and its lines of JSON also to standard output and to OUT/STAGE.jsonl."""
+    assert process.stdout is not None
+    for raw in process.stdout:
+        text = raw.decode(errors="replace").rstrip("\n")
+        with contextlib.suppress(ValueError):  # the step was too late, and its log is closed
+            print(text, file=log, flush=True)
+        if text.startswith("{"):
+            print(f"{step}: {text}", flush=True)
+            if out := os.environ.get("OUT"):
+                with Path(out, f"{stage}.jsonl").open("a") as lines:
+                    print(json.dumps({"step": step, "line": text}), file=lines)
+
+
+def prepare(stage: Stage, *, is_dry: bool) -> str:
+    """Put a stage's packs on the path, and import what it imports; return why it cannot start, in one line, or "".
+
+    A pack may be missing where its packages are installed otherwise. NCCL's has none.
+    """
+    if is_dry:
+        return ""
+    problems = {name: problem for name in stage.packs if (problem := install_pack(name))}
+    for modules in stage.modules:
+        if failure := run_python(f"import {modules}", timeout_s=IMPORT_S)[1]:
+            return "; ".join([*problems.values(), f"cannot import {modules}: {failure}"])
+    return problems.get("nccl", "")
+
+
+def install_pack(name: str) -> str:
+    """Put a pack on the path; return why that is impossible, in one line, or ""."""
+    try:
+        gpu_packing.install([name])
+    except (gpu_packing.PackError, subprocess.SubprocessError) as error:
+        return str(error)
+    return ""
 
 
 def losses_in(rows: Any) -> dict[str, list[dict[str, float]]]:
@@ -334,9 +543,10 @@ def compare_losses(outcome: dict[str, Any], about: dict[str, Any], gpu: str) -> 
 def run_stage(name: str, *, is_dry: bool, machine: Machine) -> int:
     """Run the steps of a stage that are not done; return the exit code."""
     path, log, deadline = FOLDER / f"{name}.json", FOLDER / f"{name}.log", time.monotonic() + STAGE_S
+    stage = STAGES[name]
     kept = json.loads(path.read_text()) if path.exists() else {}
     steps = kept.get("steps", {}) if kept.get("is_dry") == is_dry else {}
-    print(f"== stage {name}", flush=True)
+    print(f"== stage {name}, about {stage.seconds} s", flush=True)
 
     def keep(step: Step, outcome: dict[str, Any]) -> None:
         versions = {package: software.installed_version(package) for package in PACKAGES}
@@ -347,22 +557,30 @@ def run_stage(name: str, *, is_dry: bool, machine: Machine) -> int:
         print(f"{step.name}: {outcome['state']}, {outcome['line']}", flush=True)
         whole = {"stage": name, "is_dry": is_dry} | about | {"steps": steps}
         write_atomically(path, json.dumps(whole, indent=1) + "\n")
+        copy_out(path, log)
 
-    for step in STAGES[name]:
+    if reason := prepare(stage, is_dry=is_dry):
+        print(f"imports: missing, {reason}", flush=True)
+        return NOT_READY
+    for step in stage.steps:
         if steps.get(step.name, {}).get("state") == "done":
             print(f"{step.name}: done before", flush=True)
         else:
             keep(step, outcome_of(step, log, deadline, is_dry=is_dry, machine=machine))
-    for step in STAGES[name]:
+    for step in stage.steps:
         if steps[step.name]["state"] == "running":
             problem = built_problem(wait_s=deadline - time.monotonic())
             state = "unfinished" if is_building() else "failed" if problem else "done"
             keep(step, {"state": state, "line": problem or f"compiled: {BUILT}"})
-    for file in (path, log, *FOLDER.glob("losses-*.json")):
-        if "OUT" in os.environ and file.exists():
-            shutil.copy(file, os.environ["OUT"])
     states = {step["state"] for step in steps.values()}
     return 1 if "failed" in states else UNFINISHED if "unfinished" in states else 0
+
+
+def copy_out(*files: Path) -> None:
+    """Copy what a stage has written so far to the folder OUT."""
+    for file in (*files, *FOLDER.glob("losses-*.json"), *FOLDER.glob("engine-*.log")):
+        if "OUT" in os.environ and file.exists():
+            shutil.copy(file, os.environ["OUT"])
 
 
 def outcome_of(step: Step, log: Path, deadline: float, *, is_dry: bool, machine: Machine) -> dict[str, Any]:
@@ -371,6 +589,9 @@ def outcome_of(step: Step, log: Path, deadline: float, *, is_dry: bool, machine:
         return run_step(step, step.dry, log, deadline - time.monotonic())
     if reason := machine.missing(step.needs):
         return {"state": "missing", "line": reason}
+    for name in () if is_dry else step.packs:
+        if reason := install_pack(name):
+            return {"state": "missing", "line": reason}
     if is_dry:
         return {"state": "left out", "line": "it has no tiny form"}
     if step.name == "build":

@@ -1,8 +1,9 @@
 """One SGLang server: `python -m bapo_megatron.engines.sglang_server [arguments of sglang.launch_server]`.
 
-It is SGLang's own entry point, plus CPU compatibility and stacks on SIGUSR1, in this process and in the schedulers that
-SGLang spawns (multiprocessing imports a parent's main module again in its children); a store on loopback where the
-schedulers meet; the run's key; and an exit when standard input closes.
+It is SGLang's own entry point, plus compatibility with CPUs and with a torch that its kernels were not built for, and
+stacks on SIGUSR1, in this process and in the schedulers that SGLang spawns (multiprocessing imports a parent's main
+module again in its children); a store on loopback where the schedulers meet; the run's key; and an exit when standard
+input closes.
 """
 
 import contextlib
@@ -12,19 +13,31 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from bapo_megatron_patches.sglang import apply_cpu_compat
+from bapo_megatron_patches.sglang import apply_cpu_compat, apply_gpu_compat
 
+from bapo_megatron.engines import sglang_kernels
 from bapo_megatron.engines.key import take_key
 from bapo_megatron.engines.processes import LOOPBACK
 from bapo_megatron.engines.update_group import host_store
+from bapo_megatron.errors import UserError
 from bapo_megatron.runtime import starting
 
 _STORE_TIMEOUT_S = 300.0  # for the store's own requests; torch's default
 
 with starting():
+    try:
+        serving = sglang_kernels.choose()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    for variable, value in serving.variables.items():
+        os.environ.setdefault(variable, value)
     apply_cpu_compat()
+    if not serving.is_usual:
+        apply_gpu_compat(has_kernels=not serving.problem)
     import sglang.srt.managers.scheduler  # noqa: F401 - this process and its children all import most of it
 faulthandler.register(signal.SIGUSR1)  # a supervisor asks for the stacks of a hung server and of its schedulers
 
@@ -39,7 +52,12 @@ def main() -> None:
     threading.Thread(target=_end_when_stdin_closes, name="parent-watch", daemon=True).start()
     load_plugins()
     key = take_key()
-    arguments = prepare_server_args(sys.argv[1:])
+    arguments = prepare_server_args([*serving.arguments, *sys.argv[1:]])
+    if refusal := serving.refusal(Path(arguments.model_path)):
+        print(refusal, file=sys.stderr)
+        sys.exit(2)
+    if serving.on_gpu:
+        print(serving.line, flush=True)
     try:
         with _store_on_loopback(arguments):
             if key is not None:

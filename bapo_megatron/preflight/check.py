@@ -14,6 +14,7 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.losses import stand_in
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines import sglang_kernels
 from bapo_megatron.errors import ConfigError, UserError, escaped
 from bapo_megatron.hf.shape import load_hf_config, unknown_family
 from bapo_megatron.learner import REMOVE_ENGINE
@@ -191,6 +192,10 @@ def violations_of(
     checks = [
         Check(lambda: _absent(config, known is not None) if is_dry else ()),
         Check(lambda: _check_installed(config, bool(num_gpus)) if not (elsewhere or is_job) else ()),
+        Check(
+            lambda: _check_kernels(config, model) if num_gpus and not (elsewhere or is_job) else (),
+            needs=("rollout.engine",),
+        ),
         Check(lambda: _check_transformer_engine() if not (elsewhere or is_job) else ()),
         Check(
             lambda: check_settings(
@@ -262,6 +267,21 @@ def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:
     if megatron.verdict != "ok":
         severity: Severity = "error" if megatron.verdict == "error" else "warning"
         yield Violation(("model.implementation",), f"{megatron.name} {megatron.what}", megatron.advice, severity)
+
+
+def _check_kernels(config: Config, model: Path | None) -> Iterator[Violation]:
+    """Tell of an SGLang that serves without its compiled kernels here; refuse a model that needs them."""
+    if engine_kind(config.rollout.engine).section != "sglang":
+        return
+    try:
+        serving = sglang_kernels.choose()
+    except UserError as error:
+        yield Violation(("rollout.engine",), str(error))
+        return
+    if model is not None and (refusal := serving.refusal(model)):
+        yield Violation(("model.path", "rollout.engine"), refusal)
+    elif not serving.is_usual:
+        yield warning(("rollout.engine",), serving.line, sglang_kernels.REMEDY)
 
 
 def _check_transformer_engine() -> Iterator[Violation]:

@@ -59,6 +59,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
         needs_fp8 = config is not None and config.precision.uses_fp8
         yield (engine := software.check_transformer_engine(probes.facts, needed=needs_fp8))
         if has_gpu:
+            yield from software.check_sglang()
             extra = {} if config is None else config.sglang.extra
             if engine.verdict == "ok" and (config is None or _may_use_engine(config)):
                 yield software.check_attention(extra, *_attention(config))

@@ -9,6 +9,7 @@ import difflib
 import functools
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -417,8 +418,10 @@ def _unknown(
     setting: str, given: dict[str, Any], owner: str, known: frozenset[str], *, also: tuple[str, ...] = ()
 ) -> Iterator[Violation]:
     for name in sorted(given.keys() - known) if known else ():
-        close = difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {setting}.{close[0]}?" if close else ""
+        # SGLang's own parser takes the beginning of a name, and refuses "cuda_graph_max_bs", which has two ends
+        longer = sorted(one for one in known if one.startswith(f"{name}_"))
+        close = longer or difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {' or '.join(f'{setting}.{one}' for one in close)}?" if close else ""
         problem = f"{setting}.{name} is not a setting of the installed {owner}"
         yield Violation((f"{setting}.{name}", *also), problem, remedy)
 
@@ -440,8 +443,9 @@ def server_arguments() -> frozenset[str]:
     for tree in _sources("sglang", "srt/server_args.py", "srt/arg_groups/fields/*.py"):
         for node in ast.walk(tree):
             names |= set(_fields(node))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
-                names.add(node.value[2:].replace("-", "_"))
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.fullmatch("--[a-z0-9-]+", text):  # not a phrase that begins with an option
+                names.add(text[2:].replace("-", "_"))
     return frozenset(names)
 
 

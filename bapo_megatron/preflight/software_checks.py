@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +9,16 @@ from typing import Any
 from bapo_megatron_patches.megatron_core import ADVISED as ADVISED_MEGATRON
 from bapo_megatron_patches.megatron_core import TRIED as TRIED_MEGATRON
 
-from bapo_megatron.errors import plural
+from bapo_megatron.engines import sglang_kernels
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding, Grade
 from bapo_megatron.preflight.packages import installed_version
+from bapo_megatron.runtime import run_python
 from bapo_megatron.runtime.environment import trainer_variables
 
 _BF16_CAPABILITY = (8, 0)  # Ampere; fused attention and SGLang need it too
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
-_PYTHON_TIMEOUT_S = 60.0  # for a new process that imports Transformer Engine
 _TRIED_TOGETHER: frozenset[tuple[str, str]] = frozenset({("2.11.0", "2.11.0")})
 """Versions of Transformer Engine and torch with which tests/gpu passed."""
 
@@ -227,6 +226,21 @@ def check_megatron(has_gpu: bool) -> Finding:
     return Finding("megatron-core", "warning" if has_gpu else "error", what, mend)
 
 
+def check_sglang() -> Iterator[Finding]:
+    """Check how an installed SGLang serves on the GPUs here."""
+    if (installed := installed_version("sglang")) is None:
+        return
+    try:
+        serving = sglang_kernels.choose()
+    except UserError as error:
+        yield Finding("SGLang", "error", str(error))
+        return
+    if serving.is_usual:
+        yield Finding("SGLang", "ok", f"{installed}; {serving.line}")
+    else:
+        yield Finding("SGLang", "warning", f"{installed}; {serving.line}", sglang_kernels.REMEDY)
+
+
 REBUILD_ENGINE = "scripts/install_gpu.sh compiled builds it against this torch"
 
 
@@ -255,15 +269,3 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
     is_tried = (installed, facts["torch"].partition("+")[0]) in _TRIED_TOGETHER
     advice = "" if is_tried else f"with torch {facts['torch']} untried: scripts/gpu_session.sh te"
     return Finding(name, "ok", f"{installed}; FP8 is possible ({chip})", advice)
-
-
-def run_python(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Run code in a new process; return the last lines of its output and of its traceback ("" on success)."""
-    command = [sys.executable, "-P", "-c", code, *arguments]
-    variables = os.environ | (environment or {})
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PYTHON_TIMEOUT_S, env=variables)
-    except subprocess.TimeoutExpired:
-        return "", f"not done after {_PYTHON_TIMEOUT_S:g} s"
-    said, told = (text.strip().splitlines() or ["it ended without output"] for text in (done.stdout, done.stderr))
-    return (said[-1], "") if done.returncode == 0 else ("", told[-1])

@@ -6,9 +6,10 @@ Does not import torch.
 import gc
 import os
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -77,3 +78,20 @@ def starting() -> Iterator[None]:
         gc.set_threshold(_NEW_OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
         if was_enabled:
             gc.enable()
+
+
+_PYTHON_TIMEOUT_S = 60.0  # for a process that imports Transformer Engine
+
+
+def run_python(
+    code: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = _PYTHON_TIMEOUT_S
+) -> tuple[str, str]:
+    """Run code in a new process; return the last lines of its output and of its traceback ("" on success)."""
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    variables = os.environ | (environment or {})
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=variables)
+    except subprocess.TimeoutExpired:
+        return "", f"not done after {timeout_s:g} s"
+    said, told = (text.strip().splitlines() or ["it ended without output"] for text in (done.stdout, done.stderr))
+    return (said[-1], "") if done.returncode == 0 else ("", told[-1])

@@ -1,4 +1,7 @@
-"""SGLang 0.5.23 on a machine without CUDA.
+"""SGLang 0.5.23 on a machine without CUDA, and on a GPU without its compiled kernels.
+
+Without CUDA
+------------
 
 Why: SGLang imports GPU-only packages at the top of modules that a CPU server loads too, although it never calls them
 there: `triton` (kernels/ops/sampling/murmur_hash.py and hundreds more, as decorators and annotations), `torchvision`
@@ -24,6 +27,25 @@ Linear attention needs operators of `sgl_kernel` that compute: `v0_5_23_linear.p
 
 When it can go: when SGLang's CPU build can be installed from the package index with its own triton and kernels, or
 imports these three lazily.
+
+On a GPU without kernels
+------------------------
+
+Why: `sgl_kernel` is compiled for one version of torch. With another torch, it does not load.
+
+How (`apply_on_gpu`): a finder at the start of `sys.meta_path` answers imports of `sgl_kernel` alone. Triton is real.
+Every operator that derives from BaseFusedOp (kernels/fused_op.py) has a version in torch, which
+SGLANG_FORCE_FUSED_OP_BACKEND=torch selects. Attention is Triton with `--attention-backend triton`, which asks
+`is_arch_support_pdl` (srt/layers/attention/triton_backend.py:71); `False` is always right. CUDA graphs of prefills need
+`weak_ref_tensor` (srt/model_executor/runner_backend_utils/weak_ref_tensor.py:8), so they must be off.
+
+Others it compiles with nvcc at the first request, which takes minutes, and falls back where nvcc fails
+(srt/mem_cache/memory_pool.py:175, srt/models/utils.py:521). `_compile_nothing` makes them fall back immediately.
+
+A dense MLP imports CUTLASS's Python package to ask for a kernel of sm_100 (srt/layers/dual_gemm.py:42). Where the
+package is missing, `_no_dual_gemm` answers that there is none.
+
+When it can go: when SGLang's kernels use torch's stable ABI.
 """
 
 from __future__ import annotations
@@ -32,9 +54,10 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +69,8 @@ STUBS: dict[str, tuple[str, ...]] = {
     "torchvision": ("srt/multimodal/processors/qwen_vl.py",),
     "sgl_kernel": ("srt/layers/activation.py",),
 }
+
+KERNELS = "sgl_kernel"  # everything that is called there computes; the other packages are decorators, too
 
 _U32 = 0xFFFFFFFF
 _OPS = torch.library.Library("sgl_kernel", "FRAGMENT")  # operators exist only as long as this object
@@ -60,10 +85,28 @@ class _Names(type):
         return f"{cls.__name__}.{name}"
 
 
-class _Placeholder(metaclass=_Names):
-    """Stand-in for an imported class: accepts any arguments, subclassing, and use as an annotation."""
+def _has_tensor(value: Any) -> bool:
+    """Return whether a tensor is in a value. Example: _has_tensor(({"x": [torch.ones(1)]}, 2)) is True."""
+    if isinstance(value, Mapping):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+def _refuse(name: str) -> None:
+    raise RuntimeError(
+        f"SGLang called {name}, which is not installed here: its placeholder computes nothing. The model or one of the "
+        "server's arguments needs it"
+    )
+
+
+class _Placeholder(metaclass=_Names):
+    """Stand-in for an imported class: accepts subclassing, use as an annotation, and any arguments without tensors."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if _has_tensor((args, kwargs)):
+            _refuse(f"{type(self).__module__}.{type(self).__name__}")
 
 
 class _StubModule(types.ModuleType):
@@ -83,7 +126,13 @@ class _StubModule(types.ModuleType):
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Act as a decorator, bare or with arguments, that returns the function itself."""
+        """Act as a decorator, bare or with arguments, that returns the function itself.
+
+        Raises:
+            RuntimeError: a tensor is among the arguments, or it is a kernel. Returning would leave its result unset.
+        """
+        if self.__name__.partition(".")[0] == KERNELS or _has_tensor((args, kwargs)):
+            _refuse(self.__name__)
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]
         return _unchanged
@@ -122,17 +171,21 @@ _CONTENTS: dict[str, dict[str, Any]] = {
     "triton": {"cdiv": _cdiv, "next_power_of_2": _next_power_of_2},
     "triton.language": {"constexpr": _Constexpr, "dtype": _Placeholder},
     "sgl_kernel.mamba": v0_5_23_linear.MAMBA,
+    "sgl_kernel.utils": {"is_arch_support_pdl": lambda: False},
 }
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of the packages in `STUBS` and everything below them."""
+    """Finder of some packages and everything below them."""
+
+    def __init__(self, packages: Collection[str]) -> None:
+        self.packages = packages
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         root = fullname.partition(".")[0]
-        if root not in STUBS or (root != fullname and not isinstance(sys.modules.get(root), _StubModule)):
+        if root not in self.packages or (root != fullname and not isinstance(sys.modules.get(root), _StubModule)):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -203,7 +256,37 @@ def apply() -> None:
 
     Once per process.
     """
-    sys.meta_path.append(StubFinder())
+    sys.meta_path.append(StubFinder(STUBS))
     _heed_seeds()
     _keep_routes()
     v0_5_23_linear.register(_OPS)
+
+
+def _compile_nothing() -> None:
+    """Let kernels that would be compiled at their first call fail, before a module that has some is imported."""
+    names = ("sglang.kernels.jit.utils", "sglang.kernels.jit.utils.compile", "sglang.kernels.jit.utils.compile.loader")
+    for module in map(importlib.import_module, names):
+        module.load_jit = _fail_to_compile  # type: ignore[attr-defined]
+
+
+def _fail_to_compile(*names: str, **_: Any) -> Any:
+    raise RuntimeError(f"without SGLang's compiled kernels, {'_'.join(names)} is not compiled either")
+
+
+def _no_dual_gemm() -> None:
+    """Let dense models be built without CUTLASS's Python package."""
+    from sglang.srt.layers.dual_gemm import DualGemm
+
+    DualGemm._select_mode = lambda *_: None
+
+
+@functools.cache
+def apply_on_gpu(*, has_kernels: bool) -> None:
+    """Replace the compiled kernels unless they work, and leave out CUTLASS if it is missing. Once per process."""
+    if not has_kernels:
+        for name in [name for name in sys.modules if name.partition(".")[0] == KERNELS]:
+            del sys.modules[name]  # what an import left there before it failed
+        sys.meta_path.insert(0, StubFinder((KERNELS,)))
+        _compile_nothing()
+    if importlib.util.find_spec("cutlass") is None:
+        _no_dual_gemm()

@@ -1,5 +1,7 @@
 """The prepared GPU session on a machine without a GPU: its dry run, and what it reports as missing."""
 
+import hashlib
+import importlib.util
 import io
 import json
 import math
@@ -55,6 +57,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a session in this process."""
     monkeypatch.setattr(gpu_session, "FOLDER", tmp_path)
     monkeypatch.setattr(gpu_session, "TE_WHEELS", tmp_path / "wheels")
+    monkeypatch.setattr(gpu_packing, "FOLDER", tmp_path / "packs")
+    monkeypatch.delenv("OUT", raising=False)
     for variable, name in (("LAST", "last"), ("BUILT", "built"), ("BUILD_CODE", "code"), ("BUILD_LOCK", "lock")):
         monkeypatch.setattr(gpu_session, variable, tmp_path / name)
     monkeypatch.setenv("OFFLINE", str(tmp_path / "links"))
@@ -64,40 +68,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(steps: Sequence[gpu_session.Step], monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
     """Run steps as the stage `mine`; return its exit code and outcomes."""
-    monkeypatch.setattr(gpu_session, "STAGES", {"mine": steps})
+    monkeypatch.setattr(gpu_session, "STAGES", {"mine": gpu_session.Stage("later", 1, tuple(steps))})
     code = gpu_session.run_stage("mine", is_dry=False, machine=gpu_session.Machine(HOPPER))
     return code, json.loads((gpu_session.FOLDER / "mine.json").read_text())["steps"]
 
 
-OF_7B = ("recompute", "tensorwise", "chunk 4096", "triton")
+OF_7B = ("tensorwise", "chunk 4096", "triton")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 def test_the_dry_run_needs_neither_gpu_nor_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its losses file equals itself as the last session's; another number in that one is a failure, by name."""
-    done = session(tmp_path, "--dry-run", "te", "speed", "bits", "two-gpus")
+    done = session(tmp_path, "--dry-run", "te", "e", "bits", "two-gpus")
     assert done.returncode == 0, done.stdout + done.stderr
     assert states(tmp_path, "te") == dict.fromkeys(("install", "attention", "tests"), "missing")
-    steps = ("1.5b", "7b-half", "profile", "experts", "linear", "replay")
-    assert states(tmp_path, "speed") == dict.fromkeys(steps, "done")
-    assert states(tmp_path, "bits") == dict.fromkeys(("transfers", "deterministic"), "done")
+    assert states(tmp_path, "e") == {"one-by-one": "done", "grouped": "done", "fused": "missing"}
+    assert states(tmp_path, "bits") == dict.fromkeys(("1.5b", "replay", "transfers", "deterministic"), "done")
     assert "install: missing, no GPU: torch" in done.stdout
-    whole = json.loads((tmp_path / "speed.json").read_text())
+    whole = json.loads((tmp_path / "bits.json").read_text())
     assert whole["versions"]["torch"] == whole["machine"]["torch"] == torch.__version__
-    steps = whole["steps"] | json.loads((tmp_path / "bits.json").read_text())["steps"]
+    steps = whole["steps"]
     rows = {name: {key.split(", ", 2)[2]: row for key, row in step["rows"].items()} for name, step in steps.items()}
     assert rows["1.5b"]["local"]["seconds"]["median"] > 0
     assert "needs a GPU" in rows["1.5b"]["local tensorwise"]["missing"]
-    assert rows["7b-half"].keys() == {"local", *(f"local {way}" for way in OF_7B)}
-    assert len(rows["profile"]["local, profile"]["operators"]) == 20
     assert rows["replay"].keys() == {"local", "local replay"}
-    assert "seconds" in rows["replay"]["local replay"]
     assert rows["transfers"]["transfers"]["weights_gib"] > 0
     repeated = rows["deterministic"]["local, deterministic"]
     assert repeated["num_equal_gradients"] > 20
     assert repeated["price"] > -1
-    assert all((tmp_path / f"{stage}.log").exists() for stage in ("speed", "bits"))
+    assert all((tmp_path / f"{stage}.log").exists() for stage in ("e", "bits"))
 
     losses = json.loads((tmp_path / "losses-cpu.json").read_text())
     assert [row["step"] for row in losses["losses"]["tiny, 256 tokens of 64, local"]] == [1, 2, 3, 4]
@@ -106,14 +106,35 @@ def test_the_dry_run_needs_neither_gpu_nor_network(tmp_path: Path, monkeypatch: 
         (tmp_path / name).mkdir()
     last = tmp_path / "LAST" / "losses-cpu.json"
     last.write_text(json.dumps(losses))
-    outcome = dict(steps["7b-half"])
+    outcome = dict(steps["1.5b"])
     gpu_session.compare_losses(outcome, {}, "cpu")
     assert outcome["state"] == "done"
-    losses["losses"]["tiny, 256 tokens of 64, local recompute"][2]["grad_norm"] *= 1.03
+    losses["losses"]["tiny, 256 tokens of 64, local"][2]["grad_norm"] *= 1.03
     last.write_text(json.dumps(losses))
     gpu_session.compare_losses(outcome, {}, "cpu")
     assert outcome["state"] == "failed"
-    assert outcome["line"].startswith("tiny, 256 tokens of 64, local recompute, step 3: grad_norm ")
+    assert outcome["line"].startswith("tiny, 256 tokens of 64, local, step 3: grad_norm ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="a step of stage a serves with SGLang")
+def test_the_dry_run_of_a_trainer_and_an_engine_on_one_device(tmp_path: Path) -> None:
+    """Stages a and b; the second step of a with SGLang, if it is installed. Each line of a result is passed on."""
+    done = session(tmp_path, "--dry-run", "a", "b")
+    assert done.returncode == 0, done.stdout + done.stderr
+    of_a, of_b = (json.loads((tmp_path / f"{stage}.json").read_text())["steps"] for stage in "ab")
+    steps = of_a | of_b
+    for name in ("serve", "graphs", "kernels"):
+        start, *versions = steps[name]["rows"]
+        assert (start["device"], [row["version"] for row in versions]) == ("cpu", [0, 1, 2])
+        assert all(row["ok"] and row["moved"] > 100 * row["mean_abs"] for row in versions)
+    assert steps["graphs"]["rows"][0]["engine"] == "sglang"
+    *_, last = steps["learn"]["rows"]
+    assert (last["ok"], last["steps"]) == (True, 2)
+    passed_on = [json.loads(line) for stage in "ab" for line in (tmp_path / f"{stage}.jsonl").read_text().splitlines()]
+    assert len(passed_on) == 4 + 4 + 4 + 2
+    assert all(f"{line['step']}: {line['line']}" in done.stdout for line in passed_on)
 
 
 LOSSES = {"step": 1, "loss": -0.25, "low": 0.8, "high": 1.2, "grad_norm": 0.7}
@@ -157,20 +178,40 @@ def test_a_run_is_compared_by_its_metrics(folder: Path, monkeypatch: pytest.Monk
     assert steps["train"]["line"] == "train demo, step 1: high 1.2, 1.3 in the last session"
 
 
-def test_the_steps_follow_the_plan() -> None:
-    """Each step needs what the steps before it make, and all fit the half hour."""
-    assert {stage: [step.name for step in steps] for stage, steps in gpu_session.STAGES.items()} == {
-        "correctness": ["doctor", "build", "tests", "kernels", "logprobs-7b", "logprobs-1.5b", "logprobs-32b-tp8"],
-        "te": ["install", "attention", "tests"],
-        "speed": ["1.5b", "7b-half", "profile", "experts", "linear", "replay"],
-        "bits": ["transfers", "deterministic"],
-        "train": ["train"],
-        "two-gpus": ["sglang"],
-    }
-    (train,) = gpu_session.STAGES["train"]
-    config = load_config(["demo"], list(train.command[4:]))
-    assert (config.train.num_steps, config.model.dtype, config.run.deterministic) == (2, "bfloat16", True)
-    assert config.model.implementation == "transformer_engine"
+def test_the_stages_fit_their_loans() -> None:
+    """Each is one call of eight minutes; a loan is a quarter of an hour, of which a machine's start takes a minute."""
+    stages = gpu_session.STAGES
+    loans = {loan: [name for name, stage in stages.items() if stage.loan == loan] for loan in ("first", "second")}
+    assert loans == {"first": ["a", "b", "c1"], "second": ["c2", "c3", "d"]}
+    assert [*stages][:6] == [*loans["first"], *loans["second"]], "in order of value"
+    assert all(sum(stages[name].seconds for name in names) <= 14 * 60 for names in loans.values())
+    assert max(gpu_session.STAGE_S, *(stage.seconds for stage in stages.values())) <= 8 * 60
+    users = [user for stage in stages.values() for user in (stage, *stage.steps)]
+    assert {pack for user in users for pack in user.packs} == set(gpu_packing.PACKS)
+    header = (ROOT / "scripts" / "gpu_session.sh").read_text()
+    told = re.findall(r"^#   scripts/gpu_session\.sh ([\w-]+) +(first|second|later): ", header, flags=re.MULTILINE)
+    assert dict(told) == {name: stage.loan for name, stage in stages.items()}
+
+
+WITHOUT_TINY_FORM = ("build", "install", "attention", "model", "doctor", "fused", "logprobs-1.5b", "logprobs-32b-tp8")
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(s, id=f"{name}-{s.name}") for name, stage in gpu_session.STAGES.items() for s in stage.steps]
+)
+def test_every_command_can_be_run(step: gpu_session.Step) -> None:
+    """Its script, its tests and its options exist, and its settings are ones that a run has."""
+    for command in (step.command, *([step.dry] if step.dry is not None else [])):
+        files = [word for word in command if re.fullmatch(r"(benchmarks|tests|scripts)/[\w/]+(\.py)?", word)]
+        assert [file for file in files if not (ROOT / file).exists()] == []
+        settings = [word for word in command if re.match(r"[a-z]+\.[a-z_.]+=", word)]
+        load_config(["smollm2_135m" if "smollm2_135m" in command else "demo"], settings)
+        if command and command[0].startswith("benchmarks/"):
+            source = (ROOT / command[0]).read_text()
+            options = [word for word in command if word.startswith("--")]
+            assert [option for option in options if f'"{option}"' not in source] == []
+    assert step.dry is not None or step.name in WITHOUT_TINY_FORM or "pytest" in step.command
+    assert step.limit_s <= gpu_session.STAGE_S
 
 
 def test_a_missing_package_ends_the_session_before_it_starts(tmp_path: Path) -> None:
@@ -260,7 +301,7 @@ def test_packing_downloads_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (
             HOPPER,
             ("GPU", "built"),
-            "Transformer Engine is not compiled: the step `build` of the stage `correctness` does that",
+            "Transformer Engine is not compiled: the step `build` of the stage `d` does that",
         ),
         (HOPPER, ("GPU", "ninja"), "no ninja, and one compiler would take 20 minutes"),
         (HOPPER, ("GPU",), ""),
@@ -283,7 +324,7 @@ def test_what_is_missing_is_one_line(
 def test_a_machine_without_transformer_engine_continues(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_session.software, "installed_version", lambda name: None)
     last = gpu_session.Step("last", ("-c", "print('here')"))
-    code, steps = run((*gpu_session.STAGES["te"], last), monkeypatch)
+    code, steps = run((*gpu_session.STAGES["te"].steps, last), monkeypatch)
     assert code == 0
     assert steps["attention"]["line"] == "Transformer Engine is not installed: no FP8"
     assert (steps["last"]["state"], steps["last"]["line"]) == ("done", "here")
@@ -352,6 +393,104 @@ def test_the_offline_script_installs_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert str(copy / ".bapo-offline" / "bapo_megatron_patches") in done.stdout
     assert "torch>=" in done.stdout
+
+
+def pack(folder: Path, name: str, **change: Any) -> Path:
+    """Write a pack for this Python and torch, with one file that installs nothing."""
+    here = {"python": ".".join(map(str, sys.version_info[:2])), "torch": torch.__version__.partition("+")[0]}
+    content = b"of a pack"
+    files = {"note.txt": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+    made = folder / "packs" / name
+    made.mkdir(parents=True)
+    (made / "note.txt").write_bytes(content)
+    (made / "pack.json").write_text(json.dumps({"name": name, "files": files} | here | change))
+    return made
+
+
+def stage_of(monkeypatch: pytest.MonkeyPatch, *steps: gpu_session.Step, **options: Any) -> int:
+    monkeypatch.setattr(gpu_session, "STAGES", {"mine": gpu_session.Stage("later", 1, steps, **options)})
+    return gpu_session.run_stage("mine", is_dry=False, machine=gpu_session.Machine(HOPPER))
+
+
+GOOD = gpu_session.Step("good", ("-c", "print('here')"), needs=())
+
+
+def test_a_stage_without_its_modules_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names the pack, and what the import said. A pack that is installed otherwise is not needed."""
+    absent = {"packs": ("serve",), "modules": ("json", "nosuch_module")}
+    assert stage_of(monkeypatch, GOOD, **absent) == gpu_session.NOT_READY
+    _, told = capsys.readouterr().out.splitlines()
+    assert told.startswith("imports: missing, pack serve is missing: no ")
+    assert told.endswith("cannot import nosuch_module: ModuleNotFoundError: No module named 'nosuch_module'")
+    assert stage_of(monkeypatch, GOOD, packs=("serve",), modules=("json",)) == 0
+    assert "good: done, here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"python": "3.9"}, "Python 3.9"),
+        ({"torch": "2.0.0"}, "torch 2.0.0"),
+        ({"files": {"lost.whl": {"bytes": 3, "sha256": "0"}}}, "lost.whl is missing"),
+        ({"files": None}, "pack.json cannot be read"),
+        ({"files": {"note.txt": {"bytes": 9, "sha256": "0" * 64}}}, "note.txt"),
+    ],
+)
+def test_a_pack_that_cannot_be_used_stops_what_needs_it(
+    change: dict[str, Any], told: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Incomplete, damaged, or for another machine: a line before anything starts; only a step, if only it needs it."""
+    pack(folder, "nccl", **change)
+    assert stage_of(monkeypatch, GOOD, packs=("nccl",)) == gpu_session.NOT_READY
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("imports: missing, ")
+    assert told in line
+    alone = gpu_session.Step("alone", ("-c", "raise SystemExit('started')"), needs=(), packs=("nccl",))
+    assert stage_of(monkeypatch, alone, GOOD) == 0
+    _, line, good = capsys.readouterr().out.splitlines()
+    assert line.startswith("alone: missing, ")
+    assert told in line
+    assert good == "good: done, here"
+
+
+def test_results_are_passed_on_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step that is killed has lost none of its lines; its children die with it."""
+    monkeypatch.setenv("OUT", str(folder / "out"))
+    (folder / "out").mkdir()
+    os.mkfifo(folder / "gate")
+    opened = os.open(folder / "gate", os.O_RDWR)
+    code = f"""if True:
+        import json, subprocess
+        print(json.dumps({{"pid": subprocess.Popen(["sleep", "1000"]).pid}}), flush=True)
+        open("{folder}/gate").read()"""
+    late = gpu_session.Step("late", ("-c", code), needs=(), limit_s=HANG_S)
+    wait = subprocess.Popen.wait
+
+    def until_it_has_told(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout != HANG_S:
+            return wait(process, timeout)
+        deadline = time.monotonic() + HANG_S
+        while not (folder / "out" / "mine.jsonl").exists() or not (folder / "out" / "mine.jsonl").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(gpu_session, "STAGE_S", 2 * HANG_S)
+    monkeypatch.setattr(subprocess.Popen, "wait", until_it_has_told)
+    assert stage_of(monkeypatch, late, GOOD) == gpu_session.UNFINISHED
+    os.close(opened)
+    (told,) = (json.loads(line) for line in (folder / "out" / "mine.jsonl").read_text().splitlines())
+    assert told["step"] == "late"
+    assert f"late: {told['line']}" in capsys.readouterr().out.splitlines()
+    pid = json.loads(told["line"])["pid"]
+    deadline = time.monotonic() + HANG_S
+    while Path(f"/proc/{pid}/status").exists() and "Z (zombie)" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline, "the child lives on"
+        time.sleep(0.02)
 
 
 def test_a_wrong_stage_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """The CPU compatibility of SGLang: it finds what it replaces, and reports when it no longer applies."""
 
+import ast
 import importlib.util
+import os
 import re
 import struct
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 import torch
 from bapo_megatron_patches.sglang import v0_5_23, v0_5_23_linear
 
+from bapo_megatron.engines.sglang_kernels import NAMES
 from bapo_megatron.kernels.delta_rule import rule_of_chunk
 from tests.distributed import HANG_S
 
@@ -75,6 +78,85 @@ def test_what_seeds_need_is_still_there(module: str, text: str) -> None:
 )
 def test_the_memory_of_routes_is_still_registered_with_cuda(module: str, text: str) -> None:
     assert text in sglang_source(module)
+
+
+@needs_sglang
+@pytest.mark.parametrize(("module", "names"), NAMES.items())
+def test_the_self_test_looks_for_what_sglang_imports(module: str, names: tuple[str, ...]) -> None:
+    """Of the kernels for CUDA: other platforms import other names in other branches."""
+    found = {
+        f"{package}.{alias.name}".removeprefix("sgl_kernel").removeprefix(".")
+        for node in ast.walk(ast.parse(sglang_source(module)))
+        if isinstance(node, ast.ImportFrom) and (package := node.module or "").partition(".")[0] == "sgl_kernel"
+        for alias in node.names
+    }
+    assert set(names) <= found
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("srt/layers/dual_gemm.py", "self.mode = self._select_mode(gate_up_proj, hidden_size)"),
+        ("srt/layers/dual_gemm.py", "from sglang.kernels.ops.gemm.cutedsl_dual_gemm import"),
+        ("kernels/ops/gemm/cutedsl_dual_gemm.py", "\nimport cutlass\n"),
+        (
+            "kernels/ops/kvcache/kvcache.py",
+            "_jit_kvcache_module(k_row_bytes, v_row_bytes, num_threads)\n        return True",
+        ),
+        ("kernels/ops/layernorm/norm.py", "_jit_qknorm_module(head_dim, dtype)\n        return True"),
+        ("srt/environ.py", 'SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND = EnvStr("rust")'),
+        ("kernels/fused_op.py", 'KernelBackend.TORCH: "forward_native"'),
+        ("srt/models/qwen3_moe.py", "if enable_fused_set_kv_buffer(forward_batch)"),
+        ("srt/layers/attention/linear/gdn_backend.py", "causal_conv1d_fn = causal_conv1d_fn_cuda"),
+    ],
+)
+def test_what_serving_without_kernels_replaces_is_still_there(module: str, text: str) -> None:
+    assert text in sglang_source(module)
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_nothing_is_compiled_and_broken_kernels_are_replaced(tmp_path: Path) -> None:
+    """A broken sgl_kernel on the path, and a part of it that stayed from a failed import; Triton is not replaced."""
+    (tmp_path / "sgl_kernel").mkdir()
+    (tmp_path / "sgl_kernel" / "__init__.py").write_text("from . import half; raise ImportError('undefined symbol')")
+    (tmp_path / "sgl_kernel" / "half.py").write_text("")
+    code = """
+import sys, torch, bapo_megatron_patches.sglang as patches
+from bapo_megatron_patches.sglang import v0_5_23
+try:
+    import sgl_kernel
+except ImportError as error:
+    assert "undefined symbol" in str(error) and "sgl_kernel.half" in sys.modules
+sys.meta_path.append(v0_5_23.StubFinder(("triton", "torchvision")))  # this machine lacks them
+patches.apply_gpu_compat(has_kernels=False)
+patches.apply_gpu_compat(has_kernels=False)
+from sgl_kernel import rmsnorm
+from sgl_kernel.utils import is_arch_support_pdl
+assert is_arch_support_pdl() is False
+for call in (rmsnorm, lambda x: rmsnorm(out=[x])):
+    try:
+        call(torch.zeros(2))
+    except RuntimeError as error:
+        assert "SGLang called sgl_kernel.rmsnorm, which is not installed here" in str(error)
+    else:
+        raise SystemExit("it returned")
+from sglang.kernels.ops.kvcache.kvcache import can_use_store_cache
+from sglang.srt.layers.dual_gemm import DualGemm
+assert can_use_store_cache(256) is False
+assert DualGemm._select_mode(None, None, 64) is None
+assert sum(isinstance(finder, v0_5_23.StubFinder) for finder in sys.meta_path) == 2
+print("right")
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.stdout.endswith("right\n"), done.stderr
 
 
 @needs_sglang
@@ -161,7 +243,7 @@ found = PathFinder.find_spec
 missing = ("triton", "torchvision")  # torch's CUDA build brings triton
 PathFinder.find_spec = staticmethod(lambda name, *a: None if name.partition(".")[0] in missing else found(name, *a))
 import bapo_megatron_patches.sglang.v0_5_23 as patch
-sys.meta_path.append(patch.StubFinder())
+sys.meta_path.append(patch.StubFinder(patch.STUBS))
 import triton, triton.language as tl
 from triton.language.extra import libdevice
 from torchvision.transforms import InterpolationMode
