@@ -162,11 +162,13 @@ def _refuse_others(value: Mapping[str, Any], known: Sequence[str], what: str) ->
         )
 
 
-Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Tool]], str]
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 """Puts messages and tools into a chat template."""
 
 
-def as_taken(messages: list[dict[str, Any]], offered: Sequence[Tool], render: Render) -> list[dict[str, Any]]:
+def as_taken(
+    messages: list[dict[str, Any]], offered: Sequence[Mapping[str, Any]], render: Render
+) -> list[dict[str, Any]]:
     """Return messages in the form that a chat template takes: arguments of calls as objects, or otherwise as text."""
     arguments = [call["function"]["arguments"] for one in messages for call in one.get("tool_calls", ())]
     if not arguments:
@@ -195,7 +197,7 @@ def is_needed(field: str) -> bool:
 
 
 def left_out(
-    messages: Sequence[Mapping[str, Any]], offered: Sequence[Tool], render: Render
+    messages: Sequence[Mapping[str, Any]], offered: Sequence[Mapping[str, Any]], render: Render
 ) -> Iterator[tuple[str, int]]:
     """Yield the fields that a chat template does not show, each with the place of its message or tool, from 0.
 
@@ -206,7 +208,7 @@ def left_out(
     """
     text = render(messages, offered)
 
-    def is_shown(others: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> bool:
+    def is_shown(others: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
         try:
             return render(others, tools) != text
         except Exception:  # a template may refuse a value in any way
