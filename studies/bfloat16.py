@@ -3,6 +3,7 @@
 bapo train moe_demo rollout.engine=studies.bfloat16:KIND        in a checkout's root
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,15 @@ def engine_specs(
     """Describe the embedded engines, with this module in their place."""
     specs = embedded_specs(config, model_path, logs, ports, share)
     package = server.__package__
-    return [replace(s, command=[__name__ if part == package else part for part in s.command]) for s in specs]
+    checkout = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1])]))
+    return [
+        replace(
+            spec,
+            command=[__name__ if part == package else part for part in spec.command],
+            environment={**spec.environment, "PYTHONPATH": checkout},  # the folder with studies/ is not installed
+        )
+        for spec in specs
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -33,7 +33,10 @@ class Judge:
     def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         return ["text"] * len(ids)
 
-    def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return "text"
+
+    def verdicts(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
         return [verdict(prompt.prompt_id == 0) for prompt, _ in items]
 
 
@@ -213,7 +216,7 @@ def test_judging_has_a_deadline_of_its_own(loop: LoopThread, monkeypatch: pytest
     deadlines = Deadlines(loop, monkeypatch)
 
     class Unhurried(Judge):
-        def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+        def verdicts(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
             assert deadlines.now == []
             return super().verdicts(items)
 

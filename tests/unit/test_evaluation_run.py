@@ -91,6 +91,9 @@ class Texts:
     def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return [self.texts[i[0]] for i in ids]
 
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return ""
+
 
 @pytest.mark.parametrize(
     ("timeout_s", "answer", "rewards"),
@@ -147,7 +150,7 @@ def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monk
     deadlines = Deadlines(connected.loop, monkeypatch)
 
     class Unhurried:
-        def verdicts(self, items: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+        def verdicts(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
             assert deadlines.now == []
             return [Verdict(0.0, "timeout", "no verdict in 1.6 s", 1.6) for _ in items]
 

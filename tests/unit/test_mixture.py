@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,20 @@ from bapo_megatron.prompts.mixture import PromptMixture, prompts_of
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.types import Ended, Group, Prompt, Sample
 
-TOKENIZER: Any = SimpleNamespace(encode=lambda text: list(text.encode()), chat_template=None)
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    chat_template = None
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text) for text in texts]}
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return list(text.encode())
+
+
+TOKENIZER: Any = Bytes()
 WEIGHTS = st.lists(st.integers(1, 60) | st.floats(1e-3, 1e3), min_size=1, max_size=5)
 
 

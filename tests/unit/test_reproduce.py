@@ -5,7 +5,9 @@ import csv
 import io
 import json
 import math
+import os
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -104,7 +106,9 @@ settings = { train = { minibatches_per_step = 2 }, loss = { clip_low = 0.7 } }
 def test_the_bfloat16_engine_starts_in_place_of_the_embedded_one(tmp_path: Path) -> None:
     config = load_config(["moe_demo"], ["rollout.engine=studies.bfloat16:KIND"])
     (spec,) = bfloat16.engine_specs(config, tmp_path, [tmp_path / "log"], [30000], EngineShare(1, first_gpu=0))
-    assert spec.command[1:3] == ["-m", "studies.bfloat16"]
+    assert spec.command[1:4] == ["-P", "-m", "studies.bfloat16"]
+    found = subprocess.run([*spec.command[:4], "--help"], env=os.environ | spec.environment, cwd=tmp_path)
+    assert found.returncode == 0, "it starts in any folder"
     assert spec.command[-2:] == ["--port", "30000"]
 
 

@@ -1,6 +1,7 @@
 """Judges, and the scorer that runs them under a deadline."""
 
 import re
+import sys
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -258,7 +259,7 @@ class TestScorer:
             assert (scorer.num_errors, scorer.num_timeouts) == (0, 0)
 
     def test_processes_that_never_live_are_told(self, monkeypatch):
-        monkeypatch.setattr(pool_module.sys, "executable", "/bin/false")
+        monkeypatch.setattr(sys, "executable", "/bin/false")
         with pytest.raises(RuntimeError, match="no process that judges responses could be started: it ended before"):
             RewardScorer(make_config(source="jsonl", path="p.jsonl"))
 
