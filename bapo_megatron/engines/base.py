@@ -122,7 +122,7 @@ class GenerateRequest:
     token_ids: tuple[int, ...]
     max_new_tokens: int
     temperature: float
-    stop_token_ids: tuple[int, ...]  # a reply that "stops" at another token is continued by a further request
+    stop_token_ids: tuple[int, ...]  # with rollout.ignore_stop_tokens, a reply that "stops" at another is continued
     seed: int  # the same seed, tokens and weights give the same continuation
     top_p: float = 1.0  # sample from the fewest likeliest tokens whose tempered probabilities sum to at least this
     top_k: int | None = None  # and from at most this many; None means all

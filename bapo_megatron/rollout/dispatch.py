@@ -216,9 +216,10 @@ class Dispatcher:
         ]
         late = {stream: values[: len(values) - num_new] for stream, values in result.rows.items()}
         is_full = num_new >= self._room(sample)
-        # The tokens decide, not the server: it may see first that the budget is used up, or stop at a token that ends
-        # no turn here; such a sample continues like one that was set aside.
-        has_stopped = result.token_ids[-1:] in self._ends
+        # A server may see first that the budget is used up, so an end token counts, whatever it says. It may also stop
+        # at a token of rollout.ignore_stop_tokens; such a sample continues like one that was set aside.
+        says_so = result.finish_reason == "stop" and not self._config.ignore_stop_tokens
+        has_stopped = says_so or result.token_ids[-1:] in self._ends
         turn_end: TurnEnd | None = "stop" if has_stopped else "length" if is_full else None
         return sample.extended(segments, turn_end, late)
 

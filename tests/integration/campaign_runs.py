@@ -89,6 +89,7 @@ class SGLang:
         command = sglang.command(config, checkpoint, share, 0, port, has_gpu=False)
         command[command.index("bapo_megatron.engines.sglang_server")] = "tests.integration.halting_sglang"
         environment = sglang.environment(config, share, 0, []) | {"BAPO_TEST_HALT": str(self._halt_file(port))}
+        environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # where tests/ is
         server = processes.start(command, log, environment)
         self._started.append(server)
         return server.pid

@@ -167,7 +167,7 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outc
 def test_a_file_is_read_as_it_is(name: str, outcome_of: Callable[[str], Outcome]) -> None:
     found = outcome_of(name)
     assert found.data.get("fields", {}) == FORMATS[name][2]
-    assert found.printed.startswith("first prompt:\n  3+5*2=")
+    assert "first prompt:\n  3+5*2=" in found.printed
     assert "\njudge    math\nanswer   2\n" in found.printed
     assert [row["step"] for row in found.metrics] == ([1, 2] if name in TRAINED else [])
     assert found.is_unchanged
