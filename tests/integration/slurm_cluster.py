@@ -138,8 +138,7 @@ class Cluster:
         try:
             yield
         finally:
-            self._start_node(node)
-            self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+            self._start_node(node)  # ReturnToService=2 takes it back as soon as it answers
             _wait(lambda: self._idle() == len(_NODES), "idle nodes", self.logs)
 
     def _start_node(self, node: str) -> None:

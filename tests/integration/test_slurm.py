@@ -79,7 +79,8 @@ def listening_addresses(job: str) -> set[str]:
     addresses = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has just ended, or is not ours
-            if process.environ().get("SLURM_JOB_ID") == job and "bapo_megatron" in " ".join(process.cmdline()[1:3]):
+            is_ours = any(word.startswith("bapo_megatron") for word in process.cmdline()[:4])  # python -P -m MODULE
+            if is_ours and process.environ().get("SLURM_JOB_ID") == job:
                 sockets = process.net_connections(kind="tcp")
                 addresses |= {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
     return addresses
