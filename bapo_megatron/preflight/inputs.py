@@ -337,6 +337,7 @@ def _stop_tokens(config: Config, model: Path) -> Iterator[Violation]:
 
 def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
     """Start the environment, and check that the chat template takes the answers of tools."""
+    from bapo_megatron.rollout.agents import REWARD_VARIABLE, WRITE, prints_its_reward
     from bapo_megatron.rollout.turn_tokens import check_tools, environment_of
 
     limits = ("environment.concurrency", "reward.process_memory_mib")
@@ -344,6 +345,9 @@ def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
         environment_of(config).close()
     except (UserError, RuntimeError) as error:  # RuntimeError: no process stays alive
         yield Violation(("environment.kind", "environment.options", *limits), str(error))
+    if config.environment.is_agent and not config.has_judge and (file := prints_its_reward(config.environment.options)):
+        problem = f"environment.options: {file} has no {REWARD_VARIABLE}; a reward that it prints does not count"
+        yield warning(("environment.options", "reward.kind"), problem, WRITE)
     if model is None or config.environment.kind != "tools":
         return
     tokenizer = _tokenizer(config, model)

@@ -4,7 +4,14 @@
 
 A sample begins as its program does. What the program asks becomes given tokens, the policy's turn becomes its reply
 (conversations.py, agent_endpoint.py), and its exit ends the sample. While the program works, the sample waits for its
-environment, as for any other. Programs are trusted; they do not outlive the run.
+environment, as for any other. Programs are trusted; they and their children do not outlive the sample (program.py).
+
+A judge scores the sample, or the program does. Only then it learns the answer, and gives the reward, by a socket:
+
+    ours: '"6"\n'  <-- socket -->  descriptor 3: reads '"6"\n', writes '{"reward": 1.0}'
+
+What a program prints may be the policy's words, and its environment goes to commands that it runs for the policy. No
+path leads to a socket, and Python's and Node's child processes do not inherit it.
 """
 
 import asyncio
@@ -14,11 +21,12 @@ import logging
 import os
 import re
 import shutil
-import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -33,66 +41,98 @@ from bapo_megatron.rollout.agent_endpoint import MODEL, Endpoint, Inbox, Reply, 
 from bapo_megatron.rollout.conversations import ContextError, Conversations
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.drivers import Answers, CountsAnswers, ended
-from bapo_megatron.types import Ended, Need, NeedsEnvironment, Prompt, Sample, TurnEnd
+from bapo_megatron.rollout.program import REWARD_FD
+from bapo_megatron.types import Need, NeedsEnvironment, Prompt, Sample, TurnEnd
 
 log = logging.getLogger(__name__)
 
 _MAX_OUTPUT_BYTES = 64 << 10  # kept of what a program prints, from its end
 _MAX_SHOWN = 500  # characters of it that a message shows
+_MAX_REWARD_BYTES = 64 << 10  # of a program's JSON; a socket holds more
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _HOST = re.compile(r"\*|(?:https?://)?[*.]*[\w-][\w.-]*(?:/\d+)?(?::\d+)?")  # a name, IPv4 address or network
 _END_TIMEOUT_S = 10.0  # how long to wait for a killed program
-LAUNCHER = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-"""Ends a program with the process that started it (PR_SET_PDEATHSIG, SIGKILL)."""
+_MAX_SCRIPT_BYTES = 1 << 20
+_NAMES_REWARD = re.compile(r"""["']reward["']\s*:""")  # {"reward": 1.0}
+_SUPERVISOR = Path(__file__).with_name("program.py")  # it becomes the parent of a program
+REWARD_VARIABLE = "BAPO_REWARD_FD"  # where a program without a judge finds its descriptor
+WRITE = f'write {{"reward": 1.0}} to the descriptor {REWARD_VARIABLE} (docs/agents.md), or let reward.kind name a judge'
 _EXPECTED = 'environment.kind="agent" needs environment.options={command=["python", "my_agent.py"]}'
 
 
 class Program:
-    """A running program, in a process group of its own."""
+    """A running program, below a process that ends it with its children."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket | None, answer: bytes) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
+        self.written = b""  # the reward that it has written, as JSON; complete after `end`
         self._process = process
+        self._channel = channel
         self._readers = [asyncio.create_task(_tail(stream)) for stream in (process.stdout, process.stderr)]
-        self._is_killed = False
+        self._telling = asyncio.create_task(_tell(channel, answer))
 
     @classmethod
-    async def start(cls, command: Sequence[str], variables: Mapping[str, str]) -> "Program":
-        """Start a program with these environment variables. Raises OSError."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", LAUNCHER, *command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env=variables,
-        )
-        return cls(process)
+    async def start(cls, command: Sequence[str], variables: Mapping[str, str], answer: str | None = None) -> "Program":
+        """Start a program with these environment variables; without a judge, with an answer as JSON. Raises OSError."""
+        channel, theirs = socket.socketpair() if answer is not None else (None, None)
+        try:
+            fds = () if theirs is None else (theirs.fileno(),)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(*fds) or "-", *command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=fds,
+                env=variables,
+            )
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            raise
+        finally:
+            if theirs is not None:
+                theirs.close()
+        return cls(process, channel, f"{answer}\n".encode())
 
     async def end(self) -> int:
-        """Wait for the program's own end, and kill its children; return its exit code."""
+        """Wait for the end of the program and its children, read its reward, and return its exit code."""
         code = await self._process.wait()
-        self.kill()  # now: later, another process may have its id
+        self._telling.cancel()
+        await asyncio.wait([self._telling])
+        if self._channel is not None:
+            with self._channel, contextlib.suppress(BlockingIOError, ConnectionError):
+                while len(self.written) <= _MAX_REWARD_BYTES and (data := self._channel.recv(_MAX_REWARD_BYTES)):
+                    self.written += data
         return code
 
     def kill(self) -> None:
         """End the program and its children. Safe to call twice."""
-        if not self._is_killed:  # another process may have its id by now
-            self._is_killed = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
 
     async def output(self) -> tuple[str, str]:
         """Kill what is left of the program; return the end of its output and of its error output."""
         self.kill()
-        with contextlib.suppress(TimeoutError):  # it may be stuck in the kernel
+        try:
             await asyncio.wait_for(self._process.wait(), _END_TIMEOUT_S)
-        await asyncio.wait(self._readers, timeout=_END_TIMEOUT_S)  # a child in another session may keep them open
+        except TimeoutError:  # a child may be stuck in the kernel
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await asyncio.wait(self._readers, timeout=_END_TIMEOUT_S)  # such a child keeps them open
         for reader in self._readers:
             reader.cancel()
         out, error = (r.result() if r.done() and not r.cancelled() else b"" for r in self._readers)
         return out.decode(errors="replace").strip(), error.decode(errors="replace").strip()
+
+
+async def _tell(channel: socket.socket | None, answer: bytes) -> None:
+    """Write the answer, of any length, until the program has read it or has ended."""
+    if channel is not None:
+        channel.setblocking(False)
+        with contextlib.suppress(ConnectionError):
+            await asyncio.get_running_loop().sock_sendall(channel, answer)
 
 
 async def _tail(stream: asyncio.StreamReader) -> bytes:
@@ -138,6 +178,7 @@ class AgentPrograms:
         self._sessions: set[Session] = set()
         self._seed = config.run.seed
         self._command = _command(config.environment.options)
+        self._has_judge = config.has_judge
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inherited, left_out = inherited(os.environ)
         if left_out:
@@ -152,8 +193,9 @@ class AgentPrograms:
         self._loop = asyncio.get_running_loop()
         await self.endpoint.start()
         inbox = self.endpoint.open()
+        answer = None if self._has_judge else json.dumps(sample.prompt.answer)
         try:
-            program = await Program.start(self._words(sample.prompt), self._variables(sample, inbox))
+            program = await Program.start(self._words(sample.prompt), self._variables(sample, inbox), answer)
         except BaseException:
             self.endpoint.shut(inbox)
             raise
@@ -188,10 +230,12 @@ class AgentPrograms:
         return [word.replace("{prompt}", prompt.text) for word in self._command]
 
     def _variables(self, sample: Sample, inbox: Inbox) -> dict[str, str]:
-        """Return a program's environment: this process's, without the engines' key, and what it should ask."""
+        """Return a program's environment: this process's, without the engines' key, and what it should ask. It holds no
+        answer: commands that a program runs for the policy inherit it."""
         of, seed = sample.prompt, sample_seed(self._seed, sample.sample_id)
-        task = {"prompt": of.text, "answer": of.answer, "source": of.source, "seed": seed}
-        return self._inherited | {
+        task = {"prompt": of.text, "source": of.source, "seed": seed}
+        reward = {} if self._has_judge else {REWARD_VARIABLE: str(REWARD_FD)}
+        return self._inherited | reward | {
             "OPENAI_BASE_URL": self.endpoint.url,
             "OPENAI_API_KEY": inbox.key,
             "OPENAI_MODEL": MODEL,
@@ -368,24 +412,20 @@ class AgentDriver(CountsAnswers):
             return self.answers.fail(sample, Failed(f"the program {how}{shown}", problem))
         is_full = sample.num_sampled_tokens >= self.max_response_tokens
         reason = session.limit or ("length" if is_full else "stop")
-        try:
-            printed = _printed(out) if exit_code == 0 else None
-        except (TypeError, ValueError) as misfit:
-            return self.answers.fail(sample, Failed(f"the program's last line: {misfit}"))
-        match printed:
-            case Failed():
-                return self.answers.fail(sample, printed)
-            case End(reward=reward):
-                end = ended(reason, [reward])
-            case _ if self.answers.scorer is not None:
-                return await self.answers.judged(sample, self.decode, reason)
-            case _ if session.limit is not None:
-                end = Ended(reason, 0.0)
-            case _:
-                wanted = 'print {"reward": 1.0} as its last line, or let reward.kind name a judge'
-                return self.answers.fail(sample, Failed(f"the program ended without a reward: {wanted}{shown}"))
+        if self.answers.scorer is not None:
+            return await self.answers.judged(sample, self.decode, reason)
+        if exit_code == 0 and session.program.written:
+            answer = _written(session.program.written)
+        elif session.limit is not None:
+            answer = End(0.0)
+        elif _is_about_a_reward(out):
+            answer = Failed(f"the program printed its reward, where anybody's words may be: it must {WRITE}{shown}")
+        else:
+            answer = Failed(f"the program ended without a reward: {WRITE}{shown}")
+        if isinstance(answer, Failed):
+            return self.answers.fail(sample, answer)
         self.answers.end()
-        return replace(sample, need=end)
+        return replace(sample, need=ended(reason, [answer.reward]))
 
 
 class TurnsError(BadRequestError):
@@ -394,19 +434,37 @@ class TurnsError(BadRequestError):
     code = "turn_limit_exceeded"
 
 
-def _printed(out: str) -> End | Failed | None:
-    """Return what the last line of a program's output says, or None if it is not about the sample's end.
+def _written(data: bytes) -> End | Failed:
+    """Return what a program has written to its descriptor, such as {"reward": 1.0} or {"failed": "no screen"}."""
+    if len(data) > _MAX_REWARD_BYTES:
+        return Failed(f"the program wrote more than {_MAX_REWARD_BYTES} bytes to the descriptor {REWARD_VARIABLE}")
+    try:
+        answer = as_answer(json.loads(data))
+    except (TypeError, ValueError, RecursionError) as misfit:
+        problem = str(misfit)
+    else:
+        if isinstance(answer, End | Failed):
+            return answer
+        problem = "it is neither a reward nor a failure"
+    shown = data[:200].decode(errors="replace")
+    return Failed(f"what the program wrote to the descriptor {REWARD_VARIABLE} is no reward: {problem}: {shown}")
 
-    Raises:
-        TypeError, ValueError: it is, but cannot be read.
-    """
+
+def _is_about_a_reward(out: str) -> bool:
+    """Return whether the last line of a program's output is an object with a reward or a failure."""
     try:
         value = json.loads(out.rpartition("\n")[2])
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or not value.keys() & {"reward", "failed"}:
-        return None
-    answer = as_answer(value)
-    if not isinstance(answer, End | Failed):
-        raise TypeError(f"a program ends with a reward, not {value!r:.200}")
-    return answer
+        return False
+    return isinstance(value, dict) and bool(value.keys() & {"reward", "failed"})
+
+
+def prints_its_reward(options: Mapping[str, Any]) -> str | None:
+    """Return the file in a command that names a reward, but not the descriptor for it; None if there is none."""
+    for word in options.get("command", ()):
+        with contextlib.suppress(OSError, TypeError, ValueError):  # it is no path, or no text
+            if (path := Path(word)).is_file() and path.stat().st_size < _MAX_SCRIPT_BYTES:
+                text = path.read_text(encoding="utf-8")
+                if _NAMES_REWARD.search(text) and REWARD_VARIABLE not in text:
+                    return word
+    return None

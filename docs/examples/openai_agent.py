@@ -1,6 +1,7 @@
 """environment.kind = "agent", environment.options = {command = ["python", "openai_agent.py"]}: three tries at a sum.
 
-OPENAI_BASE_URL and OPENAI_API_KEY, which the client reads, lead to the policy that is trained.
+OPENAI_BASE_URL and OPENAI_API_KEY, which the client reads, lead to the policy that is trained. The descriptor
+BAPO_REWARD_FD holds the answer and takes the reward.
 """
 
 import json
@@ -11,6 +12,8 @@ import openai
 
 client = openai.OpenAI()
 task = json.loads(os.environ["BAPO_TASK"])
+scores = open(int(os.environ["BAPO_REWARD_FD"]), "rb+", buffering=0)
+answer = json.loads(scores.readline())
 messages = [{"role": "user", "content": task["prompt"]}]
 
 
@@ -23,9 +26,9 @@ def ask():
 num_wrong = 0
 while num_wrong < 3:
     numbers = re.findall(r"-?\d+", ask())
-    if numbers[-1:] == [task["answer"]]:
+    if numbers[-1:] == [answer]:
         break
     num_wrong += 1
     messages.append({"role": "user", "content": "That is wrong. Try again."})
 
-print(json.dumps({"reward": {"right": float(num_wrong < 3), "tries": -0.1 * num_wrong}}))
+scores.write(json.dumps({"reward": {"right": float(num_wrong < 3), "tries": -0.1 * num_wrong}}).encode())

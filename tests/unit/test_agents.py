@@ -23,7 +23,7 @@ from bapo_megatron.preflight.checks.environment import check_environment
 from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rollout.agent_endpoint import MODEL, Asked, Endpoint, Inbox, Reply
-from bapo_megatron.rollout.agents import LAUNCHER, AgentDriver, AgentPrograms, Program, inherited
+from bapo_megatron.rollout.agents import AgentDriver, AgentPrograms, inherited
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S
@@ -39,7 +39,7 @@ TOKENIZER.chat_template = (
 END = TOKENIZER.eos_token_id
 LIMITS = {"max_response_tokens": 400, "prompts_per_step": 1, "samples_per_prompt": 2}
 PLAIN = """
-import http.client, json, os, urllib.parse
+import http.client, json, os, sys, urllib.parse
 TASK = json.loads(os.environ["BAPO_TASK"])
 ADDRESS = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
 
@@ -65,9 +65,13 @@ def user(text):
 def tool(call, text):
     return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
+def report(**value):
+    os.write(int(os.environ["BAPO_REWARD_FD"]), json.dumps(value).encode())
+
 FIRST = [{"role": "system", "content": "Be brief."}, user(TASK["prompt"])]
 """
-"""What programs without a client of OpenAI's begin with: `ask` returns a message, `post` a status and a body."""
+"""What programs without a client of OpenAI's begin with: `ask` returns a message, `post` a status and a body, and
+`report` writes a reward where a program without a judge must."""
 ADD = {
     "type": "function",
     "function": {
@@ -187,7 +191,7 @@ def test_turns_continue_the_stored_tokens_whatever_comes_back_of_a_thought(tmp_p
             [*FIRST, first, user([{"type": "text", "text": "Sure?"}]), second, user(parts), third, user("So?")]
         )
         print("progress")
-        print(json.dumps({"reward": {"turns": 4.0, "brief": 0.5}}))
+        report(reward={"turns": 4.0, "brief": 0.5})
         """
     for sample in Agents(tmp_path, program).samples():
         assert isinstance(sample.need, Ended)
@@ -215,7 +219,7 @@ def test_arguments_are_compared_as_json_and_ids_of_calls_do_not_matter(tmp_path:
         other = ask([*FIRST, first, tool(call, "3<|im_end|>")], tool_choice="none")
         assert "tool_calls" not in other
         assert other["content"].startswith("So."), other
-        print(json.dumps({{"reward": 1}}))
+        report(reward=1)
         """
     for sample in Agents(tmp_path, program, Says(CALL)).samples():
         with_tools, without = said(sample)
@@ -236,7 +240,7 @@ def test_a_call_that_cannot_be_read_stays_text(tmp_path: Path) -> None:
         first = ask(FIRST, tools=[{ADD!r}])
         assert first["content"].startswith('<tool_call>{{"name"'), first
         assert "tool_calls" not in first
-        print(json.dumps({{"reward": 1}}))
+        report(reward=1)
         """
     samples = Agents(tmp_path, program, Says('<tool_call>{"name": </tool_call>')).samples()
     assert [s.reward for s in samples] == [1, 1]
@@ -251,7 +255,7 @@ def test_a_rewritten_history_branches_where_it_was_changed(tmp_path: Path) -> No
         ask(FIRST)
         ask([*FIRST, first, user("a"), {"role": "assistant", "content": "I said no."}, user("c")])
         ask([user("Summary"), second, user("c")])
-        print(json.dumps({"reward": 1}))
+        report(reward=1)
         """
     for sample in Agents(tmp_path, program, max_turns=9).samples():
         texts = said(sample)
@@ -276,7 +280,7 @@ def test_a_repeated_request_gets_the_turn_that_it_asked_for(tmp_path: Path) -> N
         history = {"messages": [*FIRST, first[1]["choices"][0]["message"], user("So?")]}
         found = [post(history), post(history, headers=again)]
         assert found[0][1]["choices"] == found[1][1]["choices"]
-        print(json.dumps({"reward": 1}))
+        report(reward=1)
         """
     for sample in Agents(tmp_path, program).samples():
         (texts,) = said(sample)
@@ -338,7 +342,7 @@ def test_parallel_requests_are_turns_of_their_own(tmp_path: Path) -> None:
         histories = [[*FIRST, reply, user("So?")] for reply in replies[:2]]
         asked = [connect({"messages": history}) for history in histories]
         print([one.getresponse().read() for one in asked])
-        print(json.dumps({"reward": 1}))
+        report(reward=1)
         """
     for sample in Agents(tmp_path, program, max_turns=5).samples():
         texts = said(sample)
@@ -359,7 +363,7 @@ def test_a_stream_has_the_same_turn(tmp_path: Path) -> None:
         assert end["choices"][0]["finish_reason"] == again["choices"][0]["finish_reason"] == "tool_calls"
         assert usage["usage"] == again["usage"]
         assert usage["usage"]["total_tokens"] > usage["usage"]["completion_tokens"] > 9
-        print(json.dumps({{"reward": 1}}))
+        report(reward=1)
         """
     for sample in Agents(tmp_path, program, Says(CALL)).samples():
         assert len(said(sample)) == 1
@@ -385,7 +389,7 @@ def test_what_the_endpoint_cannot_do_is_refused_by_name(tmp_path: Path, field: d
         assert status == 400, reply
         assert {named!r} in reply["error"]["message"], reply
         ask(FIRST, temperature=0.0, top_p=0.5, seed=3, parallel_tool_calls=False, n=1)
-        print(json.dumps({{"reward": 1}}))
+        report(reward=1)
         """
     samples = Agents(tmp_path, program, samples_per_prompt=1).samples()
     assert [s.reward for s in samples] == [1]
@@ -401,7 +405,7 @@ def test_another_model_another_key_and_web_pages_are_refused(tmp_path: Path) -> 
         assert post({"messages": FIRST}, headers={"Origin": "http://evil.example"})[0] == 403
         assert "BAPO_ENGINE_KEY" not in os.environ
         ask(FIRST)
-        print(json.dumps({"reward": 1}))
+        report(reward=1)
         """
     samples = Agents(tmp_path, program, samples_per_prompt=1).samples()
     assert [s.reward for s in samples] == [1]
@@ -414,7 +418,7 @@ def test_a_requests_own_limit_cuts_its_turn(tmp_path: Path) -> None:
         assert reply["usage"]["completion_tokens"] == 3
         first = reply["choices"][0]["message"]
         ask([*FIRST, first, user("So?")], max_completion_tokens=100)
-        print(json.dumps({"reward": 1}))
+        report(reward=1)
         """
     for sample in Agents(tmp_path, program).samples():
         (trajectory,) = sample.trajectories[1:]
@@ -447,7 +451,7 @@ LOOP = """
 def test_a_program_that_reaches_a_limit_may_still_give_its_reward(
     tmp_path: Path, settings: dict[str, Any], code: str, reason: str, num_turns: int | None, handles: bool
 ) -> None:
-    end = '\nprint(json.dumps({"reward": number}))\n' if handles else '\nraise SystemExit("no idea")\n'
+    end = '\nreport(reward=number)\n' if handles else '\nraise SystemExit("no idea")\n'
     program = textwrap.dedent(LOOP.replace("CODE", repr(code))) + end
     for sample in Agents(tmp_path, program, **settings).samples():
         num = sum(len(t.turns) for t in sample.trajectories)
@@ -475,18 +479,23 @@ def test_a_judge_scores_the_last_turn_of_a_program_that_prints_no_reward(tmp_pat
         ("ask(FIRST); raise ValueError('no mouse')", "(?s)exit code 1; it printed: .*ValueError: no mouse", "error"),
         (
             "ask(FIRST)",
-            "without a reward: print .* as its last line, or let reward.kind name .*; it printed nothing",
+            "without a reward: write .* to the descriptor BAPO_REWARD_FD .*, or let reward.kind .*; it printed nothing",
             "error",
         ),
-        ('ask(FIRST); print(json.dumps({"failed": "no screen"}))', "no screen", "error"),
-        ('ask(FIRST); print(json.dumps({"reward": "all"}))', "last line: a reward is a finite number", "error"),
+        ('ask(FIRST); print("so\\n" + json.dumps({"reward": 1}))', "printed its reward, where .* must write", "error"),
+        ('ask(FIRST); report(failed="no screen")', "no screen", "error"),
+        ('ask(FIRST); report(reward="all")', "is no reward: a reward is a finite number", "error"),
+        ("ask(FIRST); report(reward=1); report(reward=2)", "is no reward: Extra data", "error"),
+        ("ask(FIRST); report(reward=1); sys.exit(2)", "exit code 2; it printed nothing", "error"),
+        ("ask(FIRST); report(text='go on')", "neither a reward nor a failure", "error"),
+        ("ask(FIRST); report(reward={'x' * 70_000: 1})", "more than 65536 bytes", "error"),
         ("print('x' * 10**7); os.kill(os.getpid(), 9)", "exit code -9 before it had a turn; it printed: x+$", "error"),
     ],
 )
 def test_a_program_that_fails_costs_its_sample_and_says_why(
     tmp_path: Path, program: str, said: str, problem: str
 ) -> None:
-    good = 'ask(FIRST); print(json.dumps({"reward": 1}))'
+    good = 'ask(FIRST); report(reward=1)'
     branched = f"""
         if TASK["seed"] % 2:
             {program}
@@ -534,34 +543,6 @@ def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -
         os.close(process)
 
 
-def test_a_program_ends_with_the_process_that_started_it() -> None:
-    start = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]); print(child.pid)"
-    words = [sys.executable, "-c", "print('here', flush=True); import time; time.sleep(999)"]
-    parent = [sys.executable, "-c", f"{start}; sys.stdout.flush(); child.wait()", LAUNCHER, *words]
-    with subprocess.Popen(parent, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline().strip() for _ in range(2)]
-        child = os.pidfd_open(int(next(line for line in lines if line.isdecimal())))
-        assert "here" in lines, "the program runs"
-        process.kill()
-    assert select.select([child], [], [], HANG_S)[0]
-
-
-def test_the_id_of_a_program_is_not_used_long_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By then it may belong to another process: a program can end while its sample waits for tokens."""
-    killed: list[tuple[int, int]] = []
-    monkeypatch.setattr("bapo_megatron.rollout.agents.os.killpg", lambda *which: killed.append(which))
-
-    async def run() -> None:
-        program = await Program.start([sys.executable, "-c", "pass"], os.environ)
-        assert await program.end() == 0
-        assert len(killed) == 1, "its children end with it"
-        await program.output()
-
-    asyncio.run(run())
-    assert len(killed) == 1
-
-
 @pytest.mark.parametrize("begins", ["", "ask(FIRST); "])
 def test_a_run_stops_if_all_of_the_first_programs_fail(tmp_path: Path, begins: str) -> None:
     agents = Agents(tmp_path, f"{begins}raise SystemExit('no display')", samples_per_prompt=8)
@@ -586,7 +567,7 @@ def test_a_command_that_cannot_be_started_is_found_before_the_run(options: dict[
 
 def test_drivers_that_share_programs_share_no_sample(tmp_path: Path) -> None:
     """The sets of an evaluation are asked at the same time, and number their samples in the same way."""
-    agents = Agents(tmp_path, """print(json.dumps({"reward": float(ask(FIRST)["content"])}))""")
+    agents = Agents(tmp_path, """report(reward=float(ask(FIRST)["content"]))""")
     other = AgentDriver(agents.programs, agents.driver.chat, agents.driver.decode, 50, 400, 9)
     drivers = (agents.driver, other)
     begun = Sample.of("0.0", Questions().next(), need=NeedsEnvironment(None))
@@ -609,7 +590,7 @@ def test_programs_work_between_steps_if_sampling_overlaps(tmp_path: Path) -> Non
         messages = FIRST
         for _ in range(1 + TASK["seed"] % 3):
             messages = [*messages, ask(messages), user("So?")]
-        print(json.dumps({"reward": len(messages)}))
+        report(reward=len(messages))
         """
     agents = Agents(tmp_path, program, overlap=True, max_staleness=3, groups_in_flight=3, tokens_per_round=5)
 
@@ -643,7 +624,7 @@ def test_an_unfinished_sample_begins_anew_after_a_restart(tmp_path: Path) -> Non
         messages = FIRST
         for _ in range(1 + 3 * (TASK["seed"] % 3)):
             messages = [*messages, ask(messages), user("So?")]
-        print(json.dumps({"reward": 1}))
+        report(reward=1)
         """
     settings: dict[str, Any] = {"tokens_per_round": 4, "groups_in_flight": 4, "max_turns": 9}
     agents = Agents(tmp_path, program, **settings)
