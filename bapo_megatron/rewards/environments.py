@@ -19,6 +19,7 @@ nor the configuration.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "guess": guess}
 MAX_ANSWER_BYTES = 1_000_000  # of JSON
+_MAX_DEPTH = 100  # of a state: checkpoints hold it, inside others
 _WORDS = {
     "text": "a string",
     "token_ids": "a list of integers",
@@ -126,6 +128,8 @@ def as_answer(value: Any) -> StepAnswer:
         raise TypeError(f"a step returns JSON; {problem}: {value!r:.200}") from problem
     if size > MAX_ANSWER_BYTES:
         raise ValueError(f"a step returns at most {MAX_ANSWER_BYTES} bytes of JSON, not {size}")
+    if _is_deep(value.get("state")):
+        raise ValueError(f"a step returns a state of at most {_MAX_DEPTH} levels of lists and objects")
     reward = _reward(value["reward"]) if value.get("reward") is not None else None
     if "failed" in keys:
         return Failed(str(value["failed"]))
@@ -137,6 +141,19 @@ def as_answer(value: Any) -> StepAnswer:
     if reward is None:
         raise TypeError(f"a step ends a sample with a reward, not {value!r:.200}")
     return End(reward)
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested more than _MAX_DEPTH levels deep."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inside = (one.values() if isinstance(one, Mapping) else one for one in level if _holds_others(one))
+        level = [*itertools.chain.from_iterable(inside)]
+    return any(map(_holds_others, level))
+
+
+def _holds_others(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
 
 
 def _is_word(name: str, given: Any) -> bool:

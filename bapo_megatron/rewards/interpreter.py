@@ -14,6 +14,8 @@ from pathlib import Path
 from bapo_megatron.rewards.code import MEMORY_BYTES, Sandbox
 
 MAX_CHARS = 20_000  # of what one call prints
+_MAX_CODE_BYTES = 500_000  # of a sample's code, as JSON: an answer has room for it (environments.MAX_ANSWER_BYTES)
+_MAX_LINE_BYTES = 12 * (MAX_CHARS + 100)  # of what one call printed, as JSON: a character may become "\\ud83d\\ude00"
 _SESSION = Path(__file__).with_name("session.py")  # the program that runs the code
 
 State = Sequence[Sequence[str]]
@@ -31,18 +33,21 @@ class Interpreter:
     def run(self, code: str, state: State, deadline_s: float | None = None) -> tuple[str, State]:
         """Run code after the code of earlier calls; return what it printed, and the new state.
 
-        A call that does not end, or that ends the interpreter, leaves the state as it was.
+        A call that does not end, or that ends the interpreter, leaves the state as it was. Whatever the code does is
+        its own doing: the answer says so, and nothing is raised.
 
         Args:
             deadline_s: on the clock of time.monotonic, if earlier than the timeout.
         """
         latest_s = time.monotonic() + self._timeout_s
+        latest_s = latest_s if deadline_s is None else min(deadline_s, latest_s)
         stdin = json.dumps({"pieces": [*(earlier for earlier, _ in state), code], "max_chars": MAX_CHARS})
+        if len(stdin) > _MAX_CODE_BYTES:
+            return f"The code of all calls is longer than {_MAX_CODE_BYTES} bytes. The last call did not run.", state
         try:
-            exit_code, stdout, _ = self._sandbox.run(
-                {"program": self._program, "stdin": stdin},
-                latest_s if deadline_s is None else min(deadline_s, latest_s),
-            )
+            if time.monotonic() >= latest_s:  # to start each of many late calls would take too long
+                raise TimeoutError
+            exit_code, stdout, _ = self._sandbox.run({"program": self._program, "stdin": stdin}, latest_s)
         except TimeoutError:
             again = ", after the code of earlier calls had run again," if state else ""
             return f"TimeoutError: the code{again} did not end in {self._timeout_s:g} s. Nothing of it is kept.", state
@@ -60,10 +65,13 @@ class Interpreter:
 
 
 def _printed(stdout: bytes, num_pieces: int) -> list[str] | None:
-    """Return what each piece printed; None if the code has written over it."""
+    """Return what each piece printed; None if the code has written over it, perhaps with brackets without an end."""
+    line = stdout.rpartition(b"\n")[2]
+    if len(line) > _MAX_LINE_BYTES * num_pieces:
+        return None
     try:
-        found = json.loads(stdout.rpartition(b"\n")[2])
-    except ValueError:
+        found = json.loads(line)
+    except (ValueError, RecursionError, MemoryError):
         return None
     is_right = isinstance(found, list) and len(found) == num_pieces and all(isinstance(text, str) for text in found)
     return found if is_right else None

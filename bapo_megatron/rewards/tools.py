@@ -9,6 +9,7 @@ a tool raises, goes to the policy as the answer. Worker processes import this fi
 import asyncio
 import inspect
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from bapo_megatron.prompts.tool_calls import BadCall, Call, parse_turn
 from bapo_megatron.prompts.tools import ToolOptions, load_tools
 from bapo_megatron.rewards.arithmetic import shown, worked_out
 from bapo_megatron.rewards.interpreter import Interpreter
+
+log = logging.getLogger(__name__)
 
 _MAX_CHARS = 50_000  # in the answers to one turn
 
@@ -82,6 +85,8 @@ class Tool:
         for name, value in arguments.items():
             try:
                 checked[name] = self.types[name].validate_json(json.dumps(value), strict=True)
+            except RecursionError:
+                raise ValueError(f"argument {name!r} is nested too deeply") from None
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 inside = "".join(f"[{part!r}]" for part in first["loc"])
@@ -142,11 +147,7 @@ class Toolbox:
         return text or "(It printed nothing.)", pieces
 
     async def _said(self, call: Call | BadCall) -> str:
-        """Return a tool's answer to a call, or what is wrong with the call.
-
-        Raises:
-            TypeError: a tool returned something that is not JSON.
-        """
+        """Return a tool's answer to a call, or what is wrong with the call or with the answer."""
         if isinstance(call, BadCall):
             return f"Error: {call.reason}"
         tool = self._tools.get(call.name)
@@ -160,11 +161,12 @@ class Toolbox:
             value = tool.function(**arguments)
             if inspect.isawaitable(value):
                 value = await value
-        except Exception as error:  # a user's function may fail in any way, and the policy should know
+        except (Exception, SystemExit) as error:  # a user's function may fail in any way, and the policy should know
             return f"{type(error).__name__}: {error}"
         if isinstance(value, str):
             return value
         try:
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return json.dumps(value, ensure_ascii=False)  # with NaN: the policy may choose arguments that lead to it
         except (TypeError, ValueError, RecursionError) as problem:
-            raise TypeError(f"tool {call.name!r} returned no JSON value: {value!r:.200}: {problem}") from problem
+            log.warning("tool %r returned no JSON value but %s: %s", call.name, type(value).__name__, problem)
+            return f"TypeError: {call.name} returned no JSON value but {type(value).__name__}"

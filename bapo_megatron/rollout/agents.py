@@ -234,8 +234,10 @@ class AgentPrograms:
         answer: commands that a program runs for the policy inherit it."""
         of, seed = sample.prompt, sample_seed(self._seed, sample.sample_id)
         task = {"prompt": of.text, "source": of.source, "seed": seed}
-        reward = {} if self._has_judge else {REWARD_VARIABLE: str(REWARD_FD)}
-        return self._inherited | reward | {
+        rewards = {} if self._has_judge else {REWARD_VARIABLE: str(REWARD_FD)}
+        return {
+            **self._inherited,
+            **rewards,
             "OPENAI_BASE_URL": self.endpoint.url,
             "OPENAI_API_KEY": inbox.key,
             "OPENAI_MODEL": MODEL,

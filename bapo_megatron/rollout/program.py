@@ -17,7 +17,7 @@ import sys
 import time
 
 REWARD_FD = 3  # in the program; the highest that every shell can name
-END_S = 5.0  # how long killed children may take to end
+_END_S = 60.0  # how long killed children may take to end; agents.py waits less, and then kills this process
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
 
@@ -38,7 +38,7 @@ def main() -> None:
     status = None
     while status is None and signal.sigwait(asked) == signal.SIGCHLD:
         status = _reaped(program)[1]
-    deadline_s = time.monotonic() + END_S
+    deadline_s = time.monotonic() + _END_S
     while _reaped(program)[0] and time.monotonic() < deadline_s:
         for child in _children():
             with contextlib.suppress(OSError):  # it runs as another user

@@ -12,8 +12,9 @@ import openai
 
 client = openai.OpenAI()
 task = json.loads(os.environ["BAPO_TASK"])
-scores = open(int(os.environ["BAPO_REWARD_FD"]), "rb+", buffering=0)
-answer = json.loads(scores.readline())
+reward_fd = int(os.environ["BAPO_REWARD_FD"])
+with open(reward_fd, closefd=False) as file:
+    answer = json.loads(file.readline())
 messages = [{"role": "user", "content": task["prompt"]}]
 
 
@@ -31,4 +32,4 @@ while num_wrong < 3:
     num_wrong += 1
     messages.append({"role": "user", "content": "That is wrong. Try again."})
 
-scores.write(json.dumps({"reward": {"right": float(num_wrong < 3), "tries": -0.1 * num_wrong}}).encode())
+os.write(reward_fd, json.dumps({"reward": {"right": float(num_wrong < 3), "tries": -0.1 * num_wrong}}).encode())

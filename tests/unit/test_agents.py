@@ -5,7 +5,6 @@ import json
 import os
 import re
 import select
-import subprocess
 import sys
 import textwrap
 from collections.abc import Coroutine, Sequence
@@ -451,7 +450,7 @@ LOOP = """
 def test_a_program_that_reaches_a_limit_may_still_give_its_reward(
     tmp_path: Path, settings: dict[str, Any], code: str, reason: str, num_turns: int | None, handles: bool
 ) -> None:
-    end = '\nreport(reward=number)\n' if handles else '\nraise SystemExit("no idea")\n'
+    end = "\nreport(reward=number)\n" if handles else '\nraise SystemExit("no idea")\n'
     program = textwrap.dedent(LOOP.replace("CODE", repr(code))) + end
     for sample in Agents(tmp_path, program, **settings).samples():
         num = sum(len(t.turns) for t in sample.trajectories)
@@ -495,7 +494,7 @@ def test_a_judge_scores_the_last_turn_of_a_program_that_prints_no_reward(tmp_pat
 def test_a_program_that_fails_costs_its_sample_and_says_why(
     tmp_path: Path, program: str, said: str, problem: str
 ) -> None:
-    good = 'ask(FIRST); report(reward=1)'
+    good = "ask(FIRST); report(reward=1)"
     branched = f"""
         if TASK["seed"] % 2:
             {program}

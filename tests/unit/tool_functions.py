@@ -37,6 +37,8 @@ def broken(kind: str) -> Any:
             return object()
         case "nan":
             return float("nan")
+        case "exit":
+            raise SystemExit("usage")
         case "hang":
             threading.Event().wait()
         case "surrogate":
