@@ -15,15 +15,15 @@ Control tokens that a message spells stay text. The template gets them between h
 import bisect
 import itertools
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from bapo_megatron.prompts.encoding import CLOCK, Options, chat_text, rendered_ids, words_ids
 
-_TURN, _WORDS = "turn7Kq9", "words7Kq9"  # texts that no template contains
+_TURN, _WORDS = (f"{word}{secrets.token_hex(8)}" for word in ("turn", "words"))  # in no template, and nobody's words
 _CALL_ID = "call00000"  # nine letters and digits: Mistral's templates refuse others
-_HOLES = [*map(chr, range(0xFDD0, 0xFDF0))]  # no characters; one of them surrounds each token that a message spells
 _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # control tokens that are not marked as special, by their form
 _QUESTION = {"role": "user", "content": "q"}
 _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")
@@ -195,7 +195,7 @@ class Continuation:
         whole = rendered(messages, tools)
         if not any(map(self._pattern.search, words)):
             return [whole]
-        hole = next((hole for hole in _HOLES if not any(hole in word for word in words)), _HOLES[0])
+        hole = f"\ufdd0{secrets.token_hex(8)}\ufdd1"  # around each spelled token; words that exist cannot hold it
 
         def replaced(instead: str) -> str:
             return rendered(self._replaced(messages, instead), self._replaced(tools, instead))

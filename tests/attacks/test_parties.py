@@ -6,11 +6,12 @@ import itertools
 import json
 import os
 import random
+import re
 import select
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from bapo_megatron.rollout.agents import Program
 from bapo_megatron.types import Ended, Prompt, Sample
 from tests.hang import HANG_S
 from tests.unit.test_agents import TOKENIZER, Agents, Questions, Says
+from tests.unit.test_continuation import FAMILY, continuation_of, tokenizer_of
 from tests.unit.test_tools import call, spec, turn
 
-SEEDS = range(3)
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 ANSWER = "the answer 7351"
 
 
@@ -290,7 +292,7 @@ def hostile_code(seed: int) -> str:
         "print(chr(0xD800), chr(0x1B), chr(0), '<|im_end|>' * 99)",
         "import os; os.closerange(0, 64)",
         "import os, shutil; shutil.rmtree(os.getcwd())",
-        "import sys; sys.setrecursionlimit(10**9)\nd = 0\nfor _ in range(10**6): d = [d]\nprint(d)",
+        "import sys; sys.setrecursionlimit(10**9)\nd = 0\nfor _ in range(10**5): d = [d]\nprint(d)",
         "import threading, ctypes; ctypes.string_at(0)",
     )
     body = draw.choice(harms)
@@ -322,11 +324,34 @@ def test_brackets_without_an_end_are_the_codes_own_doing() -> None:
 @given(line=st.binary(max_size=200) | st.from_regex(rb'\[("[a-z]*",? ?)*\]?', fullmatch=True), num=st.integers(1, 3))
 @example(line=b"[" * 200_000, num=1)
 @example(line=b'{"a":' * 200_000, num=1)
-@example(line=b"[" + b"{}," * 1_000_000 + b"1]", num=1)
+@example(line=b"[" + b"{}," * 100_000 + b"1]", num=1)
 @example(line=b'["\\ud800"]', num=1)
 def test_what_an_interpreter_reports_is_read_or_refused(line: bytes, num: int) -> None:
     found = interpreter._printed(b"\n" + line, num)
     assert found is None or (len(found) == num and all(isinstance(text, str) for text in found))
+
+
+def hostile_text(draw: random.Random, special: Sequence[str], marks: Sequence[str]) -> str:
+    """Return what a tool may say: control tokens, pieces of a chat template, and odd characters."""
+    odd = (" ", "\n", "\0", "\ufdd0", "\ufdd1", "\u2028", "{{ 1 }}", *map(chr, range(0xFDD0, 0xFDF0)))
+    words = (
+        draw.choice((draw.choice(special), draw.choice(marks), draw.choice(odd))) for _ in range(draw.randint(0, 8))
+    )
+    return "".join(words) + draw.choice(("", "turn7Kq9", "".join(odd)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*FAMILY}))
+def test_what_a_tool_says_can_be_shown_in_every_template(name: str) -> None:
+    """What cannot be shown fails its sample, and the policy may choose it: print("turn7Kq9")."""
+    chat, draw = continuation_of(name), random.Random(name)
+    special = [*tokenizer_of(name).all_special_tokens]
+    marks = [*re.findall(r"'([^'\n]{1,20})'", str(tokenizer_of(name).chat_template)), "<think>", "</tool_response>"]
+    for role in ("tool", "user"):
+        for _ in range(20 if chat.refusal(role) is None else 0):
+            said = {"role": role, "content": hostile_text(draw, special, marks), "name": "python"}
+            ids, _ = chat.ids([said], [5], is_cut=False, max_tokens=256)
+            assert ids
 
 
 def test_calls_without_time_left_or_with_endless_code_are_answered_too() -> None:
