@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "guess": guess}
 MAX_ANSWER_BYTES = 1_000_000  # of JSON
-_MAX_DEPTH = 100  # of a state: checkpoints hold it, inside others
+_MAX_DEPTH = 100  # levels of a state, which checkpoints hold inside others
 _WORDS = {
     "text": "a string",
     "token_ids": "a list of integers",

@@ -14,7 +14,7 @@ from pathlib import Path
 from bapo_megatron.rewards.code import MEMORY_BYTES, Sandbox
 
 MAX_CHARS = 20_000  # of what one call prints
-_MAX_CODE_BYTES = 500_000  # of a sample's code, as JSON: an answer has room for it (environments.MAX_ANSWER_BYTES)
+_MAX_CODE_BYTES = 500_000  # JSON of a sample's code: an answer has room for it (environments.MAX_ANSWER_BYTES)
 _MAX_LINE_BYTES = 12 * (MAX_CHARS + 100)  # of what one call printed, as JSON: a character may become "\\ud83d\\ude00"
 _SESSION = Path(__file__).with_name("session.py")  # the program that runs the code
 

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 _MAX_OUTPUT_BYTES = 64 << 10  # kept of what a program prints, from its end
 _MAX_SHOWN = 500  # characters of it that a message shows
-_MAX_REWARD_BYTES = 64 << 10  # of a program's JSON; a socket holds more
+_MAX_REWARD_BYTES = 64 << 10  # JSON that a program writes; a socket holds more
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _HOST = re.compile(r"\*|(?:https?://)?[*.]*[\w-][\w.-]*(?:/\d+)?(?::\d+)?")  # a name, IPv4 address or network
 _END_TIMEOUT_S = 10.0  # how long to wait for a killed program
@@ -447,9 +447,9 @@ def _written(data: bytes) -> End | Failed:
     else:
         if isinstance(answer, End | Failed):
             return answer
-        problem = "it is neither a reward nor a failure"
+        problem = "it has neither a reward nor a failure"
     shown = data[:200].decode(errors="replace")
-    return Failed(f"what the program wrote to the descriptor {REWARD_VARIABLE} is no reward: {problem}: {shown}")
+    return Failed(f"what the program wrote to the descriptor {REWARD_VARIABLE} is not a reward: {problem}: {shown}")
 
 
 def _is_about_a_reward(out: str) -> bool:
@@ -464,7 +464,7 @@ def _is_about_a_reward(out: str) -> bool:
 def prints_its_reward(options: Mapping[str, Any]) -> str | None:
     """Return the file in a command that names a reward, but not the descriptor for it; None if there is none."""
     for word in options.get("command", ()):
-        with contextlib.suppress(OSError, TypeError, ValueError):  # it is no path, or no text
+        with contextlib.suppress(OSError, TypeError, ValueError):  # it is not a path, or not a text
             if (path := Path(word)).is_file() and path.stat().st_size < _MAX_SCRIPT_BYTES:
                 text = path.read_text(encoding="utf-8")
                 if _NAMES_REWARD.search(text) and REWARD_VARIABLE not in text:

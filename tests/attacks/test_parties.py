@@ -141,6 +141,57 @@ def test_an_answer_of_any_length_reaches_a_program_and_an_unread_one_harms_nothi
     assert asyncio.run(written(f"import os; line = b''; {write}")) == b'{"reward": 0}'
 
 
+READS = 'read -r answer <&3; echo "{\\"reward\\": {\\"$answer\\": 1}}" >&3'
+PASSES_ON = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:], pass_fds=[3]).returncode)"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["sh", "-c", READS],
+        [sys.executable, "-I", "-S", "-c", PASSES_ON, "sh", "-c", READS],
+        ["sh", "-c", 'exec sh -c \'read -r answer <&3; echo "{\\"reward\\": {\\"$answer\\": 1}}"\' >&3'],
+    ],
+)
+def test_shells_and_wrappers_give_rewards(command: list[str]) -> None:
+    async def run() -> bytes:
+        program = await Program.start(command, os.environ, "37")
+        assert (await program.end(), await program.output()) == (0, ("", ""))
+        return program.written
+
+    assert json.loads(asyncio.run(run())) == {"reward": {"37": 1}}
+
+
+def test_a_wrapper_that_keeps_the_descriptor_to_itself_forges_nothing() -> None:
+    async def run() -> tuple[bytes, str]:
+        program = await Program.start(
+            [sys.executable, "-I", "-S", "-c", PASSES_ON.replace(", pass_fds=[3]", ""), "sh", "-c", READS],
+            os.environ,
+            "37",
+        )
+        await program.end()
+        return program.written, (await program.output())[1]
+
+    written, error = asyncio.run(run())
+    assert written == b""
+    assert "3: Bad file descriptor" in error
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may start a process of another user")
+def test_another_user_reaches_no_program() -> None:
+    async def run() -> None:
+        program = await Program.start(["sleep", "infinity"], os.environ | {"OPENAI_API_KEY": ANSWER}, ANSWER)
+        look = "kill -9 $0; cat /proc/$0/environ /proc/$0/fd/*; ls /proc/$0/fd; cat /proc/$0/cmdline"
+        reach = [*("sh", "-c"), look, str(program._process.pid)]
+        done = subprocess.run(reach, user=65534, group=65534, extra_groups=[], capture_output=True, timeout=HANG_S)
+        assert b"program.py" in done.stdout, "the command line is public"
+        assert ANSWER.encode() not in done.stdout
+        assert done.stderr.count(b"denied") + done.stderr.count(b"not permitted") >= 3, done.stderr
+        await program.output()
+
+    asyncio.run(run())
+
+
 def test_a_program_that_prints_its_reward_is_found_before_the_run(tmp_path: Path) -> None:
     def told(text: str, **reward: str) -> list[str]:
         (tmp_path / "agent.py").write_text(text)
@@ -373,9 +424,9 @@ def deep(depth: int) -> Any:
 @pytest.mark.parametrize("depth", [100, 101, 400, 900])
 def test_a_state_without_an_end_fails_its_sample_only(depth: int) -> None:
     """A step function may keep what the policy wrote, such as JSON."""
-    answer = {"text": "go on", "state": deep(depth)}
+    answer = {"text": "more", "state": deep(depth)}
     if depth <= 100:
-        assert as_answer(answer) == Continue(deep(depth), text="go on")
+        assert as_answer(answer) == Continue(deep(depth), text="more")
     else:
         with pytest.raises(ValueError, match="a state of at most 100 levels"):
             as_answer(answer)
