@@ -421,7 +421,8 @@ class AgentDriver(CountsAnswers):
         elif session.limit is not None:
             answer = End(0.0)
         elif _is_about_a_reward(out):
-            answer = Failed(f"the program printed its reward, where anybody's words may be: it must {WRITE}{shown}")
+            told = "the program printed its reward, but what it prints may be the policy's words"
+            answer = Failed(f"{told}: it must {WRITE}{shown}")
         else:
             answer = Failed(f"the program ended without a reward: {WRITE}{shown}")
         if isinstance(answer, Failed):

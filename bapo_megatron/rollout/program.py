@@ -24,6 +24,7 @@ _LIBC = ctypes.CDLL(None)
 
 def main() -> None:
     parent, reward_fd, *command = sys.argv[1:]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it, and lets others inherit that, is told of no child
     asked = {signal.SIGTERM, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, asked)
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -65,7 +66,7 @@ def _start(command: list[str], reward_fd: int | None, mask: set[int]) -> None:
 
 
 def _reaped(program: int) -> tuple[bool, int | None]:
-    """Take note of the children that have ended; return whether others are left, and the program's status, if any."""
+    """Wait for children that have ended; return whether others are left, and the program's status if it has ended."""
     found = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -76,11 +77,10 @@ def _reaped(program: int) -> tuple[bool, int | None]:
 
 
 def _children() -> list[int]:
-    """Return the ids of this process's children, the program's orphans among them. None can be another process's by
-    now: an id is free only after `_reaped`."""
+    """Return the ids of this process's children, with the program's orphans. Each stays theirs until `_reaped`."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
             _, parent = file.read().rpartition(b")")[2].split()[:2]
             if int(parent) == os.getpid():
                 found.append(int(name))

@@ -481,7 +481,11 @@ def test_a_judge_scores_the_last_turn_of_a_program_that_prints_no_reward(tmp_pat
             "without a reward: write .* to the descriptor BAPO_REWARD_FD .*, or let reward.kind .*; it printed nothing",
             "error",
         ),
-        ('ask(FIRST); print("so\\n" + json.dumps({"reward": 1}))', "printed its reward, where .* must write", "error"),
+        (
+            'ask(FIRST); print("so\\n" + json.dumps({"reward": 1}))',
+            "printed its reward, but .*: it must write",
+            "error",
+        ),
         ('ask(FIRST); report(failed="no screen")', "no screen", "error"),
         ('ask(FIRST); report(reward="all")', "is not a reward: a reward is a finite number", "error"),
         ("ask(FIRST); report(reward=1); report(reward=2)", "is not a reward: Extra data", "error"),
