@@ -33,7 +33,8 @@ from tests.unit.test_agents import TOKENIZER, Agents, Questions, Says
 from tests.unit.test_continuation import FAMILY, continuation_of, tokenizer_of
 from tests.unit.test_tools import call, spec, turn
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+NUM_CASES = int(os.environ.get("BAPO_CASES", "20"))  # a campaign sets more: docs/measured/turns.toml, parties
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, NUM_CASES // 5))]
 ANSWER = "the answer 7351"
 
 
@@ -355,13 +356,9 @@ def packed(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data)).decode()
 
 
-NUM_CODES = int(os.environ.get("BAPO_CASES", "24"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(NUM_CODES))
+@pytest.mark.parametrize("seed", range(NUM_CASES))
 def test_code_of_the_tool_python_cannot_fail_its_sample(seed: int) -> None:
-    """A campaign sets BAPO_CASES."""
     text = answer_to(hostile_code(seed))
     assert text == text.encode(errors="replace").decode()
     assert answer_to("print(6 * 7)") == "42\n", "others work on"
