@@ -20,6 +20,7 @@ from datetime import datetime
 from typing import Any
 
 from bapo_megatron.prompts.encoding import CLOCK, Options, chat_text, rendered_ids, words_ids
+from bapo_megatron.prompts.json_values import MAX_DEPTH, depth
 
 _TURN, _WORDS = "turn7Kq9", "words7Kq9"  # texts that no template contains
 _CALL_ID = "call00000"  # nine letters and digits: Mistral's templates refuse others
@@ -27,6 +28,7 @@ _HOLES = [*map(chr, range(0xFDD0, 0xFDF0))]  # no characters; one of them surrou
 _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # control tokens that are not marked as special, by their form
 _QUESTION = {"role": "user", "content": "q"}
 _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")
+_NUM_AROUND = 5  # levels around the arguments of a call: messages, message, calls, call, function
 
 Message = Mapping[str, Any]
 
@@ -191,6 +193,8 @@ class Continuation:
         tools: Sequence[Message] = (),
     ) -> list[str]:
         """Return what the template writes, cut around each control token that the messages and tools spell."""
+        if depth([*messages, *tools]) > MAX_DEPTH + _NUM_AROUND:
+            raise ValueError(f"a message or a tool is nested more than {MAX_DEPTH} levels deep")
         words = [*_strings([messages, tools])]
         whole = rendered(messages, tools)
         if not any(map(self._pattern.search, words)):

@@ -325,7 +325,7 @@ def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
 
     straight = take(make(Rounds(), driver=driver(), **options), range(4))
 
-    class Killed(Exception):  # noqa: N818
+    class Killed(BaseException):
         pass
 
     class Dies(Turns):

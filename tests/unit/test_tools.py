@@ -98,7 +98,7 @@ def test_a_turn_without_a_call_goes_to_the_judge() -> None:
         (call("search", query=3), "Error: argument 'query': Input should be a valid string, not 3"),
         (call("search", query="x", limit="2"), "Error: argument 'limit': Input should be a valid integer, not '2'"),
         (call("search", query="x", kinds=["cow"]), "Error: argument 'kinds'[0]: Input should be 'cat' or 'dog', not "),
-        (call("search", query="\ud800"), "Error: argument 'query': Invalid JSON"),
+        (call("search", query="\ud800"), "Error: the call is not JSON: it is not valid Unicode"),
         ("<tool_call>search(x)</tool_call>", "Error: the call is not JSON: Expecting value, at 'search(x)"),
     ],
 )
