@@ -18,7 +18,7 @@ from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import UserError, plural
+from bapo_megatron.errors import UserError, escaped_lines, plural
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import reduce_updates
 from bapo_megatron.monitor.alarms import AlarmLog
@@ -211,7 +211,7 @@ class Recorder:
             return
         path = self._run_dir.log_dir / "judge.txt"
         if not path.exists():
-            write_atomically(path, f"{failure.message}\n{failure.traceback}")
+            write_atomically(path, escaped_lines(f"{failure.message}\n{failure.traceback}"))
         who, of, what = ("judge", "responses", "count as wrong")
         if is_environment:
             who, of, what = ("environment", "turns", "end their samples without a reward")
