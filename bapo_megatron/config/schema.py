@@ -706,7 +706,8 @@ class SlurmConfig(Section):
     python: PathText | None = None
     """The interpreter. Unset: the one that runs `bapo slurm`; in a container: python."""
     container_image: PathText | None = None
-    """pyxis, apptainer: file of the image, or its address in a registry, such as "docker://registry/image:tag"."""
+    """pyxis, apptainer: file of the image, or its address in a registry: for pyxis "docker://registry#image:tag", for
+    apptainer "docker://registry/image:tag"."""
     container_mounts: tuple[str, ...] = ()
     """Folders, or "folder:inside", to mount besides the working folder, run.dir, and the paths of models and data."""
     rollout_nodes: Whole | None = None
