@@ -43,13 +43,19 @@ if TYPE_CHECKING:
 
 
 class UpdateMetrics:
-    """Metrics of a step's optimizer updates, reduced to one number each."""
+    """Metrics of a step's optimizer updates, reduced to one number each.
+
+    Attributes:
+        mismatch_that_stops: mean mismatch of an update, in nats, that ends the run (monitor.mismatch_action), or None.
+    """
 
     def __init__(self, config: Config) -> None:
         self._rule = update_rule(config.loss, config.bapo)
         self._own = config.loss.metrics
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
+        self._stops = config.monitor.mismatch_action == "stop"
+        self.mismatch_that_stops: float | None = None  # the same on every rank
         self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype, is_expected=config.expects_mismatch)
 
     def add(self, result: StepResult) -> None:
@@ -61,6 +67,8 @@ class UpdateMetrics:
         self._mismatch += result.mismatch
         is_alarm = result.mismatch.num_tokens > 0 and not result.mismatch.mean <= self._mismatch_limit
         self._add("mismatch/alarms", float(is_alarm))
+        if is_alarm and self._stops:
+            self.mismatch_that_stops = result.mismatch.mean
 
     def result(self) -> dict[str, float]:
         return reduce_updates(self._values, self._own) | {
