@@ -18,9 +18,9 @@ from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import UserError, escaped_lines, plural
+from bapo_megatron.errors import UserError, escaped, escaped_lines, plural
 from bapo_megatron.learner.base import StepResult
-from bapo_megatron.metrics import reduce_updates
+from bapo_megatron.metrics import MAX_METRIC_CHARS, MAX_REWARD_PARTS, RewardParts, reduce_updates
 from bapo_megatron.monitor.alarms import AlarmLog
 from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
@@ -99,6 +99,7 @@ class Recorder:
         self._knows_step_time = False
         self._sinks: list[BackgroundSink] = []
         self._alarms = AlarmLog()
+        self._has_left_out_parts = False
         self._stragglers = StragglerAlarm()
         self._steps_to_compile = _COMPILING_STEPS if torch.cuda.is_available() else 0
         self._endpoint: PrometheusEndpoint | None = None
@@ -121,6 +122,7 @@ class Recorder:
         self._rollouts = rollouts
         self._console.resume(history)
         self._alarms = AlarmLog(history)
+        self._reward_parts = RewardParts(history)
         if self._endpoint is not None:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
@@ -173,6 +175,7 @@ class Recorder:
             metrics["perf/tflops_per_gpu"] = per_gpu
             if self._peak_flops is not None and not is_compiling:
                 metrics["perf/mfu"] = per_gpu * 1e12 / self._peak_flops
+        self._leave_out_parts(metrics)
         if self._sinks:
             metrics["monitor/sink_errors"] = sum(sink.num_errors for sink in self._sinks)
         self._metrics.write({name: float(value) for name, value in metrics.items()} | {"step": step})
@@ -205,6 +208,18 @@ class Recorder:
         """Keep the alarm that an error stands for, if any; the caller shows the error itself."""
         self._alarms.end(error)
         self._run_dir.write_status(alarms=self._alarms.raised)
+
+    def _leave_out_parts(self, metrics: dict[str, float]) -> None:
+        """Remove parts of the reward that `RewardParts` leaves out, and warn of the first."""
+        for name in (left_out := self._reward_parts.left_out(metrics)):
+            del metrics[name]
+        if left_out and not self._has_left_out_parts:
+            self._has_left_out_parts = True
+            part = escaped(left_out[0].removeprefix("reward/").removesuffix("/mean")[:MAX_METRIC_CHARS])
+            self._console.warn(
+                f'a part of the reward is called "{part}": it counts in the reward, but is not a metric. A run records '
+                f'{MAX_REWARD_PARTS} parts, with names of at most 64 letters, digits, "_", "-" and "."'
+            )
 
     def _tell_status(self, num_done: int) -> None:
         self._run_dir.write_status(step=num_done, alarms=self._alarms.raised)
