@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-MAX_REWARD_PARTS = 32  # of a run
+MAX_REWARD_PARTS = 32  # a run has no more
 METRIC_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)*", re.ASCII)
 MAX_METRIC_CHARS = 100
 _REWARD_PART = re.compile(r"reward/[A-Za-z0-9][\w.-]{0,63}/mean", re.ASCII)

@@ -139,9 +139,9 @@ def exceeds(
         pid: the process.
         deadline_s: on the clock of time.monotonic; nothing waits longer for the process to stop.
         max_entries: number of files and folders.
-        max_bytes: of all files together.
+        max_bytes: the bytes of all files together.
         max_file_bytes: the largest file that the process can make.
-        max_threads: of the process.
+        max_threads: number of threads.
     """
 
     def look() -> tuple[bool, bool]:
