@@ -28,7 +28,6 @@ from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
 from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import UserError
 from bapo_megatron.learner.base import Learner, UpdatesState
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
@@ -151,8 +150,7 @@ def train(
             evaluation = evaluate(step + 1)
         times = watch.lap() | learner.take_times() | compare_ranks(learner.local_time)
         recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, times)
-        if updates.mismatch_that_stops is not None:
-            raise _stopped_by(updates.mismatch_that_stops, step + 1, store)
+        updates.stop_on_mismatch(step + 1, store)
         with phases.saving(), watch.span("checkpoint"):
             store.poll()
             if stop.is_asked() or _is_save_due(config, step + 1):
@@ -173,18 +171,6 @@ def _restore(state: dict[str, Any] | None, learner: Learner, rollouts: SharedRol
     learner.load_state_dict(state["updates"])
     rollouts.load_state_dict(state["rollout"])
     return int(state["step"])
-
-
-def _stopped_by(mismatch: float, step: int, store: CheckpointStore) -> UserError:
-    """Complete a save in progress, and return the error that ends the run. This step has trained on wrong log-probs."""
-    store.close()
-    latest = store.latest()
-    return UserError(
-        f"step {step}: engine and trainer disagree about the log-probs of the same weights by {mismatch:.2g} nats, "
-        'over monitor.mismatch_alarm, and monitor.mismatch_action = "stop". The weights of this step are not saved. '
-        "Check the engine's type, its sampling settings and the weight sync; then the same command continues "
-        + (f"after {latest.name}" if latest else "from the start, because no checkpoint was due")
-    )
 
 
 def _is_save_due(config: Config, num_done: int) -> bool:

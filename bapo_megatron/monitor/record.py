@@ -16,6 +16,7 @@ import torch
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError, escaped, escaped_lines, plural
@@ -43,11 +44,7 @@ if TYPE_CHECKING:
 
 
 class UpdateMetrics:
-    """Metrics of a step's optimizer updates, reduced to one number each.
-
-    Attributes:
-        mismatch_that_stops: mean mismatch of an update, in nats, that ends the run (monitor.mismatch_action), or None.
-    """
+    """Metrics of a step's optimizer updates, reduced to one number each."""
 
     def __init__(self, config: Config) -> None:
         self._rule = update_rule(config.loss, config.bapo)
@@ -55,7 +52,7 @@ class UpdateMetrics:
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
         self._stops = config.monitor.mismatch_action == "stop"
-        self.mismatch_that_stops: float | None = None  # the same on every rank
+        self._mismatch_that_stops: float | None = None  # mean of an update in nats, the same on every rank
         self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype, is_expected=config.expects_mismatch)
 
     def add(self, result: StepResult) -> None:
@@ -68,7 +65,7 @@ class UpdateMetrics:
         is_alarm = result.mismatch.num_tokens > 0 and not result.mismatch.mean <= self._mismatch_limit
         self._add("mismatch/alarms", float(is_alarm))
         if is_alarm and self._stops:
-            self.mismatch_that_stops = result.mismatch.mean
+            self._mismatch_that_stops = result.mismatch.mean
 
     def result(self) -> dict[str, float]:
         return reduce_updates(self._values, self._own) | {
@@ -78,6 +75,24 @@ class UpdateMetrics:
             "mismatch/kl": self._mismatch.kl,
             "mismatch/tokens": float(self._mismatch.num_tokens),
         }
+
+    def stop_on_mismatch(self, step: int, store: CheckpointStore) -> None:
+        """End the run, after the save in progress, if this step has trained on wrong log-probs. Collective.
+
+        Raises:
+            UserError: an update was over the limit, and monitor.mismatch_action is "stop".
+        """
+        if self._mismatch_that_stops is None:
+            return
+        store.close()
+        latest = store.latest()
+        raise UserError(
+            f"step {step}: engine and trainer disagree about the log-probs of the same weights by "
+            f'{self._mismatch_that_stops:.2g} nats, over monitor.mismatch_alarm, and monitor.mismatch_action = "stop". '
+            "The weights of this step are not saved. Check the engine's type, its sampling settings and the weight "
+            "sync; then the same command continues "
+            + (f"after {latest.name}" if latest else "from the start, because no checkpoint was due")
+        )
 
     def _add(self, name: str, value: float) -> None:
         self._values[name].append(value)

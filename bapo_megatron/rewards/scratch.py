@@ -176,7 +176,7 @@ def _folder_use(folder: str, max_entries: int) -> tuple[float, int, bool]:
                     num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
-        except FileNotFoundError:  # deleted in the meantime, or elsewhere
+        except (FileNotFoundError, NotADirectoryError):  # deleted in the meantime, or elsewhere
             is_sure = False
         except PermissionError:
             if _can_be_filled(path):
