@@ -190,6 +190,10 @@ class PromptStream:
         self.skipped_refused = state.get("skipped_refused", 0)
         self._order = self._shuffled()
 
+    def begin_after(self, num_given: int) -> None:
+        """Count prompts from `num_given` on, so that a branch with other prompts uses no id twice."""
+        self._next_id = num_given
+
     def _identity(self) -> dict[str, Any]:
         return {"source": self.source.name, "size": len(self.source), "seed": self.seed}
 
