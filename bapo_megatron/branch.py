@@ -36,10 +36,10 @@ from bapo_megatron.monitor.console import shown_path
 from bapo_megatron.preflight.check import tell, violations_of
 from bapo_megatron.prompts.mixture import prompts_of
 from bapo_megatron.rollout.ledger import Ledger
-from bapo_megatron.runs.branching import Parent, shown_changes, write_parent
+from bapo_megatron.runs.branching import Parent, write_parent
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.inputs import changed_inputs, record_inputs, settings_of_files
-from bapo_megatron.runs.resuming import different_settings, with_pins
+from bapo_megatron.runs.resuming import different_settings, steps_saved, with_pins
 from bapo_megatron.runtime.files import reading, truncate_after, write_atomically
 from bapo_megatron.tokens import JoinedRows
 from bapo_megatron.types import with_values
@@ -158,7 +158,9 @@ def _table_of(config_path: Path) -> dict[str, Any]:
         except FileNotFoundError:
             raise UserError(f"{config_path.parent} is not the folder of a run; give one, such as runs/demo") from None
         except ValueError as error:
-            raise UserError(f"{config_path} is damaged ({error}); restore it from logs/attempt-N/config.toml") from error
+            raise UserError(
+                f"{config_path} is damaged ({error}); restore it from logs/attempt-N/config.toml"
+            ) from error
 
 
 def _changed(table: dict[str, Any], file: Path, new: Path, settings: Sequence[str]) -> Reading:
@@ -201,10 +203,10 @@ def _checkpoint(run: RunDir, step: int | None) -> tuple[int, Path]:
         return int(latest.name.removeprefix("step-")), latest
     path = run.checkpoints_dir / f"step-{step:06d}"
     if not path.is_dir():
-        there = sorted(int(one.name.removeprefix("step-")) for one in run.checkpoints_dir.glob("step-*"))
+        there = ", ".join(map(str, steps_saved(run.path))) or "none"
         raise CheckpointError(
-            f"{run.path} has no checkpoint after {plural(step, 'step')}; it has: {', '.join(map(str, there)) or 'none'}"
-            " (checkpoint.keep_last keeps the newest)"
+            f"{run.path} has no checkpoint after {plural(step, 'step')}; it has: {there} (checkpoint.keep_last keeps "
+            "the newest)"
         )
     return step, path
 

@@ -181,7 +181,9 @@ VERBS = (
                 completer=_complete_settings,
                 help="settings to change, such as optimizer.lr=1e-6",
             ),
-            argument("--step", type=_whole, metavar="N", help="from the checkpoint after N steps (default: the latest)"),
+            argument(
+                "--step", type=_whole, metavar="N", help="from the checkpoint after N steps (default: the latest)"
+            ),
             argument("--dry-run", action="store_true", help="say what the new run would keep, and write nothing"),
         ),
         description="Says what of the checkpoint the new run keeps and what it leaves, and writes its folder, which "

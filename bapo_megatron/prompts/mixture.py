@@ -85,7 +85,7 @@ class PromptMixture:
             before = f"the weights {weights}" if weights else "a single source"
             raise CheckpointError(
                 f"the checkpoint's prompts had {before}, but this run's data.sources have {self._weights}: keep the "
-                "setting, or start a run with a new name"
+                "setting, or continue the run with them by `bapo branch`"
             )
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])

@@ -180,7 +180,7 @@ class PromptStream:
             if state.get(key) != here:
                 raise CheckpointError(
                     f"the checkpoint's prompts had {key} = {state.get(key)!r}, but this run has {here!r}: "
-                    "keep the setting, or start a run with a new name"
+                    "keep the prompts, or continue the run with them by `bapo branch`"
                 )
         if state["position"] > len(self.source):
             raise CheckpointError(f"the checkpoint's prompts are at {state['position']} of {len(self.source)}")

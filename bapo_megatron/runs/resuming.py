@@ -21,6 +21,7 @@ from bapo_megatron.runs.steps import read_metrics
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
 
+
 def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ between two TOML texts, as {"bapo.rho0": (0.4, 0.5)}; None means unset."""
     old, new = (_flatten(tomllib.loads(text)) for text in (old_text, new_text))
@@ -89,6 +90,12 @@ def num_steps_saved(path: Path) -> int | None:
         if named and (path / "checkpoints" / named[0] / "state.json").is_file():
             return int(named[1])
     return None
+
+
+def steps_saved(path: Path) -> list[int]:
+    """Return the steps of a run's checkpoints, ascending; a checkpoint may be torn."""
+    named = (re.fullmatch(r"step-(\d{6,18})", one.name) for one in (path / "checkpoints").glob("step-*"))
+    return sorted(int(match[1]) for match in named if match)
 
 
 def num_steps_done(path: Path) -> int:
