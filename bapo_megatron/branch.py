@@ -224,6 +224,7 @@ class _Change:
 
     def __init__(self, old: Config, new: Config, changed: Sequence[str], branch: Branch) -> None:
         self._old, self._new, self._branch, self._state = old, new, branch, branch.state
+        self._changed = changed
         self._because: dict[Part, list[str]] = {}
         for setting in changed:
             for part in parts_left_by(setting):
@@ -252,7 +253,8 @@ class _Change:
             return
         if had:
             del parts["critic"]
-            why = self._why("critic") if has else "advantage.kind, or train.rollout_only"
+            decide = [name for name in ("advantage.kind", "train.rollout_only") if name in self._changed]
+            why = self._why("critic") if has else " and ".join(decide)
             self._branch.left.append(f"the critic and its Adam's moments, because of {why}")
         self._state.pop("begin_anew", None)
         if has:
@@ -282,11 +284,11 @@ class _Change:
         same = self._same_sources()
         if rollout["ledger"]["states"]:
             self._drop(rollout, same)
-        if rollout["prompts"] is None or "prompts" in self._because:
+        if rollout["prompts"] is None or "prompt position" in self._because:
             self._restart_prompts(rollout, same)
         else:
             branch.kept.append("the prompts' position")
-        if "rewards" in self._because and rollout["finished"]:
+        if "their rewards" in self._because and rollout["finished"]:
             self._judge_again(rollout)
         if rollout["ledger"]["states"]:
             anew = "; those of unfinished agent programs begin anew" if self._new.environment.is_agent else ""
@@ -300,7 +302,7 @@ class _Change:
     def _same_sources(self) -> set[str]:
         """Return the tables of prompt sources that are the same in both configurations, with the same files."""
         old, new = self._old.prompt_sources, self._new.prompt_sources
-        files = {name for name in self._because.get("prompts", ()) if name.endswith("path")}
+        files = {name for name in self._because.get("prompt position", ()) if name.endswith("path")}
         is_same_file = not files & {"data.path", "data.sources.path"}
 
         def is_same(table: str) -> bool:
@@ -319,18 +321,18 @@ class _Change:
         def cause(group: Mapping[str, Any]) -> Part | None:
             table = f"data.sources.{group['prompt']['source']}" if is_mixed else "data"
             if table not in same:
-                return "prompts"
-            if "responses" in self._because:
-                return "responses"
-            if "rewards" in self._because and has_environment:
-                return "rewards"
-            if "long responses" not in self._because:
+                return "responses of the source"
+            if "untrained responses" in self._because:
+                return "untrained responses"
+            if "their rewards" in self._because and has_environment:
+                return "their rewards"
+            if "longer responses" not in self._because:
                 return None
             is_long = len(group["prompt"]["token_ids"]) > limit or any(
                 num_tokens[sample["sample_id"]] >= longest + (sample["need"]["needs"] == "nothing")
                 for sample in group["samples"]
             )
-            return "long responses" if is_long else None
+            return "longer responses" if is_long else None
 
         ledger, rows, kept_rows = Ledger(), JoinedRows(rollout["rows"]), JoinedRows()
         ledger.load_state_dict(rollout["ledger"])
@@ -367,7 +369,7 @@ class _Change:
         else:
             same = set()
         if others := [table for table in config.prompt_sources if table not in same]:
-            why = self._why("prompts") or "rollout.engine"
+            why = self._why("prompt position") or "rollout.engine"
             self._branch.left.append(f"the prompts' position in {', '.join(others)}, because of {why}")
         if same:
             self._branch.kept.append(f"the prompts' position in {', '.join(sorted(same))}")
@@ -382,7 +384,7 @@ class _Change:
                 num += 1
         rollout["active"] += rollout.pop("finished")
         rollout["finished"] = []
-        self._leave(f"the rewards of {plural(num, 'response')}, which are judged again", "rewards")
+        self._leave(f"the rewards of {plural(num, 'response')}, which are judged again", "their rewards")
 
     def _statistics(self) -> None:
         """Reset what was measured with other settings."""

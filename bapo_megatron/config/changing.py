@@ -49,37 +49,39 @@ RESUMABLE_SETTINGS = (
 Part = Literal[
     "weights",
     "critic",
-    "prompts",
-    "responses",
-    "long responses",
-    "rewards",
+    "prompt position",
+    "responses of the source",
+    "untrained responses",
+    "longer responses",
+    "their rewards",
     "reward statistics",
     "bounds",
     "KL coefficient",
 ]
 """A part of a checkpoint that a change of settings may leave behind.
 
-prompts: the position in the sources. responses: those that are not trained yet. rewards: theirs. bounds: the table of
-earlier updates behind lagged or smoothed bounds.
+longer responses: untrained ones over a limit. their rewards: of untrained ones, which are judged again. bounds: the
+table of earlier updates behind lagged or smoothed bounds.
 """
 
+_SOURCE = (
+    "data.source",
+    "data.path",
+    "data.subset",
+    "data.split",
+    "data.format",
+    "data.fields*",
+    "data.dataset",
+    "data.options*",
+    "data.size",
+    "data.sources*",
+)
 _LEFT: dict[Part, tuple[str, ...]] = {
     "weights": ("model.path", "model.family"),
     "critic": ("critic.path",),
-    "prompts": (
-        "run.seed",
-        "data.source",
-        "data.path",
-        "data.subset",
-        "data.split",
-        "data.format",
-        "data.fields*",
-        "data.dataset",
-        "data.options*",
-        "data.size",
-        "data.sources*",
-    ),
-    "responses": (
+    "prompt position": ("run.seed", *_SOURCE),
+    "responses of the source": _SOURCE,
+    "untrained responses": (
         "model.replay_routes",
         "data.chat_template",
         "data.system_prompt",
@@ -94,8 +96,8 @@ _LEFT: dict[Part, tuple[str, ...]] = {
         "rollout.top_k",
         "rollout.ignore_stop_tokens",
     ),
-    "long responses": ("data.max_prompt_tokens", "rollout.max_response_tokens"),
-    "rewards": ("reward.kind", "reward.judges*", "reward.weights*", "reward.allowed_calls"),
+    "longer responses": ("data.max_prompt_tokens", "rollout.max_response_tokens"),
+    "their rewards": ("reward.kind", "reward.judges*", "reward.weights*", "reward.allowed_calls"),
     "reward statistics": (
         "reward.kind",
         "reward.judges*",
@@ -149,7 +151,7 @@ def is_resumable(setting: str) -> bool:
 def parts_left_by(setting: str) -> frozenset[Part]:
     """Return the parts of a checkpoint that cannot follow a change of this setting in a branch.
 
-    Example: parts_left_by("run.seed") == {"prompts"}, since the seed decides their order; optimizer.lr leaves nothing.
+    Example: parts_left_by("run.seed") == {"prompt position"}, because the seed decides the order of prompts.
     """
     return frozenset(part for part, patterns in _LEFT.items() if _matches(setting, patterns))
 
