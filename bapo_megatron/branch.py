@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,10 @@ def plan_branch(run: Path, new: Path, settings: Sequence[str], step: int | None 
             checkpoint, or it is damaged.
     """
     parent = RunDir.attach(Path(os.path.abspath(run)))
+    table = _table_of(parent.config_path)
     path = parent.path.with_name(str(new)) if new.name == str(new) else Path(os.path.abspath(new))
     if os.path.lexists(path):
         raise UserError(f"{path} exists: give the branch another name, or remove it")
-    table = _table_of(parent.config_path)
     old = load_tables({str(parent.config_path): table})
     step, checkpoint = _checkpoint(parent, step)
     found = _changed(table, parent.config_path, path, settings)
@@ -135,12 +135,15 @@ def plan_branch(run: Path, new: Path, settings: Sequence[str], step: int | None 
     state = _state(parent, checkpoint)
     changed = _changes(old, config)
     named = settings_of_files(config)
-    other_files = {one: named[Path(one)] for one in changed_inputs(parent.inputs_path, config)}
+    files = {one: named[Path(one)] for one in changed_inputs(parent.inputs_path, config)}
+    of_files = {setting for settings in files.values() for setting in settings}
     branch = Branch(
         path, config, Parent(str(parent.path), step, changed), checkpoint, state, kept=[], left=[], notes=[]
     )
-    _Change(old, config, [*changed, *(name for names in other_files.values() for name in names)], branch).apply()
-    branch.notes += [f"{file} has other contents than in {parent.path.name}" for file in other_files]
+    _Change(old, config, [*changed, *sorted(of_files)], of_files, branch).apply()
+    branch.notes += [f"{file} has other contents than in {parent.path.name}" for file in files]
+    if parent.rollouts_dir.is_dir():
+        branch.notes.append(f"recorded rollouts stay in {shown_path(parent.rollouts_dir)}")
     state["run"] = secrets.token_hex(8)
     return branch
 
@@ -220,11 +223,18 @@ def _state(run: RunDir, checkpoint: Path) -> dict[str, Any]:
 
 
 class _Change:
-    """The change of a checkpoint's state from one configuration to another; it tells the branch what it does."""
+    """The change of a checkpoint's state from one configuration to another; it tells the branch what it does.
 
-    def __init__(self, old: Config, new: Config, changed: Sequence[str], branch: Branch) -> None:
+    Args:
+        changed: settings that differ in value, or name a file that differs.
+        of_files: the latter.
+    """
+
+    def __init__(
+        self, old: Config, new: Config, changed: Sequence[str], of_files: Collection[str], branch: Branch
+    ) -> None:
         self._old, self._new, self._branch, self._state = old, new, branch, branch.state
-        self._changed = changed
+        self._changed, self._has_same_rows = changed, not any(name.startswith("data.") for name in of_files)
         self._because: dict[Part, list[str]] = {}
         for setting in changed:
             for part in parts_left_by(setting):
@@ -291,7 +301,7 @@ class _Change:
         if "their rewards" in self._because and rollout["finished"]:
             self._judge_again(rollout)
         if rollout["ledger"]["states"]:
-            anew = "; those of unfinished agent programs begin anew" if self._new.environment.is_agent else ""
+            anew = ", of which unfinished agent programs begin anew" if self._new.environment.is_agent else ""
             branch.kept.append(_responses(rollout) + anew)
             if self._new.rollout.max_staleness is not None:
                 branch.notes.append(
@@ -302,14 +312,12 @@ class _Change:
     def _same_sources(self) -> set[str]:
         """Return the tables of prompt sources that are the same in both configurations, with the same files."""
         old, new = self._old.prompt_sources, self._new.prompt_sources
-        files = {name for name in self._because.get("prompt position", ()) if name.endswith("path")}
-        is_same_file = not files & {"data.path", "data.sources.path"}
 
         def is_same(table: str) -> bool:
             names = SourceConfig.model_fields
             return table in old and all(getattr(old[table], name) == getattr(new[table], name) for name in names)
 
-        return {table for table in new if is_same(table) and (is_same_file or not new[table].has_rows)}
+        return {table for table in new if is_same(table) and (self._has_same_rows or not new[table].has_rows)}
 
     def _drop(self, rollout: dict[str, Any], same: set[str]) -> None:
         """Drop the groups that cannot follow, and book them in the ledger."""

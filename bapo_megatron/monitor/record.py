@@ -127,8 +127,8 @@ class Recorder:
                     f"{shown_path(Path(changed))} has changed since this run last started, so it does not continue as "
                     "an uninterrupted run would; restore the file, or stop this run and continue it with `bapo branch`"
                 )
-            own = history if parent is None else [row for row in history if row["step"] > parent.step]
-            if (rise := rise_of_rate(own, self._config)) is not None:
+            since = history if parent is None else [row for row in history if row["step"] > parent.step]
+            if (rise := rise_of_rate(since, self._config)) is not None:
                 self.warn(
                     f"the learning rate rises from {rise[0]:.3g} to {rise[1]:.3g}: optimizer.schedule="
                     f'"{self._config.optimizer.schedule}" falls until the end of the run, and train.num_steps='

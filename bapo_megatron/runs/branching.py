@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from bapo_megatron.config.load import as_override
 from bapo_megatron.errors import UserError, plural
@@ -42,13 +42,13 @@ _PARENT = TypeAdapter(Parent)
 
 
 def read_parent(run: Path) -> Parent | None:
-    """Return the parent of a run, or None if the run is no branch. Raises UserError if its record is damaged."""
+    """Return the parent of a run, or None if it has none. Raises UserError if its record is damaged."""
     path = run / PARENT
     with reading(path):
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
     try:
-        return None if text is None else _PARENT.validate_python(list(json.loads(text).values()))
-    except (ValueError, ValidationError, AttributeError) as error:
+        return None if text is None else _PARENT.validate_python(json.loads(text))
+    except ValueError as error:  # also pydantic's
         raise UserError(f"{path} is damaged; remove it, and the run no longer knows its parent") from error
 
 

@@ -32,7 +32,7 @@ class History:
     environment: Mapping[str, Any]
     diff_digest: str  # digest of uncommitted changes to the code; "" if there are none
     own_metrics: tuple[Metric, ...] = ()  # metrics of the user's own loss
-    parent: Parent | None = None  # of a branch, whose first rows are the parent's
+    parent: Parent | None = None  # the first rows of a branch are its parent's
 
     @property
     def steps(self) -> NDArray[np.float64]:

@@ -56,7 +56,7 @@ def check_resumable(path: Path, config_text: str) -> None:
 
 
 def _how_to_branch(path: Path, values: Mapping[str, Any]) -> str:
-    """Return the command that goes on with other settings, or nothing without a checkpoint, or if it would be refused.
+    """Return the command that continues with other settings; "" without a checkpoint, or if it would be refused.
 
     A loss has settings of its own, so a new one leaves the former one's out.
     """
@@ -64,7 +64,7 @@ def _how_to_branch(path: Path, values: Mapping[str, Any]) -> str:
     values = {key: value for key, value in values.items() if key not in lost}
     is_possible = num_steps_saved(path) is not None and not any("weights" in parts_left_by(key) for key in values)
     command = branch_command(path, values) if is_possible else None
-    return f"\nTo go on from its latest checkpoint in a new run: {command}" if command else ""
+    return f"\nTo continue from its latest checkpoint in a new run: {command}" if command else ""
 
 
 def _is_newer(key: str, old: Any, new: Any) -> bool:
