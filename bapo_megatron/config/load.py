@@ -430,7 +430,7 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden" and path not in earlier.MOVED and not (loss and path in paths.schema()):
         return [_unknown(wrong, origins) for wrong in _most_telling(path, error["input"])]
-    suggestion = meant_by(name) if kind == "model_type" else None
+    hint = meant_by(name) if kind == "model_type" else None
     if kind == "extra_forbidden":
         if path in earlier.MOVED:
             problem = f"{name} is now {earlier.MOVED[path](error['input'])}"
@@ -441,25 +441,24 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
     elif kind == "value_error":  # its text follows the name
         problem = f"{name} {context['error']}"
     else:
-        problem = f"{name}{expected(error, is_table=suggestion is not None)}, got {shown(error['input'])}"
-    remedy = f"did you mean {suggestion}?" if suggestion else ""
-    return [Violation((".".join(path),), f"{problem} ({source})", remedy)]
+        problem = f"{name}{expected(error, is_table=hint is not None)}, got {shown(error['input'])}"
+    return [Violation((".".join(path),), f"{problem} ({source})", hint.advice if hint else "")]
 
 
 def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
     """Return the path itself if it is a misspelt section or a value, otherwise the settings below it (actor.lr)."""
     if not isinstance(value, dict) or not value:
         return [path]
-    section = paths.meant_setting(path)
-    if section and all((section, key) in paths.schema() for key in value):
+    meant = paths.meant_setting(path)
+    if meant and all((meant.setting, key) in paths.schema() for key in value):
         return [path]
     return [leaf for key in value for leaf in _most_telling((*path, key), value[key])]
 
 
 def _unknown(path: paths.Path, origins: Origins) -> Violation:
-    name, suggestion = ".".join(path), paths.meant_setting(path)
-    remedy = f"did you mean {suggestion}?" if suggestion else ""
-    return Violation((name,), f"no such setting: {escaped(name)} ({_source(path, origins)})", remedy)
+    name, hint = ".".join(path), paths.meant_setting(path)
+    problem = f"no such setting: {escaped(name)} ({_source(path, origins)})"
+    return Violation((name,), problem, hint.advice if hint else "")
 
 
 def _losses_with(setting: str) -> str:

@@ -38,7 +38,8 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
     ("toml", "expected"),
     [
         ("[bapo]\nrho_0 = 0.4", "no such setting: bapo.rho_0 (run.toml); did you mean bapo.rho0?"),
-        ("[rollout]\ntensor = 2", "no such setting: rollout.tensor (run.toml); did you mean parallel.tensor?"),
+        ("[rollout]\ntensor = 2", "no such setting: rollout.tensor (run.toml)"),
+        ("[rollout]\nclip_grad = 2", "no such setting: rollout.clip_grad (run.toml); did you mean optimizer.clip_grad?"),
         ("[optimiser]\nlr = 1.0", "no such setting: optimiser (run.toml); did you mean optimizer?"),
         ("[run]\nxyzzy = 1", "no such setting: run.xyzzy (run.toml)"),
         ("[train]\nnum_steps = '5'", 'train.num_steps must be a whole number, got "5" (run.toml)'),
