@@ -442,7 +442,10 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
         problem = f"{name} {context['error']}"
     else:
         problem = f"{name}{expected(error, is_table=hint is not None)}, got {shown(error['input'])}"
-    return [Violation((".".join(path),), f"{problem} ({source})", hint.advice if hint else "")]
+    remedy = hint.advice if hint else ""
+    if kind == "greater_than_equal" and path == ("loss", "clip_high"):
+        remedy = f"it bounds the ratio: for an epsilon of {error['input']:g}, set loss.clip_high={1 + error['input']:g}"
+    return [Violation((".".join(path),), f"{problem} ({source})", remedy)]
 
 
 def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:

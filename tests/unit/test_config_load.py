@@ -60,6 +60,11 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
             "got 1 (run.toml)",
         ),
         ("[loss]\nimportance_floor = 1.5", "loss.importance_floor must be at most 1, got 1.5 (run.toml)"),
+        (
+            "[loss]\nname = 'cispo'\nclip_high = 0.28",
+            "loss.clip_high must be at least 1, got 0.28 (run.toml); it bounds the ratio: for an epsilon of 0.28, set "
+            "loss.clip_high=1.28",
+        ),
         ("[loss]\nmax_drift = 0", "loss.max_drift must be above 0, got 0 (run.toml)"),
         (
             "[loss]\nname = 'm2po'\nmax_second_moment = 0",
