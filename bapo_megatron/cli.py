@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 from bapo_megatron import verbs
-from bapo_megatron.errors import UserError, escaped
+from bapo_megatron.errors import UserError, escaped, install_command
 from bapo_megatron.runtime import program
 from bapo_megatron.runtime.files import located
 from bapo_megatron.runtime.output import ESCAPING, Output, lasting, open_closed_streams
@@ -409,7 +409,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _modules_of_the_framework():
             raise
-        how = "pip install 'bapo-megatron[train]'"
+        how = install_command("train")
         print(f"bapo: the framework needs {error.name}, which is not installed; run {how}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:

@@ -6,6 +6,8 @@ Anything else that escapes is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +22,13 @@ def escaped(text: str) -> str:
         character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
         for character in text
     )
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package: from its checkout, since no index has the package."""
+    checkout = Path(__file__).parents[1]
+    place = str(checkout) if (checkout / "setup.py").is_file() else "bapo-megatron"  # installed as a wheel: it is there
+    return f"pip install {shlex.quote(f'{place}[{extra}]')}"
 
 
 def plural(number: int, noun: str, spec: str = "") -> str:

@@ -1,8 +1,9 @@
 """Pages of the site that are not files of docs/: a MkDocs hook (mkdocs.yml), run by scripts/docs.sh.
 
-README.md is the home page, studies/results/ has the pages of the studies, and `GENERATED` lists what code writes, from
-the files of `SOURCES`, to which the repository's links lead. Links between these and docs/ work in the repository and on
-the site; a link to another file of the repository becomes its text. Addresses that pages once had (`extra.moved` in mkdocs.yml) lead to the new ones.
+README.md is the home page, studies/results/ has the pages of the studies, and `GENERATED` lists what code writes; links
+to it in the repository lead to `SOURCES`. Links between these and docs/ work in the repository and on the site; a link
+to another file of the repository becomes its text. Addresses that pages once had (`extra.moved` in mkdocs.yml) lead to
+the new ones.
 """
 
 import html

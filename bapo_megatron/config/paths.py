@@ -74,9 +74,9 @@ def choices(path: Path) -> list[str]:
 def meant_setting(path: Path) -> Hint | None:
     """Return what a wrong path most likely meant; within a list of tables, only a setting of its entries.
 
-    In order: a name of another framework (coming_from.toml); ours in lower case, or in a section around it; a typo within
-    the section; names of a kind, such as "*lora*"; the same name in another section; a typo of the section, or of a name
-    without one. A single word in another section decides nothing: `scale`, `path` and `lr` are in many.
+    In order: a name of another framework (coming_from.toml); ours in lower case, or in a section around it; a typo
+    within the section; names of a kind, such as "*lora*"; the same name in another section; a typo of the section, or
+    of a name without one. A single word in another section decides nothing: `scale`, `path` and `lr` are in many.
     """
     name, section, last = ".".join(path), path[:-1], path[-1]
     if (listed := schema().get(path[:-2])) is not None and (entry := entries(listed)) is not None:

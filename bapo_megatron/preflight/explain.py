@@ -274,7 +274,11 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
         f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(ranks, 'GPU')} for the trainer"
         f", {on_servers} for servers, {c.nodes * c.gpus_per_node - ranks - on_servers} idle"
     )
-    yield from _memory(plan.trainer, "trainer GPU", f"of {plan.gpu_memory_gib:.1f}; a run may fill {FULL:.0%}, {FULL * plan.gpu_memory_gib:.1f}")
+    yield from _memory(
+        plan.trainer,
+        "trainer GPU",
+        f"of {plan.gpu_memory_gib:.1f}; a run may fill {FULL:.0%}, {FULL * plan.gpu_memory_gib:.1f}",
+    )
     if plan.num_active < plan.num_parameters:
         yield f"experts    a token uses {plan.num_active:,} of the model's {plan.num_parameters:,} parameters"
     if held := plan.trainer.held.expert:

@@ -80,7 +80,8 @@ UNITS = {
 @pytest.mark.parametrize("theirs", UNITS)
 def test_a_hint_says_the_unit_if_it_differs(theirs: str) -> None:
     hint = meant_by(theirs)
-    assert hint is not None and hint.advice == f"did you mean {hint.setting} ({UNITS[theirs]})?"
+    assert hint is not None
+    assert hint.advice == f"did you mean {hint.setting} ({UNITS[theirs]})?"
 
 
 def test_a_name_means_the_same_inside_sections_of_the_policy_only() -> None:

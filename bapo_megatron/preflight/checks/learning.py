@@ -31,7 +31,7 @@ def check_loss(config: Config) -> Iterator[Violation]:
 def check_units(config: Config, given: Collection[str] | None) -> Iterator[Violation]:
     """Warn of values in another framework's unit: an epsilon, a number of sequences, a size of mini-batches."""
     train, loss = config.train, config.loss
-    low = getattr(loss, "clip_low", 1.0)  # 0 is no bound at all
+    low = getattr(loss, "clip_low", 1.0)  # 0 means none
     if 0 < low < _LOW_BOUND:
         yield warning(
             ("loss.clip_low", "loss.name"),
