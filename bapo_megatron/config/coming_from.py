@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SETTING = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+(?:=\S+)?)(?:: (.+))?")
-AROUND = frozenset(
-    ("actor", "actor_rollout_ref", "algo", "algorithm", "args", "checkpointing", "cluster", "config", "data")
-    + ("generation", "grpo", "loss", "loss_fn", "megatron", "model", "optim", "optimizer", "orchestrator", "policy")
-    + ("ppo", "rollout", "run", "sampling", "train", "trainer", "training")
-)
+# fmt: off
+AROUND = frozenset({
+    "actor", "actor_rollout_ref", "algo", "algorithm", "args", "checkpointing", "cluster", "config", "data",
+    "generation", "grpo", "loss", "loss_fn", "megatron", "model", "optim", "optimizer", "orchestrator", "policy",
+    "ppo", "rollout", "run", "sampling", "train", "trainer", "training",
+})
+# fmt: on
 """Sections about the policy and its run, in which a name means what it means alone; not so `critic`, `val_kwargs`."""
 
 
