@@ -21,7 +21,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import reduce_updates
-from bapo_megatron.monitor.alarms import AlarmLog
+from bapo_megatron.monitor.alarms import AlarmLog, first_impressions
 from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
 from bapo_megatron.preflight.checks.slurm import check_time
@@ -177,6 +177,9 @@ class Recorder:
             num_responses = metrics["rollout/num_samples" if name == "reward/mean" else "reward/judged"]
             what = "pass rate" if is_pass_rate(metrics) else "mean reward"
             self._console.note(f"untrained {what} {metrics[name]:.2f} ({plural(round(num_responses), 'response')})")
+            c = self._config
+            for line in first_impressions(metrics, c.environment, c.rollout.max_response_tokens):
+                self.warn(line)
         self._console.step(metrics)
         for alarm in self._alarms.observe(metrics):
             self._console.warn(alarm.text())
