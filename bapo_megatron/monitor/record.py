@@ -36,7 +36,7 @@ from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runs.summary import is_pass_rate, reward_metric
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after, write_atomically
 from bapo_megatron.runtime.straggler import StragglerAlarm
-from bapo_megatron.types import Ended, Given, Group, Sample, Segment, total
+from bapo_megatron.types import Batch, Ended, Given, Group, Sample, Segment, total
 
 if TYPE_CHECKING:
     from bapo_megatron.monitor.prometheus import PrometheusEndpoint
@@ -102,8 +102,8 @@ class Recorder:
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         """Continue after `first_step` finished steps, and remove all records of later ones."""
         assert rollouts is not None, "rank 0 makes the batches"
-        for path in (self._run_dir.metrics_path, self._run_dir.samples_path):
-            truncate_after(path, first_step)
+        truncate_after(self._run_dir.samples_path, first_step)
+        num_lost = truncate_after(self._run_dir.metrics_path, first_step)
         history = read_metrics(self._run_dir.metrics_path)
         self._metrics = JsonlWriter(self._run_dir.metrics_path)
         self._samples = JsonlWriter(self._run_dir.samples_path)
@@ -116,9 +116,12 @@ class Recorder:
         if self._endpoint is not None:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
+        run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
+        again = f"; {plural(num_lost, 'step')} were not saved and are done again" if num_lost else ""
+        if num_lost and not first_step:
+            self._console.note(f"{run} has no checkpoint and begins again at step 1 of {num_steps}{again}")
         if first_step:
-            run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
-            self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
+            self._console.note(f"resuming {run} after step {first_step} of {num_steps}{again}")
             for changed in changed_inputs(self._run_dir.inputs_path, self._config):
                 self.warn(
                     f"{shown_path(Path(changed))} has changed since this run last started, so it does not continue as "
@@ -137,14 +140,16 @@ class Recorder:
         self._run_dir.mark_training(first_step)
         self._tell_status(first_step)
 
-    def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
+    def keep_samples(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
         """Save the first responses of a step's batch for people and, with rollout.record, all of them for training."""
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
         assert self._rollouts is not None
+        advantages = turn_advantages(groups, batch) if self._config.advantage.compares_responses else {}
         samples = [s for g in groups for s in g.samples]
         for sample in samples[: self._config.monitor.samples_per_step]:
-            self._samples.write(sample_record(step, sample, self._rollouts.decode))
+            record = sample_record(step, sample, self._rollouts.decode, advantages.get(sample.sample_id))
+            self._samples.write({**record, "of": len(samples)})
 
     def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
         """Write and show step number `step`, counted from 1; `parts` are its metrics."""
@@ -250,7 +255,7 @@ class SilentRecorder:
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         pass
 
-    def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
+    def keep_samples(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
         pass
 
     def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
@@ -290,13 +295,30 @@ def _explained(sample: Sample) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def turn_advantages(groups: Sequence[Group], batch: Batch) -> dict[str, list[float | None]]:
+    """Return the advantage of each turn of the trained samples, by sample; None for a turn without a token.
+
+    A batch has the tokens of the groups in order, and those of a turn have one advantage.
+    """
+    advantages_R = iter(batch.advantages_T[batch.sampled_T].tolist())
+    return {
+        sample.sample_id: [
+            next(iter([next(advantages_R) for _ in turn]), None) for t in sample.trajectories for turn in t.turns
+        ]
+        for group in groups
+        for sample in group.valid
+    }
+
+
+def sample_record(
+    step: int, sample: Sample, decode: Callable[[Sequence[int]], str], advantages: Sequence[float | None] | None = None
+) -> dict[str, Any]:
     """Return the line of `samples.jsonl` for a trained response; `decode` must keep special tokens.
 
     Segments are decoded separately, so a character that is split over two of them becomes a replacement character.
     `segments` and `response`, which is decoded as a whole, are the last trajectory's. If there are any, `branches` has
     the segments of the others with sampled tokens, and `turn_rewards` the rewards that came with an environment's
-    answers.
+    answers. `advantage` is a number, or a list with one for each turn if they differ; `of` counts the step's samples.
     """
     prompt_ids = list(sample.prompt.token_ids)
     told = [t for t in sample.trajectories if t.num_sampled_tokens] or sample.trajectories[-1:]
@@ -314,6 +336,7 @@ def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], s
         "answer": sample.prompt.answer,
         "response": decode([i for s in segments if s.origin != Given("prompt") for i in s.token_ids.tolist()]),
         "reward": sample.reward,
+        **({"advantage": advantages[0] if len({*advantages}) == 1 else [*advantages]} if advantages else {}),
         **_explained(sample),
         "finish_reason": sample.finish_reason,
         "num_tokens": sample.num_sampled_tokens,
