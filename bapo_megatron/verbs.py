@@ -202,6 +202,14 @@ def evaluate(options: Namespace) -> int:
     return 0
 
 
+def compare(options: Namespace) -> int:
+    """Compare two evaluations by problem."""
+    from bapo_megatron.evaluation.run import compare
+
+    print(compare(options.before, options.after))
+    return 0
+
+
 def report(options: Namespace) -> int:
     """Write a report, or serve one while its run lasts."""
     from bapo_megatron.report.page import write_comparison, write_report

@@ -77,7 +77,7 @@ class SharedRollouts:
         keep: Callable[[int, Sequence[Group], Batch], None],
         shares: BatchShares,
     ) -> None:
-        """`first` makes the batches on rank 0, None elsewhere; `keep` gets each step's number, from 1, groups, batch."""
+        """`first` makes the batches on rank 0, None elsewhere; `keep` gets a step's number, from 1, groups, batch."""
         self._config = config
         self._first = first
         self._keep = keep
