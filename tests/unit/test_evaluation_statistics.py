@@ -235,7 +235,7 @@ def test_a_comparison_pairs_the_same_questions(drawn: list[Any], generator: rand
     generator.shuffle(letters)
     moved = [one for letter in letters for one in drawn if one[0] == letter]
     after = evaluation_of(
-        [[9.0], *[row for *_, row in moved]], ["other", *[name for name, *_ in moved]], temperature=0.6
+        [[9.0, 9.0], *[row for *_, row in moved]], ["other", *[name for name, *_ in moved]], temperature=0.6
     )
     text = compared(before, after)
     avg = next(line.split() for line in text.splitlines() if line.startswith("avg "))
