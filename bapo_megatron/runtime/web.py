@@ -4,14 +4,13 @@ A browser sends any page's requests to any port of this machine. It names the pa
 unless the page's own name resolves to this machine (DNS rebinding): then `Host` gives it away.
 """
 
-import hmac
 import ipaddress
 import json
 import logging
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,14 +44,20 @@ class Guard:
     Example: Guard("127.0.0.1").refusal("GET", {"Host": "evil.example"}).status == 403
     """
 
-    def __init__(self, host: str, key: str | None = None) -> None:
+    def __init__(self, host: str, keys: Collection[str] | None = None) -> None:
         """Allow requests to `host`, where the server listens, to any IP address, and to this machine's names.
 
         Args:
-            key: what clients must send as `Authorization: Bearer KEY`. None means that they need no key.
+            keys: clients must send one of them as `Authorization: Bearer KEY`. None means that they need no key.
         """
+        assert not isinstance(keys, str), "each character would be a key"
         self._names = {name.lower().rstrip(".") for name in (host, "localhost", socket.gethostname())}
-        self._authorization = None if key is None else f"Bearer {key}".encode()
+        self._keys = keys
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether an allowed request has shown a key."""
+        return self._keys is not None
 
     def refusal(self, method: str, headers: Mapping[str, str]) -> Refusal | None:
         """Return why a request is refused, or None if it is allowed. `headers` must ignore case."""
@@ -68,8 +73,8 @@ class Guard:
             return Refusal(403, f"a page of {_shown(origin)} may not use this server; programs may")
         if site not in ("none", "same-origin"):
             return Refusal(403, "a page of another site may not use this server; type its address into the browser")
-        key = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if self._authorization is not None and not hmac.compare_digest(key, self._authorization):
+        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        if self._keys is not None and (scheme != "Bearer" or key not in self._keys):
             return Refusal(401, "the key is missing or wrong; send it as Authorization: Bearer KEY")
         kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
         has_body = headers.get("Content-Length", "0").strip() != "0" or "Transfer-Encoding" in headers
