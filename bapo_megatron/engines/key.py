@@ -1,7 +1,7 @@
 """The key that a run shares with its engines. Without it an engine answers nothing.
 
-The process that starts the engines makes it. The engines and trainer rank 0 inherit a socket that holds it, the nodes of
-a SLURM job read it from a file in the meeting folder; it is in no environment, command line, log, configuration or
+The process that starts the engines makes it. The engines and trainer rank 0 inherit a socket that holds it, the nodes
+of a SLURM job read it from a file in the meeting folder; it is in no environment, command line, log, configuration or
 checkpoint. Nobody can open a socket by /proc/PID/fd, as they can a pipe.
 """
 

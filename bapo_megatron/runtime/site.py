@@ -11,6 +11,7 @@ body has to be whole too.
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import socket
 import time
@@ -20,7 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from bapo_megatron.errors import escaped
+from bapo_megatron.errors import UserError, escaped
 from bapo_megatron.runtime.web import Guard
 
 SWEEP_S = 0.5
@@ -36,14 +37,22 @@ log = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return a listening socket for each address of a host; port 0 picks free ones. Raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(address, family=family, backlog=_BACKLOG))
-            for family, _, _, _, address in found
-        ]
-        stack.pop_all()
+    """Return a listening socket for each address of a host; port 0 picks free ones.
+
+    Raises:
+        UserError: nothing can listen there.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with contextlib.ExitStack() as stack:
+            sockets = [
+                stack.enter_context(socket.create_server(address, family=family, backlog=_BACKLOG))
+                for family, _, _, _, address in found
+            ]
+            stack.pop_all()
+    except OSError as error:
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise UserError(f"cannot listen on {host}:{port}: {why}; choose another --port or --host") from error
     return sockets
 
 

@@ -35,7 +35,10 @@ class Refusal:
     message: str
 
     def to_json(self) -> str:
-        return json.dumps({"success": False, "message": self.message}) + "\n"
+        """Return the body of the answer, in SGLang's form and in OpenAI's."""
+        code = "invalid_api_key" if self.status == HTTPStatus.UNAUTHORIZED else None
+        error = {"message": self.message, "type": "invalid_request_error", "param": None, "code": code}
+        return json.dumps({"success": False, "message": self.message, "error": error}) + "\n"
 
 
 class Guard:

@@ -115,7 +115,7 @@ class Server:
         if (asked := body.to_score) is not None:
             return await self._score(*asked)
         started = time.monotonic()
-        sequences, is_single = self._sequences(body)
+        sequences, is_single = self._sequences(body, await self._token_ids(body))
         self.engine.submit(sequences)
         try:
             await asyncio.gather(*(asyncio.wrap_future(s.done) for s in sequences))
@@ -282,9 +282,10 @@ class Server:
     async def _command(self, command: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self.engine.call(command))
 
-    def _sequences(self, body: protocol.GenerateBody) -> tuple[list[Sequence], bool]:
+    def _sequences(
+        self, body: protocol.GenerateBody, given: list[int] | list[list[int]]
+    ) -> tuple[list[Sequence], bool]:
         """Return one sequence per prompt and sample, and whether the reply is a single object."""
-        given = self._token_ids(body)
         is_batch = isinstance(given[0], list)
         prompts: list[list[int]] = given if is_batch else [given]  # type: ignore[assignment,list-item]
         params = (
@@ -318,15 +319,16 @@ class Server:
             raise BadRequestError(f"return_rows: this model has no stream {unknown[0]!r}; it has {[*known]}")
         return tuple(known[name] for name in names)
 
-    def _token_ids(self, body: protocol.GenerateBody) -> list[int] | list[list[int]]:
+    async def _token_ids(self, body: protocol.GenerateBody) -> list[int] | list[list[int]]:
         if body.text is None:
             assert body.input_ids is not None, "the body has been checked"
             return body.input_ids
-        if self._text is None:
+        if (model := self._text) is None:
             raise BadRequestError("text: this server has no tokenizer; send input_ids, or start it with `bapo serve`")
-        if isinstance(body.text, str):
-            return self._text.encode(body.text)
-        return [self._text.encode(text) for text in body.text]
+        text = body.text
+        if isinstance(text, str):
+            return await model.in_thread(lambda: model.encode(text))
+        return await model.in_thread(lambda: [model.encode(one) for one in text])
 
     def _reply(self, sequence: Sequence, body: protocol.GenerateBody, latency_s: float) -> dict[str, Any]:
         meta: dict[str, Any] = {
@@ -385,9 +387,8 @@ async def serve_engine(
         threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
     try:
         sockets = listen(host, port)
-    except OSError as problem:
-        why = os.strerror(problem.errno) if problem.errno else str(problem)
-        print(f"cannot listen on {host}:{port}: {why}", file=sys.stderr, flush=True)
+    except UserError as problem:
+        print(problem, file=sys.stderr, flush=True)
         os._exit(2)  # skip Python's shutdown, which fails with the thread that reads stdin
     await server.site.start(server.app(), sockets, shutdown_timeout_s=1.0)
     address = sockets[0].getsockname()
@@ -411,11 +412,8 @@ def _exit_when_stdin_closes() -> None:
 
 def check_address(host: str, port: int) -> None:
     """Raise UserError if nothing can listen there. Loading a model takes long: check first."""
-    try:
-        for listening in listen(host, port):
-            listening.close()
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host") from error
+    for listening in listen(host, port):
+        listening.close()
 
 
 def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
