@@ -18,8 +18,8 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.runtime.files import regular_file
 
 KEY_VARIABLE = "BAPO_ENGINE_KEY"
-"""The key of an engine that you start yourself; in processes of a run, `_SOCKET` and the number of a socket."""
-_SOCKET = "socket:"
+"""The key of an engine that you start yourself."""
+_SOCKET_VARIABLE = "BAPO_ENGINE_KEY_SOCKET"  # in processes of a run: the number of the socket
 
 _NUM_BYTES = 32
 _MAX_BYTES = 4096
@@ -40,15 +40,14 @@ def handed_over(key: str | None) -> Iterator[tuple[dict[str, str], tuple[int, ..
     with other:
         with mine:
             mine.sendall(key.encode())
-        yield {KEY_VARIABLE: f"{_SOCKET}{other.fileno()}"}, (other.fileno(),)
+        yield {_SOCKET_VARIABLE: str(other.fileno())}, (other.fileno(),)
 
 
 def take_key() -> str | None:
     """Return the key that this process was given, if any, and hide it from the processes that this one starts."""
-    value = os.environ.pop(KEY_VARIABLE, None) or None
-    if value is None or not value.startswith(_SOCKET):
-        return value
-    with open(int(value.removeprefix(_SOCKET)), "rb") as holder:
+    if (number := os.environ.pop(_SOCKET_VARIABLE, None)) is None:
+        return os.environ.pop(KEY_VARIABLE, None) or None
+    with open(int(number), "rb") as holder:
         return holder.read().decode()
 
 

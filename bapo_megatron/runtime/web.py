@@ -4,6 +4,7 @@ A browser sends any page's requests to any port of this machine. It names the pa
 unless the page's own name resolves to this machine (DNS rebinding): then `Host` gives it away.
 """
 
+import contextlib
 import ipaddress
 import json
 import logging
@@ -139,16 +140,35 @@ class GuardedHandler(BaseHTTPRequestHandler):
 class GuardedServer(ThreadingHTTPServer):
     """An HTTP server for requests that its `guard` allows. A slow or vanished client costs one debug line.
 
+    Each connection has a thread; above `max_open` of them, the oldest one is hung up on.
+
     Raises:
         OSError: it cannot listen at the address.
     """
 
+    max_open = 64
+
     def __init__(self, host: str, port: int, handler: Any) -> None:
         self.guard = Guard(host)
+        self._open: dict[socket.socket, None] = {}  # oldest first
         self.address_family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         super().__init__(address, handler)  # type: ignore[arg-type]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread."""
+        for oldest in [*self._open][: len(self._open) + 1 - self.max_open]:
+            self._open.pop(oldest, None)
+            with contextlib.suppress(OSError):  # its thread has just closed it
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a broken connection; our own bugs keep their traceback."""
