@@ -29,7 +29,7 @@ from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runs.folder import RunDir
-from bapo_megatron.runs.inputs import changed_inputs, record_inputs
+from bapo_megatron.runs.inputs import changed_inputs, module_digests, record_inputs
 from bapo_megatron.runs.numbers import duration, percent
 from bapo_megatron.runs.restarts import num_restarts, restart_of
 from bapo_megatron.runs.steps import read_metrics
@@ -116,13 +116,14 @@ class Recorder:
         if self._endpoint is not None:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
+        inputs = module_digests(self._config) | rollouts.prompt_digests
         if first_step:
             run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
             self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
-            for changed in changed_inputs(self._run_dir.inputs_path, self._config):
+            for changed in changed_inputs(self._run_dir.inputs_path, inputs):
                 self.warn(
                     f"{shown_path(Path(changed))} has changed since this run last started, so it does not continue as "
-                    "an uninterrupted run would; restore the file, or choose another run.name"
+                    "an uninterrupted run would; restore it, or choose another run.name"
                 )
             if (rise := rise_of_rate(history, self._config)) is not None:
                 self.warn(
@@ -130,7 +131,7 @@ class Recorder:
                     f'"{self._config.optimizer.schedule}" falls until the end of the run, and train.num_steps='
                     f"{num_steps} has moved it; a run that may become longer needs optimizer.total_updates"
                 )
-        record_inputs(self._run_dir.inputs_path, self._config)
+        record_inputs(self._run_dir.inputs_path, inputs)
         if self._steps_to_compile:
             self._console.note(f"the first {self._steps_to_compile} steps also compile kernels for the GPU")
         self._peak_flops = device_peak_flops(self._config.model.dtype)

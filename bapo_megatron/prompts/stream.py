@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 import re
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 NUM_CHECKED = 256
 """Prompts that `PromptStream.check` makes of a procedural source."""
+_NUM_DIGESTED = 16
+"""Prompts of a procedural source that `PromptStream.digests` makes."""
 _MAX_NAMED = 5  # bad prompts that one message names
 _NUMBER = re.compile(r"\[\d+\]")  # the number that a call has in a field's name
 _ADVICE = 'correct it, or set data.on_bad_prompt = "skip"'
@@ -150,6 +154,18 @@ class PromptStream:
             others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty, too long or refused)"
             first = "; ".join(problems[:_MAX_NAMED])
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
+
+    def digests(self, table: str = "data") -> dict[str, str]:
+        """Return the SHA-256 of all rows, or of a sample of a procedural source, by table and origin.
+
+        A row counts as it is read: text, messages, answer and tools. Example: {"data (openai/gsm8k)": "1f0c..."}
+        """
+        size, found = len(self.source), hashlib.sha256()
+        for i in range(0, size, 1 if self.data.has_rows else math.ceil(size / _NUM_DIGESTED)):
+            question = self.source[i]
+            row = [question.text, question.answer, question.messages, question.tools]
+            found.update(json.dumps(row).encode() + b"\n")
+        return {f"{table} ({self.data.origin})": found.hexdigest()}
 
     def in_order(self, limit: int | None = None) -> list[Prompt]:
         """Return the good prompts among the source's first `limit`; a prompt's id is its index there.
