@@ -36,7 +36,7 @@ from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.encoding import many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
-from bapo_megatron.prompts.stream import question_ids
+from bapo_megatron.prompts.stream import question_ids, too_many_chars
 from bapo_megatron.runtime import memory_bytes
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
@@ -159,6 +159,12 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
     read_as, source = _read(data, given.get("data", {}))
     questions = source.questions
     tokenizer = load_tokenizer(folder)
+    for one in questions[:_MAX_MEASURED]:
+        if num_chars := too_many_chars(one, shape.max_positions):
+            raise UserError(
+                f"{one.where}: the prompt has {num_chars:,} characters, too many for the {shape.max_positions} tokens "
+                f"that {model} can read; shorten it"
+            )
     prompts = _put(questions[:_MAX_MEASURED], tokenizer, given.get("data", {}), data)
     longest = max(map(len, prompts))
     prompt_tokens = _rounded_up(longest)

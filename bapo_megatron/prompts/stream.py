@@ -32,7 +32,11 @@ NUM_CHECKED = 256
 _NUM_DIGESTED = 16
 """Prompts of a procedural source that `PromptStream.digests` makes."""
 _MAX_NAMED = 5  # bad prompts that one message names
+_MAX_PROBLEM_CHARS = 600
 _NUMBER = re.compile(r"\[\d+\]")  # the number that a call has in a field's name
+_MAX_TOKEN_CHARS = 512
+"""More characters than any tokenizer has in a token; a text of 60 MB would take it a minute, and 4 GiB of memory."""
+_SOME = (0,)  # stands for the tokens of a prompt that is far too long
 _ADVICE = 'correct it, or set data.on_bad_prompt = "skip"'
 
 
@@ -78,6 +82,12 @@ def question_ids(
             where = "the system message out, and its words into another" if is_own else "data.system_prompt out"
             advice = f"; without the system message it takes them: leave {where}"
         raise DataError(f"{question.where}: {problem}{advice}") from problem
+
+
+def too_many_chars(question: Question, max_tokens: int) -> int:
+    """Return the number of a prompt's characters if a tokenizer need not be asked whether it is too long, or 0."""
+    num_chars = max(len(question.text), sum(len(message["content"]) for message in question.messages))
+    return num_chars if num_chars > _MAX_TOKEN_CHARS * max_tokens else 0
 
 
 class PromptStream:
@@ -152,7 +162,7 @@ class PromptStream:
         problems = [p for i in range(0, size, step) if (p := self._tokenise(self.source[i])[1]) is not None]
         if problems:
             others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty, too long or refused)"
-            first = "; ".join(problems[:_MAX_NAMED])
+            first = "; ".join(f"{problem:.{_MAX_PROBLEM_CHARS}}" for problem in problems[:_MAX_NAMED])
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
 
     def digests(self, table: str = "data") -> dict[str, str]:
@@ -243,6 +253,9 @@ class PromptStream:
             what = "is a conversation" if question.messages else "has tools"
             raise DataError(f"{question.where}: the prompt {what}; set data.chat_template = true")
         limit, tools = self.data.max_prompt_tokens, self._tools_of(question)
+        if num_chars := too_many_chars(question, limit):
+            problem = f"the prompt has {num_chars:,} characters, too many for data.max_prompt_tokens = {limit}"
+            return _SOME, f"{question.where}: {problem}"
         try:
             token_ids = tuple(question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, tools))
             not_shown = () if self._chat is None else self._not_shown(question, tools, self._chat)
