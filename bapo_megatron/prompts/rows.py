@@ -190,7 +190,8 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
             num_chars += _num_chars(columns)
             if num_chars > _MAX_UNPACKED_BYTES:
                 raise DataError(f"{file}: more than {_MAX_UNPACKED_BYTES >> 30} GiB in Parquet; split it")
-            for number, row in enumerate(zip(*columns, strict=True), start=number + 1):
+            for row in zip(*columns, strict=True):
+                number += 1
                 yield Row(f"{file}, row {number}", dict(zip(names, row, strict=True)))
     except DataError:
         raise
@@ -201,7 +202,7 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
 def _values(column: Any) -> list[Any]:
     """Return the values of a Parquet column, or values whose type says what they are if Python cannot represent them.
 
-    Examples are a date beyond the year 9999 and a time zone that nobody knows: they matter only if a setting names them.
+    Examples are a date beyond the year 9999 and a time zone that nobody knows: they matter only where they are read.
     """
     try:
         return column.to_pylist()
