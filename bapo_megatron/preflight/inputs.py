@@ -221,12 +221,18 @@ def _lengths(
         template = ("data.chat_template", "data.template_options", "environment.options", "model.path")
         yield Violation(template, str(error))
         return
+    how = ("data.max_prompt_tokens", "data.on_bad_prompt", "data.chat_template", "data.system_prompt", "model.path")
     try:
         stream.check(NUM_ROWS)
+        problems, num_checked = stream.problems(NUM_ROWS) if data.on_bad_prompt == "skip" else ([], 0)
     except UserError as error:
-        how = ("data.max_prompt_tokens", "data.on_bad_prompt", "data.chat_template", "data.system_prompt", "model.path")
         yield Violation((*settings, *how), str(error))
         return
+    if problems:
+        are_all = len(problems) == len(source)
+        what = f"{'all' if are_all else f'{len(problems)} of the first'} {plural(num_checked, 'prompt')}"
+        problem = f"{data.origin}: {what} are left out, as data.on_bad_prompt asks; the first: {problems[0]:.600}"
+        yield Violation((*settings, *how), problem, "correct them", "error" if are_all else "warning")
     if stream.left_out:
         fields = ", ".join(
             f"{name} (in {num} of the first {plural(len(first), 'prompt')})" for name, num in stream.left_out.items()

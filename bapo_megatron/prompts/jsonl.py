@@ -31,9 +31,13 @@ ANSWER_COLUMNS = (
     "solution",
     "target",
     "output",
+    "correct_answer",
+    "correct",
 )
 """Usual names of columns, likelier ones first; a dotted name means a value inside an object."""
 _EXPLAINED = {column.rpartition(".")[2] for column in ANSWER_COLUMNS} | {"rationale", "explanation", "solutions"}
+_ABOUT = {"type", "source", "sourcename", "category", "subject", "subfield", "topic", "level", "url", "license"}
+"""Columns that explain the answer, and columns about the row."""
 _CHOICE = re.compile(r"(?i)[a-j]|(?:option|choice)s?[ _-]?\w?")
 _MAX_DEPTH = 100  # Python's own limit depends on the caller
 _MAX_SHOWN = 5  # problems of a file, and rows with the same problem
@@ -315,14 +319,14 @@ def _unused(values: Mapping[str, Any], used: Collection[str]) -> Iterator[tuple[
 
 def _holds_words(column: str, value: Any) -> bool:
     """Return whether a value may be a part of the question: several words, a list of texts, or a choice."""
-    if column.rpartition(".")[2].lower() in _EXPLAINED:
+    if column.rpartition(".")[2].lower() in _EXPLAINED | _ABOUT:
         return False
     if _CHOICE.fullmatch(column):
         return value not in ("", [], {})
     if isinstance(value, str):
         return len(value.split()) > 1 and any(map(str.isalpha, value))
     if isinstance(value, dict):
-        value = [*value.values()]
+        value = [item for key, item in value.items() if key.lower() not in _ABOUT]
     return isinstance(value, list) and any(
         isinstance(one, str | list | dict) and one not in ("", [], {}) for one in value
     )

@@ -33,6 +33,8 @@ _NUM_DIGESTED = 16
 """Prompts of a procedural source that `PromptStream.digests` makes."""
 _MAX_NAMED = 5  # bad prompts that one message names
 _MAX_PROBLEM_CHARS = 600
+_DRAWS = re.compile(r"\|\s*random\b|\bmap\(\s*['\"]random['\"]|\blipsum\s*\(")
+"""What draws at random in jinja: a filter, also by its name, and a maker of texts."""
 _NUMBER = re.compile(r"\[\d+\]")  # the number that a call has in a field's name
 _MAX_TOKEN_CHARS = 512
 """More characters than any tokenizer has in a token; a text of 60 MB would take it a minute, and 4 GiB of memory."""
@@ -121,6 +123,11 @@ class PromptStream:
         for name in self.data.template_options:
             if not is_template_option(tokenizer, name):
                 raise DataError(f"data.template_options: the model's chat template has no option {name!r}")
+        if self.data.chat_template and (draws := _DRAWS.search(str(tokenizer.chat_template))) is not None:
+            raise DataError(
+                f"the model's chat template draws at random ({draws[0]}), so that a resumed run would get other "
+                "prompts; remove this from the template (chat_template.jinja or tokenizer_config.json)"
+            )
         self._chat = chat_of(config, tokenizer) if self.data.chat_template else None
         tools = ToolOptions.if_used(config.environment) if self.data.chat_template else None
         self._tools = [] if tools is None else tools.shown(tokenizer, self.data.template_options)
@@ -155,15 +162,17 @@ class PromptStream:
 
         Raises DataError with the first bad prompts and the number of all, if data.on_bad_prompt = "error".
         """
-        if self.data.on_bad_prompt == "skip":
-            return
-        size = min(len(self.source), num_rows or len(self.source))
-        step = 1 if self.data.has_rows else math.ceil(size / NUM_CHECKED)
-        problems = [p for i in range(0, size, step) if (p := self._tokenise(self.source[i])[1]) is not None]
-        if problems:
-            others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty, too long or refused)"
+        if self.data.on_bad_prompt == "error" and (found := self.problems(num_rows))[0]:
+            problems, num_checked = found
+            others = f" ({len(problems)} of {num_checked} prompts are empty, too long or refused)"
             first = "; ".join(f"{problem:.{_MAX_PROBLEM_CHARS}}" for problem in problems[:_MAX_NAMED])
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
+
+    def problems(self, num_rows: int | None = None) -> tuple[list[str], int]:
+        """Return why prompts are bad, and how many prompts were looked at; see `check`."""
+        size = min(len(self.source), num_rows or len(self.source))
+        checked = range(0, size, 1 if self.data.has_rows else math.ceil(size / NUM_CHECKED))
+        return [p for i in checked if (p := self._tokenise(self.source[i])[1]) is not None], len(checked)
 
     def digests(self, table: str = "data") -> dict[str, str]:
         """Return the SHA-256 of all rows, or of a sample of a procedural source, by table and origin.

@@ -296,5 +296,5 @@ def misfit(answer: Any) -> str | None:
     what = "an object" if isinstance(answer, dict) else f"a list of {len(answer)}"
     return (
         f"the answer {answer!r:.80} is {what}, and the judges math and text compare with one answer: make it a string "
-        "or a number, or judge by a function of your own, which gets any JSON value"
+        "or a number, or judge by a function of your own (reward.kind), which gets any JSON value"
     )
