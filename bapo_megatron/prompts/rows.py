@@ -20,10 +20,10 @@ from bapo_megatron.runtime.files import regular_file
 
 EXAMPLE = '{"prompt": "...", "answer": ...}'
 _MAX_CSV_CHARS = 1 << 30  # limit of one value; csv's own limit is 131,072
-MAX_ROWS = 5_000_000  # of a Parquet file or a function; a few kilobytes can stand for billions
-_MAX_VALUES = 100_000_000  # of a Parquet file: lists have many
+MAX_ROWS = 5_000_000  # limit for Parquet and functions: a few kilobytes can stand for billions
+_MAX_VALUES = 100_000_000  # limit for Parquet, where a short file can have long lists
 _MAX_UNPACKED_BYTES = 4 << 30  # limit for gzip and Parquet: a few kilobytes can stand for terabytes
-_MAX_BATCH_ROWS, _MAX_BATCH_BYTES = 1024, 2 << 30  # of a Parquet file, which are made into values together
+_MAX_BATCH_ROWS, _MAX_BATCH_BYTES = 1024, 2 << 30  # what is made into values together
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _OTHERS = (
     (b"\x28\xb5\x2f\xfd", "compressed with zstd; run `zstd -d {}`"),

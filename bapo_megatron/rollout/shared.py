@@ -4,7 +4,7 @@ Rank 0 makes a batch in a thread and meanwhile broadcasts a sign of life; a JSON
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -36,7 +36,7 @@ class Rollouts(Protocol):
         return None
 
     @property
-    def prompt_digests(self) -> Mapping[str, str]:
+    def prompt_digests(self) -> dict[str, str]:
         """The SHA-256 of the prompts of training and evaluation, by where they come from."""
         return {}
 
