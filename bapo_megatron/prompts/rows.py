@@ -183,7 +183,7 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
             held = f"{num_rows:,} rows and {num_values:,} values"
             raise DataError(f"{file}: {held} are more than {MAX_ROWS:,} and {_MAX_VALUES:,}; split it")
         # A value is no longer than its row group, and each row of the batch may have the longest.
-        most_rows = _MAX_BATCH_BYTES // max((group.total_byte_size for group in groups), default=1)
+        most_rows = _MAX_BATCH_BYTES // max(1, *(group.total_byte_size for group in groups), 1)
         num_chars = 0
         for batch in table.iter_batches(max(1, min(_MAX_BATCH_ROWS, most_rows))):
             columns = [_values(column) for column in batch.columns]
@@ -196,7 +196,7 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{file}: not a whole Parquet file: {str(error).splitlines()[0]:.200}") from error
+        raise DataError(f"{file}: not a whole Parquet file: {' '.join(str(error).split()):.200}") from error
 
 
 def _values(column: Any) -> list[Any]:
