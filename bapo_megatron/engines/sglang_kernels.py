@@ -145,7 +145,7 @@ def self_test(device: str) -> None:
         "fused_add_rmsnorm": rms_norm(sum_TH.float(), (256,), weight_H.float(), 1e-6),
         "silu_and_mul": silu(x_TH.float()[:, :128]) * x_TH.float()[:, 128:],
     }
-    found = {"rmsnorm": sgl_kernel.rmsnorm(x_TH, weight_H, 1e-6), "silu_and_mul": x_TH.new_empty(5, 128)}
+    found = {"rmsnorm": sgl_kernel.rmsnorm(x_TH, weight_H, 1e-6), "silu_and_mul": x_TH.new_full((5, 128), torch.nan)}
     sgl_kernel.silu_and_mul(x_TH, found["silu_and_mul"])
     sgl_kernel.fused_add_rmsnorm(x_TH, residual_TH, weight_H, 1e-6)  # in place
     found["fused_add_rmsnorm"] = x_TH

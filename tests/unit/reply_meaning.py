@@ -111,6 +111,12 @@ def _versions_are_numbers(reply: Reply) -> bool:
     return all(_version(v) is not None for start, end, v in reply.ranges() if _is_whole(end) and start != end)
 
 
+def _has_logprobs(reply: Reply) -> bool:
+    """Return whether each token has a log-prob; a reply without tokens may leave them out."""
+    found = reply.meta.get("output_token_logprobs")
+    return isinstance(found, list) or (found is None and not reply.tokens)
+
+
 RULES: dict[str, Callable[[Reply], bool]] = {
     "no output_ids": lambda r: isinstance(r.top.get("output_ids"), list),
     "is for request": lambda r: r.meta.get("id", r.request.rid) == r.request.rid,
@@ -121,7 +127,7 @@ RULES: dict[str, Callable[[Reply], bool]] = {
     "prompt_tokens": lambda r: _is_whole(r.meta.get("prompt_tokens", 0)),
     "it continues": lambda r: r.meta.get("prompt_tokens", len(r.request.token_ids)) == len(r.request.token_ids),
     "cached_tokens": lambda r: _is_whole(r.meta.get("cached_tokens", 0)),
-    "no output_token_logprobs": lambda r: isinstance(r.meta.get("output_token_logprobs"), list) or not r.tokens,
+    "no output_token_logprobs": _has_logprobs,
     "output_ids has length": lambda r: len(r.pairs) == len(r.tokens),
     "does not belong": lambda r: all(_is_whole(t) and t == i for (_, t), i in zip(r.pairs, r.tokens, strict=False)),
     "is not a finite number": lambda r: all(_is_logprob(logprob) for logprob, _ in r.pairs),

@@ -1,6 +1,7 @@
 """Agent programs at their endpoint: branches, retries, limits and failures; each sampled token is trained once."""
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -36,7 +37,7 @@ from tests.unit.test_continuation import tokenizer_of
 from tests.unit.test_scheduler import CountingPrompts, ScriptedEngine, make
 
 T = TypeVar("T")
-TOKENIZER = tokenizer_of("qwen3")
+TOKENIZER = copy.deepcopy(tokenizer_of("qwen3"))
 TOKENIZER.chat_template = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + TOKENIZER.chat_template
 )
