@@ -212,22 +212,26 @@ def test_a_fault_of_ours_is_logged_once_a_minute(
     assert isinstance(told.exc_info[1], KeyError)
 
 
-def test_idle_connections_do_not_use_up_the_threads_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_idle", [1, 4, 5, 6, 7, 13])
+def test_idle_connections_do_not_use_up_the_threads_of_the_report(
+    num_idle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Ok(GuardedHandler):
         def do_GET(self) -> None:
             self.send(200, "text/plain", b"ok")
 
-    monkeypatch.setattr(GuardedServer, "max_open", 3)
+    monkeypatch.setattr(GuardedServer, "max_open", 6)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(GuardedServer("127.0.0.1", 0, Ok))
         idle = []
-        for _ in range(7):
+        for _ in range(num_idle):
             idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), HANG_S)))
             server.handle_request()
-        for gone in idle[:4]:
+        for gone in idle[:-6]:
             assert gone.recv(1) == b""
-        idle[-1].sendall(HEAD + b"\r\n")
-        assert b"".join(iter(partial(idle[-1].recv, 65536), b"")).endswith(b"ok")
+        for kept in idle[-6:]:
+            kept.sendall(HEAD + b"\r\n")
+            assert b"".join(iter(partial(kept.recv, 65536), b"")).endswith(b"ok")
 
 
 CODE = """
