@@ -2,7 +2,8 @@
 
 The process that starts the engines makes it. The engines and trainer rank 0 inherit a socket that holds it, the nodes
 of a SLURM job read it from a file in the meeting folder; it is in no environment, command line, log, configuration or
-checkpoint. Nobody can open a socket by /proc/PID/fd, as they can a pipe.
+checkpoint. A socket, unlike a pipe, cannot be opened through
+/proc/PID/fd.
 """
 
 import contextlib
@@ -45,8 +46,9 @@ def handed_over(key: str | None) -> Iterator[tuple[dict[str, str], tuple[int, ..
 
 def take_key() -> str | None:
     """Return the key that this process was given, if any, and hide it from the processes that this one starts."""
+    own = os.environ.pop(KEY_VARIABLE, None) or None
     if (number := os.environ.pop(_SOCKET_VARIABLE, None)) is None:
-        return os.environ.pop(KEY_VARIABLE, None) or None
+        return own
     with open(int(number), "rb") as holder:
         return holder.read().decode()
 

@@ -194,7 +194,7 @@ def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     Raises:
         UserError: they have no problem or no estimate in common.
     """
-    first, second = _by_question(before), _by_question(after)
+    first, second = by_question(before), by_question(after)
     both = [question for question in first if question in second]
     rows = [(first[question], second[question]) for question in both]
     names = [name for name in rows[0][0] if name in rows[0][1]] if rows else []
@@ -219,14 +219,14 @@ def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _by_question(evaluation: Mapping[str, Any]) -> dict[tuple[str, int], dict[str, float]]:
-    """Return each problem's estimates by its question, which may be asked several times."""
+def by_question(evaluation: Mapping[str, Any]) -> dict[tuple[str, int], dict[str, float]]:
+    """Return each problem's estimates by its question, which may be asked several times. Raises KeyError, TypeError."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     times: Counter[str] = Counter()
+    names = [*evaluation["estimates"]]
     for problem in evaluation["problems"]:
         question = json.dumps([problem["prompt"], problem["reference"]])
-        estimates = {name: problem[name] for name in evaluation["estimates"]}
-        found[question, times[question]] = {"avg" if name[:4] == "avg@" else name: x for name, x in estimates.items()}
+        found[question, times[question]] = {"avg" if name[:4] == "avg@" else name: problem[name] for name in names}
         times[question] += 1
     return found
 

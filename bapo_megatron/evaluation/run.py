@@ -22,7 +22,7 @@ from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.key import new_key
 from bapo_megatron.engines.start import EngineShare, running_engines
 from bapo_megatron.errors import UserError, plural
-from bapo_megatron.evaluation.results import Answered, Evaluation, Problem, compared
+from bapo_megatron.evaluation.results import Answered, Evaluation, Problem, by_question, compared
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
 from bapo_megatron.preflight.check import num_visible_gpus
@@ -149,7 +149,7 @@ def compare(before: Path, after: Path) -> str:
         file = folder / "result.json"
         try:
             values.append(json.loads(file.read_text(encoding="utf-8")))
-            _ = values[-1]["problems"], values[-1]["estimates"]
+            by_question(values[-1])
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = f"{folder} is not the folder of an evaluation: {file}: {error}"
             raise UserError(f"{why}; give folders that `bapo eval` has written, such as evals/after") from error

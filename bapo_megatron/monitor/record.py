@@ -115,6 +115,7 @@ class Recorder:
         self._knows_step_time = False
         self._sinks: list[BackgroundSink] = []
         self._alarms = AlarmLog()
+        self._reward_parts = RewardParts()
         self._has_left_out_parts = False
         self._stragglers = StragglerAlarm()
         self._steps_to_compile = _COMPILING_STEPS if torch.cuda.is_available() else 0
@@ -143,7 +144,7 @@ class Recorder:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
         run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
-        again = f"; {plural(num_lost, 'step')} were not saved and are done again" if num_lost else ""
+        again = f"; this repeats {plural(num_lost, 'unsaved step')}" if num_lost else ""
         inputs = module_digests(self._config) | rollouts.prompt_digests
         if num_lost and not first_step:
             self._console.note(f"{run} has no checkpoint and begins again at step 1 of {num_steps}{again}")

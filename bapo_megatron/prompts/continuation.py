@@ -36,7 +36,6 @@ from bapo_megatron.prompts.json_values import MAX_DEPTH, depth
 _TURN, _WORDS = (f"{word}{secrets.token_hex(8)}" for word in ("turn", "words"))  # in no template, and nobody's words
 _CALL_ID = "call00000"  # nine letters and digits: Mistral's templates refuse others
 _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # control tokens that are not marked as special, by their form
-_NO_LIMIT = 2**31  # tokens
 _QUESTION = {"role": "user", "content": "q"}
 _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")
 _NUM_AROUND = 5  # levels around the arguments of a call: messages, message, calls, call, function
@@ -132,7 +131,7 @@ class Continuation:
             high *= 2
         num_chars = bisect.bisect_left(range(min(high, whole)), True, key=is_too_long) - 1
         if num_chars < 0:
-            least = len(self.all_ids(_first(messages, 0), turn, is_cut=is_cut, max_tokens=_NO_LIMIT))
+            least = len(self.all_ids(_first(messages, 0), turn, is_cut=is_cut))
             raise ValueError(
                 f"environment.max_answer_tokens={max_tokens} is less than the {least} tokens that the chat template "
                 "itself puts between two turns; set it higher"
@@ -142,12 +141,12 @@ class Continuation:
         return token_ids, True
 
     def all_ids(
-        self, messages: Sequence[Mapping[str, Any]], turn: Sequence[int], *, is_cut: bool, max_tokens: int
+        self, messages: Sequence[Mapping[str, Any]], turn: Sequence[int], *, is_cut: bool, max_tokens: int | None = None
     ) -> list[int]:
         """Return the tokens of `ids` without a cut; they may be a few more than `max_tokens`.
 
         Raises:
-            TooLongError: they are many more. Whoever sends a long text does not get the time that its tokens take.
+            TooLongError: they are many more. A long text is refused before all of it becomes tokens.
             ValueError: the template does not take these messages.
         """
         for role in dict.fromkeys(str(message["role"]) for message in messages):

@@ -184,7 +184,7 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
             held = f"{num_rows:,} rows and {num_values:,} values"
             raise DataError(f"{file}: {held} are more than {MAX_ROWS:,} and {_MAX_VALUES:,}; split it")
         # A value is no longer than its row group, and each row of the batch may have the longest.
-        most_rows = _MAX_BATCH_BYTES // max(1, *(group.total_byte_size for group in groups), 1)
+        most_rows = _MAX_BATCH_BYTES // max([1, *(group.total_byte_size for group in groups)])
         num_chars = 0
         for batch in table.iter_batches(max(1, min(_MAX_BATCH_ROWS, most_rows))):
             columns = [_values(column) for column in batch.columns]

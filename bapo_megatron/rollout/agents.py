@@ -71,6 +71,8 @@ class Program:
         self.written = b""  # the reward that it has written, as JSON; complete after `end`
         self._process = process
         self._channel = channel
+        if channel is not None:
+            channel.setblocking(False)  # for `end`, even if the telling never begins
         self._readers = [asyncio.create_task(_tail(stream)) for stream in (process.stdout, process.stderr)]
         self._telling = asyncio.create_task(_tell(channel, answer))
 
@@ -132,7 +134,6 @@ class Program:
 async def _tell(channel: socket.socket | None, answer: bytes) -> None:
     """Write the answer, of any length, until the program has read it or has ended."""
     if channel is not None:
-        channel.setblocking(False)
         with contextlib.suppress(ConnectionError):
             await asyncio.get_running_loop().sock_sendall(channel, answer)
 

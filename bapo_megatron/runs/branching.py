@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from bapo_megatron.config.load import as_override
-from bapo_megatron.errors import UserError, plural
+from bapo_megatron.errors import UserError
 from bapo_megatron.runtime import program
 from bapo_megatron.runtime.files import reading, write_atomically
 
@@ -28,9 +28,6 @@ class Parent(NamedTuple):
     """Finished steps that both runs share."""
     changed: dict[str, tuple[Any, Any]]
     """Settings by name: the value in the parent and in the branch, None if unset."""
-
-    def __str__(self) -> str:
-        return f"{self.run} after {plural(self.step, 'step')}"
 
     @property
     def changes(self) -> str:

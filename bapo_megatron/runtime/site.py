@@ -10,6 +10,7 @@ body has to be whole too.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -37,18 +38,27 @@ log = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return a listening socket for each address of a host; port 0 picks free ones.
+    """Return a listening socket for each address of a host that this machine has; port 0 picks free ones.
 
     Raises:
         UserError: nothing can listen there.
     """
+    sockets: list[socket.socket] = []
+    absent = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         with contextlib.ExitStack() as stack:
-            sockets = [
-                stack.enter_context(socket.create_server(address, family=family, backlog=_BACKLOG))
-                for family, _, _, _, address in found
-            ]
+            for family, _, _, _, address in dict.fromkeys(found):  # /etc/hosts may name an address twice
+                try:
+                    sockets.append(socket.create_server(address, family=family, backlog=_BACKLOG))
+                except OSError as error:
+                    if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                        raise
+                    absent = error  # such as ::1 of localhost in a container without IPv6
+                else:
+                    stack.enter_context(sockets[-1])
+            if not sockets and absent is not None:
+                raise absent
             stack.pop_all()
     except OSError as error:
         why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
@@ -77,7 +87,7 @@ class Site:
         self._runner: web.AppRunner | None = None
 
     async def start(self, app: web.Application, sockets: Sequence[socket.socket], shutdown_timeout_s: float) -> None:
-        """Serve an application, whose first middleware is `guarded`.
+        """Serve an application that has the middleware `guarded`.
 
         Args:
             shutdown_timeout_s: how long `close` waits for open requests.

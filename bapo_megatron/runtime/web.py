@@ -11,7 +11,7 @@ import logging
 import re
 import socket
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,13 +48,14 @@ class Guard:
     Example: Guard("127.0.0.1").refusal("GET", {"Host": "evil.example"}).status == 403
     """
 
-    def __init__(self, host: str, keys: Collection[str] | None = None) -> None:
+    def __init__(self, host: str, keys: Set[str] | None = None) -> None:
         """Allow requests to `host`, where the server listens, to any IP address, and to this machine's names.
 
         Args:
-            keys: clients must send one of them as `Authorization: Bearer KEY`. None means that they need no key.
+            keys: clients must send one of them as `Authorization: Bearer KEY`. None means that they need no key. A set
+                or the keys of a dict: their time to find a key depends on its hash, and so tells nothing of its text.
         """
-        assert not isinstance(keys, str), "each character would be a key"
+        assert keys is None or isinstance(keys, Set)
         self._names = {name.lower().rstrip(".") for name in (host, "localhost", socket.gethostname())}
         self._keys = keys
 
@@ -158,7 +159,7 @@ class GuardedServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in a thread."""
-        for oldest in [*self._open][: len(self._open) + 1 - self.max_open]:
+        for oldest in [*self._open][: max(0, len(self._open) + 1 - self.max_open)]:
             self._open.pop(oldest, None)
             with contextlib.suppress(OSError):  # its thread has just closed it
                 oldest.shutdown(socket.SHUT_RDWR)

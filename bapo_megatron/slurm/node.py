@@ -160,9 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--exit-code", type=int, default=0, metavar="N", help="exit code of the start before")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
-    terminal = lasting(
-        os.fdopen(os.dup(2), "w", buffering=1, errors=ESCAPING)
-    )  # a trainer rank sends its own output to its log
+    # A trainer rank sends its own output to its log.
+    terminal = lasting(os.fdopen(os.dup(2), "w", buffering=1, errors=ESCAPING))
     rank, meeting = -1, None
     try:
         rank = _from_slurm("SLURM_PROCID")

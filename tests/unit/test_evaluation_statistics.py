@@ -264,7 +264,7 @@ def test_paired_differences_are_more_precise_than_either_evaluation() -> None:
 def test_evaluations_that_share_nothing_are_not_compared(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no problem in common"):
         compared(evaluation_of([[1.0]], ["a"]), evaluation_of([[1.0]], ["b"]))
-    for content in (None, "{", "[]", '{"problems": []}', "\udc00"):
+    for content in (None, "{", "[]", '{"problems": []}', '{"problems": [1], "estimates": {}}', "\udc00"):
         if content is not None:
             (tmp_path / "result.json").write_bytes(content.encode(errors="surrogatepass"))
         with pytest.raises(UserError, match=r"is not the folder of an evaluation: .*result.json.* give folders that"):

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from bapo_megatron.engines.key import handed_over
+from bapo_megatron.engines.key import KEY_VARIABLE, handed_over
+from bapo_megatron.errors import UserError
 from bapo_megatron.prompts.continuation import Continuation, TooLongError
 from bapo_megatron.prompts.encoding import rendered_ids, surely_exceeds
 from bapo_megatron.runtime import site as our_site
@@ -190,6 +191,17 @@ def test_a_process_without_descriptors_says_so_once_and_goes_on(caplog: pytest.L
     ]
 
 
+def test_a_host_with_an_address_twice_or_out_of_use_is_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("100::1", 0, 0, 0)),
+        *[(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))] * 2,
+    ]
+    for addresses, num in ((found, 1), (found[:1], 0)):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, of=addresses, **__: of)
+        with contextlib.ExitStack() as stack, contextlib.nullcontext() if num else pytest.raises(UserError):
+            assert len([stack.enter_context(one) for one in listen("localhost", 0)]) == num
+
+
 def test_a_fault_of_ours_is_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,22 +224,26 @@ def test_a_fault_of_ours_is_logged_once_a_minute(
     assert isinstance(told.exc_info[1], KeyError)
 
 
-def test_idle_connections_do_not_use_up_the_threads_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_idle", [1, 4, 5, 6, 7, 13])
+def test_idle_connections_do_not_use_up_the_threads_of_the_report(
+    num_idle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Ok(GuardedHandler):
         def do_GET(self) -> None:
             self.send(200, "text/plain", b"ok")
 
-    monkeypatch.setattr(GuardedServer, "max_open", 3)
+    monkeypatch.setattr(GuardedServer, "max_open", 6)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(GuardedServer("127.0.0.1", 0, Ok))
         idle = []
-        for _ in range(7):
+        for _ in range(num_idle):
             idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), HANG_S)))
             server.handle_request()
-        for gone in idle[:4]:
+        for gone in idle[:-6]:
             assert gone.recv(1) == b""
-        idle[-1].sendall(HEAD + b"\r\n")
-        assert b"".join(iter(partial(idle[-1].recv, 65536), b"")).endswith(b"ok")
+        for kept in idle[-6:]:
+            kept.sendall(HEAD + b"\r\n")
+            assert b"".join(iter(partial(kept.recv, 65536), b"")).endswith(b"ok")
 
 
 CODE = """
@@ -238,11 +254,14 @@ print(any("BAPO_ENGINE_KEY" in name for name in os.environ))
 """
 
 
-def test_a_key_that_is_handed_over_is_in_no_environment() -> None:
+@pytest.mark.parametrize("of_user", [{}, {KEY_VARIABLE: "of-another-engine"}])
+def test_a_key_that_is_handed_over_is_in_no_environment(of_user: dict[str, str]) -> None:
     key = "k" * 64
     with handed_over(key) as (secret, descriptors):
         asked = [sys.executable, "-c", CODE, key]
-        done = subprocess.run(asked, env=os.environ | secret, pass_fds=descriptors, capture_output=True, text=True)
+        done = subprocess.run(
+            asked, env=os.environ | secret | of_user, pass_fds=descriptors, capture_output=True, text=True
+        )
         with pytest.raises(OSError, match="No such device or address"):
             os.open(f"/proc/self/fd/{descriptors[0]}", os.O_RDONLY)
     assert done.stdout == f"{key} False\nFalse\n", done.stderr
