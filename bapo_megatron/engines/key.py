@@ -2,8 +2,7 @@
 
 The process that starts the engines makes it. The engines and trainer rank 0 inherit a socket that holds it, the nodes
 of a SLURM job read it from a file in the meeting folder; it is in no environment, command line, log, configuration or
-checkpoint. A socket, unlike a pipe, cannot be opened through
-/proc/PID/fd.
+checkpoint. A socket, unlike a pipe, cannot be opened through /proc/PID/fd.
 """
 
 import contextlib
