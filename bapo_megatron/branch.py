@@ -61,9 +61,9 @@ class Branch:
     state: dict[str, Any]
     """The new checkpoint's state."""
     kept: list[str]
-    """What it has of the parent's checkpoint, in words."""
+    """What it keeps of the parent's checkpoint, in words."""
     left: list[str]
-    """What it has not, in words, with the settings that are the reason."""
+    """What it leaves behind, in words, with the settings that cause this."""
     notes: list[str]
 
     @property
@@ -95,7 +95,7 @@ class Branch:
                 branch_checkpoint(self.checkpoint, folder / "checkpoints" / self.checkpoint.name, self.state)
             except FileNotFoundError as error:
                 raise CheckpointError(
-                    f"{self.checkpoint} is gone: its run has saved later ones meanwhile; branch again"
+                    f"{self.checkpoint} is gone: its run has meanwhile saved later ones; branch again"
                 ) from error
             for path in (*folder.rglob("*"), folder):
                 flush(path)
@@ -149,7 +149,7 @@ def plan_branch(run: Path, new: Path, settings: Sequence[str], step: int | None 
 
 
 def _inputs(config: Config) -> dict[str, str]:
-    """Return the digests of what a run of these settings would read, as far as it is there."""
+    """Return the digests of the inputs that a run with these settings would read, without missing ones."""
     found = module_digests(config)
     if engine_kind(config.rollout.engine).samples:
         with contextlib.suppress(UserError):  # such as a file that is gone, which the branch replaces
@@ -181,9 +181,9 @@ def _table_of(config_path: Path) -> dict[str, Any]:
 
 
 def _changed(table: dict[str, Any], file: Path, new: Path, settings: Sequence[str]) -> Reading:
-    """Read the parent's settings with the changes. What belongs to a loss, preset or environment goes with it.
+    """Read the parent's settings with the changes. A new loss, preset or environment drops the settings of the old one.
 
-    The parent's file holds every setting, also those that it left to a default.
+    The parent's file holds every setting, also those that were left to a default.
     """
     given = {".".join(path): value for path, value in map(parse_override, settings)}
     if named := next((name for name in ("run.name", "run.dir") if name in given), None):

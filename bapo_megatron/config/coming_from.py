@@ -16,7 +16,7 @@ AROUND = frozenset({
     "ppo", "rollout", "run", "sampling", "train", "trainer", "training",
 })
 # fmt: on
-"""Sections about the policy and its run, in which a name means what it means alone; not so `critic`, `val_kwargs`."""
+"""Sections about the policy and its run: a name means the same in them as alone, unlike in `critic` or `val_kwargs`."""
 
 
 class Hint(NamedTuple):

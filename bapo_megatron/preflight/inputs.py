@@ -262,7 +262,7 @@ def _lengths(
 
 def _telling(questions: Sequence[Question]) -> list[int]:
     """Return the places of questions to tokenise: all, or if they are many, the first, the longest and one of each form
-    of conversation. A run that takes them takes nearly always all."""
+    of conversation. If a run takes these, it nearly always takes all."""
     if len(questions) <= _MAX_TOKENISED:
         return [*range(len(questions))]
     sizes = [len(one.text) + sum(len(message["content"]) for message in one.messages) for one in questions]

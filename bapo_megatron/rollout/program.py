@@ -2,7 +2,7 @@
 
 agents.py starts this process, one for each program. Linux hands it every process that the program leaves behind (it is
 their subreaper), so none can leave by a session of its own. It ends them once the program has ended, on SIGTERM, and if
-PARENT ends; then it ends as the program did. SIGKILL takes it and the program, but not the program's children.
+PARENT ends; then it ends as the program did. SIGKILL ends it and the program, but not the program's children.
 
 REWARD_FD, unless it is "-", becomes the program's descriptor 3. This program uses the standard library only and imports
 nothing from the package.
@@ -24,7 +24,7 @@ _LIBC = ctypes.CDLL(None)
 
 def main() -> None:
     parent, reward_fd, *command = sys.argv[1:]
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it, and lets others inherit that, is told of no child
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be inherited as ignored; then no child could be waited for
     asked = {signal.SIGTERM, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, asked)
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
