@@ -51,18 +51,21 @@ def check_resumable(path: Path, config_text: str) -> None:
             f"cannot resume the run {path}: it was started with other settings (run -> now):\n"
             + "\n".join(lines)
             + "\nUse the run's settings, choose another run.name, or delete the folder to start over."
-            + _how_to_branch(path, {key: new for key, (_, new) in changed.items()})
+            + _how_to_branch(path, {key: new for key, (_, new) in changed.items()}, num_steps)
         )
 
 
-def _how_to_branch(path: Path, values: Mapping[str, Any]) -> str:
+def _how_to_branch(path: Path, values: Mapping[str, Any], num_steps: int | None) -> str:
     """Return the command that continues with other settings; "" without a checkpoint, or if it would be refused.
 
-    A loss has settings of its own, so a new one leaves the former one's out.
+    A loss has settings of its own, so a new one leaves the former one's out. A run that is done needs more steps.
     """
     lost = {"run.dir", "run.name"} | {key for key, value in values.items() if value is None and "loss.name" in values}
     values = {key: value for key, value in values.items() if key not in lost}
-    is_possible = num_steps_saved(path) is not None and not any("weights" in parts_left_by(key) for key in values)
+    num_saved = num_steps_saved(path)
+    if num_saved and num_saved == num_steps:
+        values["train.num_steps"] = 2 * num_saved
+    is_possible = num_saved is not None and not any("weights" in parts_left_by(key) for key in values)
     command = branch_command(path, values) if is_possible else None
     return f"\nTo continue from its latest checkpoint in a new run: {command}" if command else ""
 

@@ -211,6 +211,17 @@ def test_the_refusal_of_a_resume_prints_a_command_that_gives_these_settings(pare
     assert made.model_copy(update={"run": wanted.run}) == wanted
 
 
+def test_the_command_in_the_refusal_gives_a_finished_run_more_steps(copy: Path) -> None:
+    config = load_config([copy / "config.toml"], [f"train.num_steps={STEP}"])
+    (copy / "config.toml").write_text(dump_config(config))
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(copy, dump_config(load_config([copy / "config.toml"], ["optimizer.lr=1e-4"])))
+    words = shlex.split(str(caught.value).splitlines()[-1].partition(": ")[2])
+    _, run, name, *settings = words[words.index("branch") :]
+    config = plan_branch(Path(run), Path(name), settings).config
+    assert (config.optimizer.lr, config.train.num_steps) == (1e-4, 2 * STEP)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.tries], ids=lambda rule: rule.name)
 def test_an_alarm_prints_a_command_that_a_branch_takes(
