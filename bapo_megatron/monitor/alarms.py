@@ -157,7 +157,7 @@ def _large_updates(steps: Steps) -> str | None:
     if not (kl >= _LOST_NATS or rate >= LARGE_RATE):
         return None
     moved = f", and the policy is {kl:.2g} nats per token from the one that sampled" if kl >= _LOST_NATS else ""
-    return f"the learning rate is {rate:.2g}{moved}."
+    return f"the learning rate is {rate:g}{moved}."
 
 
 def _one_reward(steps: Steps) -> str | None:

@@ -30,6 +30,7 @@ from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.errors import escaped, escaped_lines, plural
 from bapo_megatron.runs.numbers import count, duration, number, percent, short_duration
 from bapo_megatron.runs.summary import mean, reward_metric, summarize_run
+from bapo_megatron.runtime.files import located
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 from bapo_megatron.runtime.output import Styled, as_output, lasting
 
@@ -304,7 +305,7 @@ class Console:
         """Show a warning, but the same one only once."""
         if text not in self._shown:
             self._shown.add(text)
-            self._screen.note(f"warning: {text}", "yellow")
+            self._screen.note(f"warning: {located(text)}", "yellow")
             self._stages.told(self.heartbeat.clock())
 
     def summary(self) -> None:

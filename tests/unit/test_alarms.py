@@ -178,6 +178,11 @@ def test_updates_that_replace_the_policy_are_told_at_the_first_step(row: Metrics
     assert ("large updates" in names({**WELL, **row})) == is_large
 
 
+def test_a_large_rate_is_written_in_full() -> None:
+    (alarm,) = AlarmLog([{**WELL, "step": 1.0, "optimizer/lr": 100.0}]).raised
+    assert alarm.saw == "the learning rate is 100."
+
+
 TURNS = {kind: EnvironmentConfig(kind=kind) for kind in ("none", "tools", "agent", "guess")}
 TURNS["one turn"] = EnvironmentConfig(kind="guess", max_turns=1)
 

@@ -8,10 +8,12 @@ import re
 import termios
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from bapo_megatron.monitor.console import Console, Screen, Stages, columns_of, evaluation_lines, fit, heading, row_of
+from bapo_megatron.runtime.files import CHECKOUT
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
 from tests.distributed import HANG_S
 
@@ -278,6 +280,14 @@ def test_warnings_are_shown_once() -> None:
     assert [line[10:] for line in stream.getvalue().splitlines()] == [
         "warning: disk is nearly full", "warning: engines are slow",
     ]  # fmt: skip
+
+
+def test_a_warning_names_a_page_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    stream = io.StringIO()
+    with Console("lines", 100, stream=stream, heartbeat=Heartbeat()) as console:
+        console.warn("see docs/data.md")
+    assert f"see {CHECKOUT / 'docs/data.md'}" in stream.getvalue()
 
 
 def test_summary_covers_the_steps_before_a_resume() -> None:
