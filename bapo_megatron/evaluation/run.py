@@ -151,7 +151,8 @@ def compare(before: Path, after: Path) -> str:
             values.append(json.loads(file.read_text(encoding="utf-8")))
             by_question(values[-1])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f"{folder} is not the folder of an evaluation: {file}: {error}"
+            reason = error.strerror if isinstance(error, OSError) else error
+            why = f"{folder} is not the folder of an evaluation: {file}: {reason}"
             raise UserError(f"{why}; give folders that `bapo eval` has written, such as evals/after") from error
     return compared(*values)
 

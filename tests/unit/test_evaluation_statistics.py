@@ -269,3 +269,5 @@ def test_evaluations_that_share_nothing_are_not_compared(tmp_path: Path) -> None
             (tmp_path / "result.json").write_bytes(content.encode(errors="surrogatepass"))
         with pytest.raises(UserError, match=r"is not the folder of an evaluation: .*result.json.* give folders that"):
             compare(tmp_path, tmp_path)
+    with pytest.raises(UserError, match=r"none/result.json: No such file or directory; give"):
+        compare(tmp_path / "none", tmp_path)
