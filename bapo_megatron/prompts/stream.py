@@ -173,10 +173,11 @@ class PromptStream:
         step = 1 if self.data.has_rows else math.ceil(len(self.source) / NUM_CHECKED)
         read = [*(every[::step] if places is None else places)]
         problems = [p for i in read if (p := self._tokenise(self.source[i])[1]) is not None]
-        if problems and (self.data.on_bad_prompt == "error" or len(problems) == len(self.source)):
+        are_all = len(problems) == len(self.source)
+        if problems and (self.data.on_bad_prompt == "error" or are_all):
             others = f" ({len(problems)} of {len(read)} prompts are empty, too long or refused)"
             first = "; ".join(f"{problem:.{_MAX_PROBLEM_CHARS}}" for problem in problems[:_MAX_NAMED])
-            advice = _ADVICE if self.data.on_bad_prompt == "error" else "correct them: all would be left out"
+            advice = "correct them or data.max_prompt_tokens: all would be left out" if are_all else _ADVICE
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {advice}")
         return problems
 
