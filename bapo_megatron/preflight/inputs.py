@@ -248,7 +248,7 @@ def _lengths(
         )
     if bad:
         what = f"{len(bad)} of {plural(len(read), 'prompt')} read are left out, as data.on_bad_prompt asks"
-        yield warning((*settings, *how), f"{data.origin}: {what}; the first: {bad[0]:.600}", "correct them")
+        yield warning((*settings, *how), f"{data.origin}: {what}; the first: {bad[0]}", "correct them")
     if stream.left_out:
         fields = ", ".join(
             f"{name} (in {num} of the {plural(len(read), 'prompt')} read)" for name, num in stream.left_out.items()

@@ -41,7 +41,8 @@ _ABOUT = {"type", "source", "sourcename", "category", "subject", "subfield", "to
 _CHOICE = re.compile(r"(?i)[a-j]|(?:option|choice)s?[ _-]?\w?")
 _MAX_SHOWN = 5  # problems of a file, and rows with the same problem
 _MAX_PROBLEMS = 1000  # different ones; then the rest of the file is not read
-_MAX_PROBLEM_CHARS = 600
+MAX_PROBLEM_CHARS = 600
+"""The longest problem of a row that a message tells."""
 _MAX_NAMES = 20  # columns that a message names, each by its beginning
 _MAX_COMPARED = 1000  # columns whose names may be meant by another one
 _BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
@@ -184,7 +185,7 @@ def _listed(problems: Mapping[str, Sequence[str]], num_read: int, num_rows: int)
         others = [place.rpartition(" ")[2].rpartition(":")[2] for place in places[1:_MAX_SHOWN]]
         more = len(places) - 1 - len(others)
         also = f" (also {', '.join(others)}{f' and {more} more' if more else ''})" if others else ""
-        lines.append(f"{places[0]}: {problem:.{_MAX_PROBLEM_CHARS}}{also}")
+        lines.append(f"{places[0]}: {problem:.{MAX_PROBLEM_CHARS}}{also}")
     if len(problems) > _MAX_SHOWN:
         num_bad = sum(map(len, problems.values()))
         first = "the first " if num_read < num_rows else ""

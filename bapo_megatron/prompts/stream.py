@@ -19,6 +19,7 @@ from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.continuation import Continuation, Message
 from bapo_megatron.prompts.encoding import is_template_option, prompt_ids
+from bapo_megatron.prompts.jsonl import MAX_PROBLEM_CHARS
 from bapo_megatron.prompts.messages import as_taken, is_needed, left_out
 from bapo_megatron.prompts.stop_tokens import chat_of
 from bapo_megatron.prompts.tools import ToolOptions
@@ -32,7 +33,6 @@ NUM_CHECKED = 256
 _NUM_DIGESTED = 16
 """Prompts of a procedural source that `PromptStream.digests` makes."""
 _MAX_NAMED = 5  # bad prompts that one message names
-_MAX_PROBLEM_CHARS = 600
 _DRAWS = re.compile(r"\|\s*random\b|\bmap\(\s*['\"]random['\"]|\blipsum\s*\(")
 """What draws at random in jinja: a filter, also by its name, and a maker of texts."""
 _NUMBER = re.compile(r"\[\d+\]")  # the number that a call has in a field's name
@@ -172,11 +172,12 @@ class PromptStream:
             return []
         step = 1 if self.data.has_rows else math.ceil(len(self.source) / NUM_CHECKED)
         read = [*(every[::step] if places is None else places)]
-        problems = [p for i in read if (p := self._tokenise(self.source[i])[1]) is not None]
+        found = [p for i in read if (p := self._tokenise(self.source[i])[1]) is not None]
+        problems = [f"{problem:.{MAX_PROBLEM_CHARS}}" for problem in found]
         are_all = len(problems) == len(self.source)
         if problems and (self.data.on_bad_prompt == "error" or are_all):
             others = f" ({len(problems)} of {len(read)} prompts are empty, too long or refused)"
-            first = "; ".join(f"{problem:.{_MAX_PROBLEM_CHARS}}" for problem in problems[:_MAX_NAMED])
+            first = "; ".join(problems[:_MAX_NAMED])
             advice = "correct them or data.max_prompt_tokens: all would be left out" if are_all else _ADVICE
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {advice}")
         return problems

@@ -53,6 +53,14 @@ def written(path): os.close(filled(path))
 def move(): time.sleep(0.01)
 """
 MAKES = ("unlinked(i)", "nameless(i)", "linked_twice(i)")
+RENAMED = """
+for i in range(NUM): written(f"a{i}")
+names = [f"a{i}" for i in range(NUM)]
+def move():
+    for i, name in enumerate(names):
+        names[i] = f"{'b' if name[0] == 'a' else 'a'}{i}"
+        os.rename(name, names[i])
+"""
 HOLDS = {
     "open": "fds = [{make} for i in range(NUM)]",
     "mapped": "for i in range(NUM): mapped({make}, {flags})",
@@ -63,23 +71,8 @@ def move():
         fds[i] = os.dup(fd)
         os.close(fd)
 """,
-    "renamed files": """
-for i in range(NUM): written(f"a{i}")
-names = [f"a{i}" for i in range(NUM)]
-def move():
-    for i, name in enumerate(names):
-        names[i] = f"{'b' if name[0] == 'a' else 'a'}{i}"
-        os.rename(name, names[i])
-""",
-    "hard links": """
-for i in range(NUM): written(f"a{i}")
-names = [f"a{i}" for i in range(NUM)]
-def move():
-    for i, name in enumerate(names):
-        names[i] = f"{'b' if name[0] == 'a' else 'a'}{i}"
-        os.link(name, names[i])
-        os.unlink(name)
-""",
+    "renamed files": RENAMED,
+    "hard links": RENAMED.replace("os.rename(name, names[i])", "os.link(name, names[i])\n        os.unlink(name)"),
     "renamed folder": """
 os.makedirs("a" + "/d" * {depth})
 for i in range(NUM): written("a" + "/d" * {depth} + f"/{i}")
