@@ -15,9 +15,10 @@ Worker processes import this file too. The time is linear in the length of the t
 most MAX_CALLS calls are read.
 """
 
+import bisect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +106,7 @@ class _Turn:
 
     def read_marked(self) -> None:
         """Tell thoughts, calls between marks, and the rest from each other."""
-        marks, place, num_read = [*_MARK.finditer(self.text)], 0, 0
+        marks, place, num_read = self._marks(), 0, 0
         for number, mark in enumerate(marks):
             if mark.start() < place:
                 continue
@@ -124,16 +125,13 @@ class _Turn:
     def read_bare(self) -> None:
         """Read calls in the content that no tags mark. One that cannot be read ends the search."""
         text = "".join(self.content).strip()
-        names = "|".join(map(re.escape, sorted(filter(None, self.tools), key=len, reverse=True))) or "(?!)"
-        may_be_json = '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
-        foreign = _foreign_blocks(text)
         kept: list[str] = []
         place = num_others = 0
-        for opening in re.finditer(_OPENINGS % names, text):
+        for opening in self._openings(text):
             start, is_json = opening.start(), opening["json"] is not None
-            if start < place or (is_json and not may_be_json) or foreign(start):
+            if start < place:
                 continue
-            begins_line = start == place or _BEGINS_LINE.search(text, max(place, start - _MAX_SHOWN), start) is not None
+            begins_line = _begins_line(text, place, start)
             try:
                 calls, end = self._bare_calls(text, opening, is_certain=begins_line)
             except ValueError as problem:
@@ -158,6 +156,42 @@ class _Turn:
                 break
         self.content = [*kept, text[place:]]
 
+    def _marks(self) -> list[re.Match[str]]:
+        """Return the marks, but none in the JSON of a call without tags: {"query": "<think>"} opens no thought."""
+        marks = [*_MARK.finditer(self.text)]
+        calls: list[tuple[int, int]] = []  # where they begin and end
+        place = num_bad = 0
+        for opening in self._openings(self.text) if marks and self.tools else ():
+            start = opening.start()
+            if start > marks[-1].start() or num_bad > MAX_CALLS:
+                break
+            if start < place:
+                continue
+            try:
+                found, end = self._bare_calls(self.text, opening, is_certain=_begins_line(self.text, place, start))
+            except ValueError:  # each may have been decoded up to the end of the text
+                num_bad += 1
+                continue
+            place = _after(_BETWEEN, self.text, end) if found else end
+            if found:
+                calls.append((start, end))
+        ends = [end for _, end in calls]
+
+        def is_inside(mark: re.Match[str]) -> bool:
+            following = bisect.bisect_right(ends, mark.start())  # the first call that ends behind the mark
+            return following < len(calls) and calls[following][0] < mark.start()
+
+        return [mark for mark in marks if not is_inside(mark)]
+
+    def _openings(self, text: str) -> Iterator[re.Match[str]]:
+        """Yield the places where a call without tags may begin."""
+        names = "|".join(map(re.escape, sorted(filter(None, self.tools), key=len, reverse=True))) or "(?!)"
+        may_be_json = '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
+        foreign = _foreign_blocks(text)
+        for opening in re.finditer(_OPENINGS % names, text):
+            if (opening["json"] is None or may_be_json) and not foreign(opening.start()):
+                yield opening
+
     def _bare_calls(self, text: str, opening: re.Match[str], *, is_certain: bool) -> tuple[list[Call | BadCall], int]:
         """Return the calls at a place where some may begin, and the place after them; none if it is something else.
 
@@ -170,8 +204,9 @@ class _Turn:
         if opening["json"] is not None:
             value, end = _decoded(text, _skipped(text, opening.start()))
             values = value if isinstance(value, list) else [value]
+            offered = [*self.tools]  # no mapping: what stands for a name may be any JSON value
             is_call = all(map(_is_call, values)) and (
-                is_certain or any(_function_of(one).get("name") in self.tools for one in values)
+                is_certain or any(_function_of(one).get("name") in offered for one in values)
             )
             return (_calls(value) if is_call else []), end
         if opening["mark"] is not None:
@@ -370,6 +405,11 @@ def _takes_text(schema: Any) -> bool:
         options = schema.get("anyOf", schema.get("oneOf"))
         return not isinstance(options, list) or any(map(_takes_text, options))
     return "string" in types if isinstance(types, list) else types == "string"
+
+
+def _begins_line(text: str, place: int, start: int) -> bool:
+    """Return whether a call at `start` begins a line, or follows what was read up to `place`."""
+    return start == place or _BEGINS_LINE.search(text, max(place, start - _MAX_SHOWN), start) is not None
 
 
 def _foreign_blocks(text: str) -> Callable[[int], bool]:

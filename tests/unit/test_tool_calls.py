@@ -320,6 +320,20 @@ def test_round_trip_behind_text(calls: list[Call], render: Callable[[Call], str]
     assert found.content == before.strip()
 
 
+@pytest.mark.parametrize("mark", ["<tool_call>", "</tool_call>", "<think>", "</think>", "<function=search>"])
+@pytest.mark.parametrize("render", [mistral, mistral_decoded, mistral_list, in_function, in_fence])
+def test_a_mark_in_the_arguments_of_a_call_without_tags_is_a_word(render: Callable[[Call], str], mark: str) -> None:
+    calls = [Call("search", {mark: f"{mark}a", "b": [mark]}), Call("search", {"query": f"{mark}{mark}"})]
+    found = parse_turn(f"<think>{mark[1:]}</think>I look:\n" + "".join(map(render, calls)), TOOLS)
+    assert (found.thought, found.content, found.calls) == (mark[1:], "I look:", tuple(calls))
+
+
+@pytest.mark.parametrize("name", [None, 1, [], {}, {"name": "search"}])
+def test_a_name_that_is_no_text_behind_words_is_no_call(name: Any) -> None:
+    text = f"I look: {json.dumps({'name': name, 'arguments': {}})} <think>Hm</think>"
+    assert parse_turn(text, TOOLS).calls == ()
+
+
 @settings(max_examples=50)
 @given(
     call=XML_CALLS.filter(lambda call: "</arg_value>" not in call.arguments.get("query", "")),
