@@ -24,7 +24,7 @@ from bapo_megatron.prompts.json_values import MAX_DEPTH, depth
 
 _TURN, _WORDS = "turn7Kq9", "words7Kq9"  # texts that no template contains
 _CALL_ID = "call00000"  # nine letters and digits: Mistral's templates refuse others
-_HOLES = [*map(chr, range(0xFDD0, 0xFDF0))]  # no characters; one of them surrounds each token that a message spells
+_HOLES = [f"hole{number}Kq9" for number in range(32)]  # one surrounds each token that a message or a tool spells
 _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # control tokens that are not marked as special, by their form
 _QUESTION = {"role": "user", "content": "q"}
 _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")
@@ -204,11 +204,14 @@ class Continuation:
         def replaced(instead: str) -> str:
             return rendered(self._replaced(messages, instead), self._replaced(tools, instead))
 
+        template_alone = self._pattern.findall(replaced("?"))
+        if self._pattern.findall(whole) == template_alone:  # the template writes them in another way, or not at all
+            return [whole]
         pieces = replaced(rf"{hole}\g<0>{hole}").split(hole)
-        # The holes must come out as they were put in, with nothing else changed: JSON with escapes would hide them.
+        # The holes must come out as they were put in, with nothing else changed.
         found = [token for piece in pieces[::2] for token in self._pattern.findall(piece)]
         is_whole = len(pieces) % 2 == 1 and "".join(pieces) == whole
-        if not is_whole or found != self._pattern.findall(replaced("?")):
+        if not is_whole or found != template_alone:
             raise ValueError("a message spells a special token, and the chat template cannot show it as text")
         return pieces
 
@@ -222,7 +225,7 @@ class Continuation:
     def _words_ids(self, word: str) -> list[int]:
         """Return the ordinary tokens of the name of a control token."""
         token_ids = words_ids(self._tokenizer, word)
-        if self._special[word] not in token_ids:
+        if self._special.get(word) not in token_ids:
             return token_ids
         return [*words_ids(self._tokenizer, word[0]), *words_ids(self._tokenizer, word[1:])]  # it is not special
 

@@ -70,7 +70,7 @@ _TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep"
 def depth(value: Any) -> int:
     """Return how many levels deep lists and objects are nested."""
     num_levels, level = 0, [value]
-    while level := [v for v in level if isinstance(v, dict | list)]:
+    while level := [v for v in level if isinstance(v, dict | list | tuple)]:
         num_levels += 1
         level = [item for v in level for item in (v.values() if isinstance(v, dict) else v)]
     return num_levels

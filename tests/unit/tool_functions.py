@@ -24,6 +24,16 @@ async def shout(text: str) -> str:
     return text.upper()
 
 
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first one.
+        b: The second one.
+    """
+    return a + b
+
+
 def broken(kind: str) -> Any:
     """Fail in a way of the model's choice.
 
