@@ -35,7 +35,7 @@ def odd_schema(rng: random.Random) -> str:
     kind = rng.choice(("null", "5", "true", '"string"', '["string", null, 5]', "{}", "[]", '{"type": "string"}', part))
     inner = rng.choice((part, "true", "false", "null", "[]", f'{{"type": {kind}}}', f'{{"anyOf": {kind}}}'))
     inner = rng.choice((inner, f'{{"oneOf": [{inner}], "enum": [{part}]}}', f'{{"description": {part}}}'))
-    properties = rng.choice((part, "null", "[]", f'{{"a": {inner}, "x": {inner}}}', f'{{{json.dumps("a")}: {inner}}}'))
+    properties = rng.choice((part, "null", "[]", f'{{"a": {inner}, "x": {inner}}}', f"{{{json.dumps('a')}: {inner}}}"))
     return rng.choice((part, f'{{"type": "object", "properties": {properties}}}', f'{{"properties": {properties}}}'))
 
 
@@ -67,7 +67,9 @@ def a_turn(rng: random.Random) -> str:
         )
     )
     if rng.random() < 0.3:
-        text = rng.choice((text * 3, text[: rng.randrange(len(text) + 1)], f"So {text} there", f"<think>a</think>{text}"))
+        text = rng.choice(
+            (text * 3, text[: rng.randrange(len(text) + 1)], f"So {text} there", f"<think>a</think>{text}")
+        )
     return text
 
 

@@ -1,5 +1,4 @@
-"""Hostile requests and calls while honest samples are sampled and trained on: no run ends, no reward is forged, no token
-is mislabelled.
+"""Hostile requests and calls while honest samples are trained: no run ends, no reward is forged, no token mislabelled.
 
     python -m tests.attacks.hostile_samples [--first 0] [--count 5000]
 
@@ -174,7 +173,8 @@ class Found:
         given = [tokenizer.decode(s.token_ids) for s in trajectory.segments if isinstance(s.origin, Given)]
         assert given == [*honest]
 
-    def row(self, errors: Sequence[str]) -> dict[str, Any]:
+    def row(self, scheduler: Scheduler, errors: Sequence[str]) -> dict[str, Any]:
+        assert not scheduler.ledger.dropped, scheduler.ledger.dropped
         assert not errors, f"the net has caught what should be an answer: {errors[0]}"
         return {**self.num, "outcomes": {kind: dict(sorted(of.items())) for kind, of in sorted(self.outcomes.items())}}
 
@@ -251,7 +251,7 @@ def of_agents(seed: int, count: int) -> dict[str, Any]:
             found.outcomes[kind][str(status)] += 1
         found.num["hostile requests"] = sum(of.total() for of in found.outcomes.values())
         found.num["hostile turns"] = engine.num_hostile_turns
-        return found.row(errors)
+        return found.row(agents.scheduler, errors)
 
 
 def of_tools(seed: int, count: int) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def of_tools(seed: int, count: int) -> dict[str, Any]:
     for name in ("errors", "timeouts"):
         found.outcomes["failures of tools"][name] = int(metrics[f"environment/{name}"])
     found.num["hostile turns"] = engine.num_hostile_turns
-    return found.row(errors)
+    return found.row(scheduler, errors)
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -191,6 +192,25 @@ def test_a_line_break_in_a_string_and_code_in_an_indented_block() -> None:
     indented = "1. Run\n   ```py\n   if a:\n       print(a)\n   ```\n"
     assert parse_turn(indented, TOOLS).calls == (Call("python", {"code": "if a:\n    print(a)\n"}),)
     assert parse_turn("```json\n{}\n```\nand `python`", TOOLS).calls == ()
+
+
+def test_any_schema_of_a_program_can_be_asked_about_its_arguments() -> None:
+    odd: list[Any] = [None, True, False, 5, "string", [], {}, [None], {"a": None}]
+    kinds = [*({"type": one} for one in odd), *({"anyOf": one} for one in odd), *({"oneOf": [one]} for one in odd)]
+    for schema in (
+        *odd,
+        *({"properties": one} for one in odd),
+        *({"properties": {"x": one}} for one in (*odd, *kinds)),
+    ):
+        for text in (
+            "<function=f><parameter=x>5</parameter></function>",
+            "<tool_call>f<arg_key>x</arg_key><arg_value>5</arg_value></tool_call>",
+            '<tool_call>{"name": "f", "arguments": {"x": 5}}</tool_call>',
+            'f[ARGS]{"x": 5}',
+        ):
+            (call,) = parse_turn(text, {"f": schema, "": schema}).calls
+            assert isinstance(call, Call)
+            assert call.arguments["x"] in (5, "5")
 
 
 @pytest.mark.parametrize(
