@@ -109,6 +109,11 @@ def test_what_is_wrong_with_a_call_goes_back_to_the_policy(text: str, answer: st
     assert others == ['{"query": "cat", "limit": 2, "kinds": ["cat"]}']
 
 
+def test_what_a_check_of_the_users_raises_goes_to_the_policy_too() -> None:
+    (found,) = messages(spec(f"{MODULE}:weather"), call("weather", city={"name": "x"}))
+    assert found == "Error: argument 'city': LookupError: no city x"
+
+
 def test_arguments_without_a_type_get_it_from_the_hints() -> None:
     text = "<function=search><parameter=query>3</parameter><parameter=limit>3</parameter></function>"
     assert messages(spec(f"{MODULE}:search"), text) == ['{"query": "3", "limit": 3, "kinds": null}']
