@@ -7,12 +7,11 @@ file too.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 MAX_DEPTH = 100  # Python's own limit depends on the caller
 _MAX_DIGITS = 1000  # in a number of a text
-T = TypeVar("T")
+_TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep"
 
 
 class KeyTwiceError(ValueError):
@@ -20,28 +19,27 @@ class KeyTwiceError(ValueError):
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a text that a program or a policy wrote. Line breaks in strings are read too.
-
-    Raises:
-        json.JSONDecodeError: the text is not JSON.
-        ValueError: the value has what JSON lacks, or `json_problem`; says so with "it" as the subject.
-    """
-    return _read(lambda: _DECODER.decode(text), lambda value: value)
+    """Return the value of a text that a program or a policy wrote. Raises like `read_json_at`."""
+    value, end = read_json_at(text, len(text) - len(text.lstrip()))
+    if text[end:].strip():
+        raise json.JSONDecodeError("Extra data", text, end)
+    return value
 
 
 def read_json_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the value that begins at a place, and the place after it. Raises like `read_json`."""
-    return _read(lambda: _DECODER.raw_decode(text, start), lambda found: found[0])
+    """Return the value that begins at a place, and the place after it. Line breaks in strings are read too.
 
-
-def _read(read: Callable[[], T], value_of: Callable[[T], Any]) -> T:
+    Raises:
+        json.JSONDecodeError: it is not JSON.
+        ValueError: it has what JSON lacks, or a `json_problem`; says so about "it".
+    """
     try:
-        found = read()
+        value, end = _DECODER.raw_decode(text, start)
     except RecursionError:
         raise ValueError(f"it {_TOO_DEEP}") from None
-    if problem := json_problem(value_of(found)):
+    if problem := json_problem(value):
         raise ValueError(f"it {problem}")
-    return found
+    return value, end
 
 
 def json_problem(value: Any) -> str | None:
@@ -62,9 +60,6 @@ def json_problem(value: Any) -> str | None:
         return "holds NaN or a number beyond the range of float64"
     except TypeError:
         return f"is not a JSON value but {type(value).__name__}"
-
-
-_TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep"
 
 
 def depth(value: Any) -> int:

@@ -362,7 +362,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _takes_text(schema: Any) -> bool:
-    """Return whether a schema allows a string. `true`, and what is no schema, allow anything."""
+    """Return whether a schema allows a string. `true` allows anything, and so does a value of another type."""
     if not isinstance(schema, Mapping):
         return True
     types = schema.get("type")

@@ -233,7 +233,7 @@ class Answers:
         return replace(judged, need=replace(judged.need, problem=failure.problem, message=failure.reason))
 
     def _count(self, sample: Sample, failure: Failed) -> str:
-        """Count a failure, and log it; return where it was."""
+        """Count a failure, and log it; return its place in words."""
         where = f"turn {_turn_number(sample)} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
         log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
         self.counts[failure.problem] += 1

@@ -13,4 +13,5 @@ def test_hostile_requests_and_calls_cost_nobody_else_anything() -> None:
     assert {*requests["outcomes"]} == {*KINDS, "words of the policy"}
     assert requests["honest samples"] == requests["hostile samples"] > 0
     turns = of_tools(seed=1, count=25)
-    assert turns["honest samples"] == turns["hostile samples"] > 0
+    assert turns["honest samples"] > 0
+    assert turns["hostile samples"] > 0

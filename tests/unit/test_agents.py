@@ -680,14 +680,14 @@ def test_an_error_of_one_sample_is_its_own_and_the_log_has_its_traceback_once(
         if (number := int(sample.sample_id.rpartition(".")[2])) < 6:
             kind = kinds[number % 4]
             raised[kind] += 1
-            raise kind("of one sample")
+            raise kind("a sample failed")
         return await right(self, sample, session, exit_code)
 
     monkeypatch.setattr(AgentDriver, "_ended", wrong)
     samples = agents.samples()
     assert sorted((s.reward is None) for s in samples) == [False] * 2 + [True] * 6
     reasons = Counter(s.need.message for s in samples if isinstance(s.need, Ended) and s.reward is None)
-    assert reasons["RecursionError: of one sample"] == raised[RecursionError] == 2
+    assert reasons["RecursionError: a sample failed"] == raised[RecursionError] == 2
     assert caplog.text.count("Traceback") == 1
     assert not agents.driver._sessions, "and its program has ended"
 
