@@ -214,7 +214,8 @@ class Recorder:
             write_atomically(path, f"{failure.message}\n{failure.traceback}")
         who, of, what = ("judge", "responses", "count as wrong")
         if is_environment:
-            who, of, what = ("environment", "turns", "end their samples without a reward")
+            how = ", which the judge scores as they are" if self._config.has_judge else " without a reward"
+            who, of, what = ("environment", "turns", f"end their samples{how}")
         self._console.warn(
             f"the {who} failed on {percent(failed_share)} of the {of} of step {step}, which {what}; first reason: "
             f"{failure.message} (see {shown_path(path)}; limit: monitor.judge_alarm)"

@@ -21,12 +21,14 @@ from datetime import datetime
 from typing import Any
 
 from bapo_megatron.prompts.encoding import CLOCK, Options, chat_text, rendered_ids, words_ids
+from bapo_megatron.prompts.json_values import MAX_DEPTH, depth
 
 _TURN, _WORDS = (f"{word}{secrets.token_hex(8)}" for word in ("turn", "words"))  # in no template, and nobody's words
 _CALL_ID = "call00000"  # nine letters and digits: Mistral's templates refuse others
 _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # control tokens that are not marked as special, by their form
 _QUESTION = {"role": "user", "content": "q"}
 _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")
+_NUM_AROUND = 5  # levels around the arguments of a call: messages, message, calls, call, function
 
 Message = Mapping[str, Any]
 
@@ -191,20 +193,25 @@ class Continuation:
         tools: Sequence[Message] = (),
     ) -> list[str]:
         """Return what the template writes, cut around each control token that the messages and tools spell."""
+        if depth([*messages, *tools]) > MAX_DEPTH + _NUM_AROUND:
+            raise ValueError(f"a message or a tool is nested more than {MAX_DEPTH} levels deep")
         words = [*_strings([messages, tools])]
         whole = rendered(messages, tools)
         if not any(map(self._pattern.search, words)):
             return [whole]
-        hole = f"\ufdd0{secrets.token_hex(8)}\ufdd1"  # around each spelled token; words that exist cannot hold it
+        hole = f"hole{secrets.token_hex(8)}"  # around each spelled token: plain letters, which JSON keeps, and nobody's words
 
         def replaced(instead: str) -> str:
             return rendered(self._replaced(messages, instead), self._replaced(tools, instead))
 
+        template_alone = self._pattern.findall(replaced("?"))
+        if self._pattern.findall(whole) == template_alone:  # the template writes them in another way, or not at all
+            return [whole]
         pieces = replaced(rf"{hole}\g<0>{hole}").split(hole)
-        # The holes must come out as they were put in, with nothing else changed: JSON with escapes would hide them.
+        # The holes must come out as they were put in, with nothing else changed.
         found = [token for piece in pieces[::2] for token in self._pattern.findall(piece)]
         is_whole = len(pieces) % 2 == 1 and "".join(pieces) == whole
-        if not is_whole or found != self._pattern.findall(replaced("?")):
+        if not is_whole or found != template_alone:
             raise ValueError("a message spells a special token, and the chat template cannot show it as text")
         return pieces
 
@@ -218,7 +225,7 @@ class Continuation:
     def _words_ids(self, word: str) -> list[int]:
         """Return the ordinary tokens of the name of a control token."""
         token_ids = words_ids(self._tokenizer, word)
-        if self._special[word] not in token_ids:
+        if self._special.get(word) not in token_ids:
             return token_ids
         return [*words_ids(self._tokenizer, word[0]), *words_ids(self._tokenizer, word[1:])]  # it is not special
 

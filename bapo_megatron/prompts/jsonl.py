@@ -5,7 +5,6 @@ Rows of well-known data sets become questions too: each of `FORMATS` reads the f
 """
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from bapo_megatron.errors import DataError, plural
 from bapo_megatron.prompts.base import Message, Question
 from bapo_megatron.prompts.function_rows import function_rows
 from bapo_megatron.prompts.hub_rows import hub_rows
+from bapo_megatron.prompts.json_values import json_problem
 from bapo_megatron.prompts.messages import conversation, tools
 from bapo_megatron.prompts.rows import EXAMPLE, Row, kind_of, read_rows
 
@@ -35,7 +35,6 @@ ANSWER_COLUMNS = (
 """Usual names of columns, likelier ones first; a dotted name means a value inside an object."""
 _EXPLAINED = {column.rpartition(".")[2] for column in ANSWER_COLUMNS} | {"rationale", "explanation", "solutions"}
 _CHOICE = re.compile(r"(?i)[a-j]|(?:option|choice)s?[ _-]?\w?")
-_MAX_DEPTH = 100  # Python's own limit depends on the caller
 _MAX_SHOWN = 5  # problems of a file, and rows with the same problem
 _BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 _PROGRAM = (
@@ -362,29 +361,6 @@ FORMATS: dict[str, Callable[[NamedColumns], PromptParts]] = {
 
 
 def _check_json(value: Any, what: str) -> None:
-    """Raise DataError unless a value can be written as UTF-8 JSON, here and by any process that gets it later."""
-    try:
-        if isinstance(value, str):
-            value.encode()  # names the character in the text, not in its JSON
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        if _depth(value) <= _MAX_DEPTH:
-            return
-        problem = f"is nested more than {_MAX_DEPTH} levels deep"
-    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair, which no tokenizer accepts
-        problem = f"is not valid Unicode: {error.object[error.start]!a} at character {error.start}"
-    except RecursionError:
-        problem = f"is nested more than {_MAX_DEPTH} levels deep"
-    except ValueError:  # Python reads NaN, Infinity and 1e400, which JSON lacks
-        problem = "holds NaN or a number beyond the range of float64"
-    except TypeError:
-        problem = f"is not a JSON value but {type(value).__name__}"
-    raise DataError(f"{what} {problem}; correct or remove it")
-
-
-def _depth(value: Any) -> int:
-    """Return how many levels deep lists and objects are nested."""
-    depth, level = 0, [value]
-    while level := [v for v in level if isinstance(v, dict | list)]:
-        depth += 1
-        level = [item for v in level for item in (v.values() if isinstance(v, dict) else v)]
-    return depth
+    """Raise DataError unless a value can be written as JSON, here and by any process that gets it later."""
+    if problem := json_problem(value):
+        raise DataError(f"{what} {problem}; correct or remove it")

@@ -15,6 +15,7 @@ from typing import Any
 
 from bapo_megatron.assets.hub import is_hub_name
 from bapo_megatron.errors import DataError, plural
+from bapo_megatron.prompts.json_values import KeyTwiceError, without_twins
 from bapo_megatron.runtime.files import regular_file
 
 EXAMPLE = '{"prompt": "...", "answer": ...}'
@@ -194,27 +195,15 @@ def _unreadable(file: Path, setting: str, error: OSError) -> DataError:
     return DataError(f"{setting}: cannot read {file}: {error.strerror or error}")
 
 
-class _TwiceError(ValueError):
-    """A key that an object has twice."""
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
-    return value
-
-
 def parsed_json(text: str) -> tuple[Any, str]:
     """Return the JSON value of a text, and the problem if it has none."""
     try:
-        return json.loads(text, object_pairs_hook=_without_twins), ""
+        return json.loads(text, object_pairs_hook=without_twins), ""
     except json.JSONDecodeError as error:
         at = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         return None, f"not JSON: {error.msg} ({at})"
-    except _TwiceError as error:
-        return None, f"the key {error.args[0]!r:.60} is twice in one object, and only one value can count; remove one"
+    except KeyTwiceError as error:
+        return None, str(error)
     except ValueError:  # Python limits the digits of an integer
         return None, "not JSON that Python reads: an integer of thousands of digits; write it as a string"
     except RecursionError:

@@ -16,11 +16,12 @@ most MAX_CALLS calls are read.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from bapo_megatron.prompts.json_values import read_json, read_json_at
 
 Schema = Mapping[str, Any]
 """A JSON schema."""
@@ -47,7 +48,6 @@ _JSON_FENCES = ("", "json", "jsonc", "tool_call", "tool_calls")
 _BETWEEN = re.compile(r"[\s;,]*")  # between the bare objects of one turn
 _PYTHON = ("python", "python3", "py")
 _MAX_SHOWN = 60  # characters of a call in a reason
-_MAX_DIGITS = 1000  # in a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Turn:
     def read_bare(self) -> None:
         """Read calls in the content that no tags mark. One that cannot be read ends the search."""
         text = "".join(self.content).strip()
-        names = "|".join(map(re.escape, sorted(self.tools, key=len, reverse=True)))
+        names = "|".join(map(re.escape, sorted(filter(None, self.tools), key=len, reverse=True))) or "(?!)"
         may_be_json = '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
         foreign = _foreign_blocks(text)
         kept: list[str] = []
@@ -252,7 +252,6 @@ class _Turn:
 
     def _keyed(self, name: re.Match[str]) -> tuple[Call | BadCall, int]:
         """Return the call of a name with keys and values in tags, and how far it was read."""
-        properties = self.tools.get(name[1], {}).get("properties", {})
         arguments: dict[str, Any] = {}
         place = name.end()
         while (key := _KEY.match(self.text, place)) is not None:
@@ -260,7 +259,8 @@ class _Turn:
             if end < 0:
                 return BadCall(f"<arg_key>{key[1]}</arg_key> has no </arg_value>"), len(self.text)
             value = self.text[key.end() : end].removeprefix("\n").removesuffix("\n")
-            arguments[key[1].strip()] = _typed(value, properties.get(key[1].strip(), {}))
+            called = key[1].strip()
+            arguments[called] = _typed(value, _argument_schema(self.tools.get(name[1]), called))
             place = end + len("</arg_value>")
         after = _skipped(self.text, place)
         if self.text.startswith("</tool_call>", after):
@@ -273,7 +273,6 @@ class _Turn:
     def _function(self, mark: re.Match[str]) -> tuple[Call | BadCall, int]:
         """Return the call <function=...> that begins at a mark, and how far it was read."""
         name, place = _unquoted(mark[1]), _skipped(self.text, mark.end())
-        properties = self.tools.get(name, {}).get("properties", {})
         arguments: dict[str, Any] = {}
         while (parameter := _PARAMETER.match(self.text, place)) is not None:
             end = self.text.find("</parameter>", parameter.end())
@@ -281,7 +280,7 @@ class _Turn:
                 return BadCall(f"<parameter={parameter[1]}> has no </parameter>"), len(self.text)
             value = self.text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
             key = _unquoted(parameter[1])
-            arguments[key] = _typed(value, properties.get(key, {}))
+            arguments[key] = _typed(value, _argument_schema(self.tools.get(name), key))
             place = _skipped(self.text, end + len("</parameter>"))
         if not name or not self.text.startswith("</function>", place):
             form = "<function=NAME><parameter=NAME>value</parameter></function>"
@@ -304,33 +303,12 @@ class _Turn:
 def _decoded(text: str, start: int) -> tuple[Any, int]:
     """Return the JSON value that begins at a place, and the place after it. Raises ValueError with the reason."""
     try:
-        return _DECODER.raw_decode(text, start)
+        return read_json_at(text, start)
     except json.JSONDecodeError as problem:
-        raise ValueError(
-            f"the call is not JSON: {problem.msg.removesuffix(' starting at')}, at {_shown(text, problem.pos)}"
-        ) from None
-    except RecursionError:
-        raise ValueError("the call is not JSON: it is nested too deeply") from None
-
-
-def _integer(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
-        raise ValueError(f"a number has {len(text)} digits, more than {_MAX_DIGITS}")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text:.20} is too large for a number")
-    return value
-
-
-def _constant(text: str) -> Any:
-    raise ValueError(f"the call is not JSON: it has {text}")
-
-
-_DECODER = json.JSONDecoder(strict=False, parse_int=_integer, parse_float=_float, parse_constant=_constant)
-"""A reader of JSON that takes line breaks in a string, as many models write them."""
+        reason = f"{problem.msg.removesuffix(' starting at')}, at {_shown(text, problem.pos)}"
+    except ValueError as problem:
+        reason = str(problem)
+    raise ValueError(f"the call is not JSON: {reason}")
 
 
 def _unquoted(name: str) -> str:
@@ -367,23 +345,31 @@ def _call(value: Any) -> Call | BadCall:
     return Call(value["name"], arguments or {})
 
 
-def _typed(text: str, schema: Schema) -> Any:
+def _argument_schema(tool: Any, name: str) -> Any:
+    """Return the schema of an argument; {} if the schema of its tool, which programs send, has none."""
+    properties = tool.get("properties") if isinstance(tool, Mapping) else None
+    return properties.get(name, {}) if isinstance(properties, Mapping) else {}
+
+
+def _typed(text: str, schema: Any) -> Any:
     """Return an argument that has no type of its own, as its schema wants it."""
     if _takes_text(schema):
         return text
     try:
-        value, end = _decoded(text, _skipped(text, 0))
+        return read_json(text)
     except ValueError:
         return text
-    return value if not text[end:].strip() else text
 
 
-def _takes_text(schema: Schema) -> bool:
+def _takes_text(schema: Any) -> bool:
+    """Return whether a schema allows a string. `true` allows anything, and so does a value of another type."""
+    if not isinstance(schema, Mapping):
+        return True
     types = schema.get("type")
     if types is None:
         options = schema.get("anyOf", schema.get("oneOf"))
-        return options is None or any(map(_takes_text, options))
-    return "string" in ([types] if isinstance(types, str) else types)
+        return not isinstance(options, list) or any(map(_takes_text, options))
+    return "string" in types if isinstance(types, list) else types == "string"
 
 
 def _foreign_blocks(text: str) -> Callable[[int], bool]:

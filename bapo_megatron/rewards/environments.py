@@ -18,6 +18,7 @@ nor the configuration.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from typing_extensions import TypedDict
 
 from bapo_megatron.config.dotted import ENVIRONMENT
+from bapo_megatron.prompts.json_values import json_problem
 from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.rewards.judges import place_of
 from bapo_megatron.rewards.replay import Replay, misfit_of, opened
@@ -122,11 +124,9 @@ def as_answer(value: Any) -> StepAnswer:
             "a step returns a dict with text, token_ids or messages, or with a reward at the end, or with failed, not "
             f"{type(value).__name__}: {value!r:.200}"
         )
-    try:
-        size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
-    except (TypeError, ValueError, RecursionError) as problem:
-        raise TypeError(f"a step returns JSON; {problem}: {value!r:.200}") from problem
-    if size > MAX_ANSWER_BYTES:
+    if problem := json_problem(value):
+        raise TypeError(f"a step returns JSON; it {problem}: {value!r:.200}")
+    if (size := len(json.dumps(value, ensure_ascii=False).encode())) > MAX_ANSWER_BYTES:
         raise ValueError(f"a step returns at most {MAX_ANSWER_BYTES} bytes of JSON, not {size}")
     if _is_deep(value.get("state")):
         raise ValueError(f"a step returns a state of at most {_MAX_DEPTH} levels of lists and objects")
@@ -175,14 +175,18 @@ def _is_message(given: Any) -> bool:
 
 def _reward(value: Any) -> float | dict[str, float]:
     if isinstance(value, Mapping) and value:
-        return {str(name): _number(part) for name, part in value.items()}
+        parts = {str(name): _number(part) for name, part in value.items()}
+        _number(sum(parts.values()))  # finite parts may have an infinite sum
+        return parts
     return _number(value)
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool | str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
-        raise TypeError(f"a reward is a finite number, or finite numbers by name, not {value!r:.80}")
-    return float(value)
+    if not isinstance(value, bool | str) and hasattr(value, "__float__"):
+        with contextlib.suppress(OverflowError):  # an integer beyond the range of float64
+            if math.isfinite(number := float(value)):
+                return number
+    raise TypeError(f"a reward is a finite number, or finite numbers by name, not {value!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)

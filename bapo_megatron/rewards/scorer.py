@@ -67,7 +67,7 @@ class RewardScorer:
         Raises:
             UserError: the judge blames the data or the settings rather than the response, or it has failed on every
                 response so far.
-            RuntimeError: no judge process stays alive, or the scorer was closed.
+            WorkersError: no judge process stays alive, or the scorer was closed.
         """
         with self._pending(len(items)):
             fields = _fields(items, in_thought)

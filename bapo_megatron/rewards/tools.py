@@ -91,6 +91,8 @@ class Tool:
                 first = error.errors(include_url=False)[0]
                 inside = "".join(f"[{part!r}]" for part in first["loc"])
                 raise ValueError(f"argument {name!r}{inside}: {first['msg']}, not {value!r:.80}") from None
+            except Exception as error:  # a validator of the user's may fail in any way
+                raise ValueError(f"argument {name!r}: {type(error).__name__}: {error}") from None
         return checked
 
 

@@ -47,6 +47,10 @@ _MAX_REPLY_BYTES = 1 << 20
 Spec = JudgeSpec | EnvironmentSpec
 
 
+class WorkersError(RuntimeError):
+    """No process that stays alive, or a pool that was closed."""
+
+
 class WorkerLost(Exception):  # noqa: N818
     """End of a worker process before its reply."""
 
@@ -165,7 +169,7 @@ class Worker:
                 future = self._pending.get(reply["id"])
                 if future is not None and not future.done():
                     future.set_result(reply)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             pass  # the process ended within a line, or a judge meddled with the socket
         await asyncio.sleep(_WATCH_S)  # by then the exit code is known
         self.kill()
@@ -184,7 +188,7 @@ class WorkerPool:
     """Pool of worker processes; `judge` and `ask` are thread-safe."""
 
     def __init__(self, spec: Spec, concurrency: int | None) -> None:
-        """Start a first process, so that a broken judge fails now. Raises UserError, RuntimeError."""
+        """Start a first process, so that a broken judge fails now. Raises UserError, WorkersError."""
         self._spec = spec
         delete_abandoned(tempfile.gettempdir(), *_PREFIXES)
         self._resources = contextlib.ExitStack()
@@ -208,7 +212,7 @@ class WorkerPool:
 
         Raises:
             UserError: the judge blames the data or the settings rather than the response.
-            RuntimeError: no judge process stays alive, or the pool was closed.
+            WorkersError: no judge process stays alive, or the pool was closed.
         """
         return self._run(self._judge_all(fields))
 
@@ -222,7 +226,7 @@ class WorkerPool:
         return reply
 
     def close(self) -> None:
-        """End the processes; pending calls raise RuntimeError. Safe to call twice."""
+        """End the processes; pending calls raise WorkersError. Safe to call twice."""
         with self.gate:
             if self._is_closed:
                 return
@@ -236,7 +240,7 @@ class WorkerPool:
         with self.gate:
             if self._is_closed:
                 coroutine.close()
-                raise RuntimeError("the judge processes were closed")
+                raise WorkersError("the judge processes were closed")
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _run(self, coroutine: Any) -> Any:
@@ -244,7 +248,7 @@ class WorkerPool:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise RuntimeError("the judge processes were closed") from None
+            raise WorkersError("the judge processes were closed") from None
 
     async def _open(self, concurrency: int | None) -> None:
         first = await self._start()
@@ -346,7 +350,7 @@ class WorkerPool:
         delete_abandoned(self._scratch, *_PREFIXES)  # left by judges that were killed
         for _ in range(MAX_STARTS):
             if self._is_closed:
-                raise RuntimeError("the judge processes were closed")
+                raise WorkersError("the judge processes were closed")
             try:
                 worker = await Worker.start(self._spec, self._scratch)
             except WorkerLost as loss:
@@ -354,7 +358,7 @@ class WorkerPool:
                 continue
             self._workers = {w for w in self._workers if not w.has_exited} | {worker}
             return worker
-        raise RuntimeError(f"no process that {self._spec.does} could be started: {'; '.join(reasons)}")
+        raise WorkersError(f"no process that {self._spec.does} could be started: {'; '.join(reasons)}")
 
     async def _end_all(self) -> None:
         me = asyncio.current_task()
@@ -369,7 +373,7 @@ class EnvironmentProcesses:
     """An environment whose step function runs in worker processes."""
 
     def __init__(self, spec: EnvironmentSpec, concurrency: int | None = None) -> None:
-        """Start a first process. Raises UserError, RuntimeError."""
+        """Start a first process. Raises UserError, WorkersError."""
         # From when a process takes the question, which may be asked twice. In any such time, some answer comes.
         self.deadline_s = 2 * (spec.timeout_s + GRACE_S)
         self._pool = WorkerPool(spec, concurrency)

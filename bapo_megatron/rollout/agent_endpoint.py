@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from bapo_megatron.engines.embedded.openai import (
     OpenAIBody,
@@ -31,6 +31,7 @@ from bapo_megatron.engines.embedded.openai import (
     send_event,
 )
 from bapo_megatron.engines.embedded.protocol import BadRequestError, parse
+from bapo_megatron.prompts.json_values import json_problem, read_json
 from bapo_megatron.rollout.conversations import Asked, Message
 from bapo_megatron.runtime.web import Guard
 
@@ -38,6 +39,7 @@ MODEL = "policy"
 """The only model's name."""
 _HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 16 * 2**20
+_MAX_TOOLS, _MAX_NAME_CHARS = 1024, 256  # their names become one regular expression
 _SHUTDOWN_S = 5.0  # for connections that are still open; their programs have ended
 _RETRIES_HEADER = "x-stainless-retry-count"  # OpenAI's clients count in it how often a request was sent before
 
@@ -108,17 +110,27 @@ class _Message(OpenAIBody):
 
 def _plain_call(call: _Call) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = read_json(call.function.arguments or "{}")
     except ValueError as problem:
-        raise BadRequestError(f"messages: the arguments of a call are not JSON: {problem}") from problem
+        raise BadRequestError(f"messages: the arguments of a call are not JSON: {problem}") from None
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 class _Offer(OpenAIBody):
-    name: str
+    name: str = Field(min_length=1, max_length=_MAX_NAME_CHARS)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _describe_arguments(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        properties = (schema or {}).get("properties", {})
+        if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+            raise ValueError("properties must be an object of JSON schemas")
+        if problem := json_problem(schema):
+            raise ValueError(f"it {problem}")
+        return schema
 
 
 class _Tool(OpenAIBody):
@@ -132,8 +144,8 @@ class _Text(OpenAIBody):
 
 class _ChatBody(_Ignored):
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: list[_Tool] | None = None
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[_Tool], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -305,7 +317,7 @@ class Endpoint:
         inbox = self._inbox(request)
         body = parse(_ChatBody, await request.read())
         if body.model != MODEL:
-            raise UnknownModelError(f"model: there is no {body.model!r} here; the policy is {MODEL!r}")
+            raise UnknownModelError(f"model: there is no {body.model!r:.80} here; the policy is {MODEL!r}")
         is_repeated = request.headers.get(_RETRIES_HEADER, "0") != "0"
         found = inbox.put(body.asked(), is_repeated=is_repeated)
         found.num_listening += 1

@@ -40,7 +40,7 @@ from bapo_megatron.rewards.environments import End, Failed, as_answer
 from bapo_megatron.rollout.agent_endpoint import MODEL, Endpoint, Inbox, Reply, Request
 from bapo_megatron.rollout.conversations import ContextError, Conversations
 from bapo_megatron.rollout.dispatch import sample_seed
-from bapo_megatron.rollout.drivers import Answers, CountsAnswers, ended
+from bapo_megatron.rollout.drivers import Answers, SampleDriver, ended
 from bapo_megatron.rollout.program import REWARD_FD
 from bapo_megatron.types import Need, NeedsEnvironment, Prompt, Sample, TurnEnd
 
@@ -285,7 +285,7 @@ def _command(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class AgentDriver(CountsAnswers):
+class AgentDriver(SampleDriver):
     """The driver of samples whose programs ask for turns."""
 
     programs: AgentPrograms
@@ -309,26 +309,20 @@ class AgentDriver(CountsAnswers):
         self.programs.close()
         self.answers.close()
 
-    async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Hand each program the turn that it asked for; return its sample with its next request, or its end.
-
-        Raises:
-            UserError: all of the first programs have failed.
-        """
-        return list(await asyncio.gather(*map(self._timed, samples)))
-
     def _forget(self, sample: Sample) -> None:
         """End the program of a sample, if it has one."""
         if (session := self._sessions.pop(sample.sample_id, None)) is not None:
             self.programs.end(session)
 
-    async def _timed(self, sample: Sample) -> Sample:
-        began_s = time.monotonic()
-        advanced = await self._advance(sample)
-        self.answers.wait(time.monotonic() - began_s)
-        return advanced
-
     async def _advance(self, sample: Sample) -> Sample:
+        """Hand the program the turn that it asked for; return its sample with its next request, or its end."""
+        began_s = time.monotonic()
+        try:
+            return await self._answered(sample)
+        finally:
+            self.answers.wait(time.monotonic() - began_s)
+
+    async def _answered(self, sample: Sample) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} does not wait for its program"
         if sample.need.turn_end is None:
             self._forget(sample)  # asked again, a sample begins again
@@ -411,7 +405,7 @@ class AgentDriver(CountsAnswers):
         if not sample.num_sampled_tokens:
             return self.answers.fail(sample, Failed(f"the program {how} before it had a turn{shown}", problem))
         if exit_code != 0 and session.limit is None:
-            return self.answers.fail(sample, Failed(f"the program {how}{shown}", problem))
+            return await self.answers.failed(sample, Failed(f"the program {how}{shown}", problem), self.decode)
         is_full = sample.num_sampled_tokens >= self.max_response_tokens
         reason = session.limit or ("length" if is_full else "stop")
         if self.answers.scorer is not None:

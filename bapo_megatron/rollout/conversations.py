@@ -97,6 +97,8 @@ class Conversations:
                 f"{self.max_given_tokens} of data.max_prompt_tokens + (environment.max_turns - 1) x "
                 "environment.max_answer_tokens"
             )
+        if not grown.num_tokens:
+            raise BadRequestError("messages: the chat template writes nothing for them")
         if place is None:
             self._places.append(_Place(asked.messages, asked.tools, index, grown.num_tokens, None))
         return replace(sample.with_trajectory(index, grown), need=NeedsTokens(index, asked.max_tokens))

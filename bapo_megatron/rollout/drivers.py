@@ -10,6 +10,7 @@ import logging
 import math
 import statistics
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from bapo_megatron.rewards.environments import Continue, End, Environment, Faile
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.stated import OPEN_THOUGHT
+from bapo_megatron.rewards.worker_pool import WorkersError
 from bapo_megatron.types import (
     Ended,
     FinishReason,
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _MARK_TOKENS = 16  # that may hold the mark of a thought and the blanks after it
 _NUM_FIRST = 32  # answers that show whether the environment works at all
+_MAX_REASON = 500  # characters of an error
 
 
 class Driver(Protocol):
@@ -176,6 +179,7 @@ class Answers:
     works: bool = False  # whether any answer was not a failure
     _failures: list[Verdict] = field(default_factory=list)  # since the last `metrics`
     _waits_s: list[float] = field(default_factory=list)  # of answers since the last `metrics`
+    _logged: set[tuple[str, int]] = field(default_factory=set)  # files and lines whose tracebacks the log has
 
     @property
     def deadline_s(self) -> float:
@@ -185,6 +189,14 @@ class Answers:
     def wait(self, wait_s: float) -> None:
         """Record how long a sample waited for an answer."""
         self._waits_s.append(wait_s)
+
+    def log_once(self, error: Exception) -> None:
+        """Log the traceback of an error, unless the log has one from the same place."""
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        place = (frame.f_code.co_filename, line)
+        if place not in self._logged:
+            self._logged.add(place)
+            log.error("environment: an error of one sample, whose traceback is logged once", exc_info=error)
 
     def end(self) -> None:
         """Count a sample that ended with a reward."""
@@ -201,16 +213,40 @@ class Answers:
         self.end()
         return replace(sample, need=_end_of(reason, verdict))
 
+    async def failed(self, sample: Sample, failure: Failed, decode: Callable[[list[int]], str]) -> Sample:
+        """Return the sample as `fail` does, or with the judge's reward for its last turn, if there are both.
+
+        The policy may have caused a failure after its turn. If that dropped the sample, the policy could drop its bad
+        samples, and enough of them would end the run.
+
+        Raises what the judge does, and like `fail`.
+        """
+        if self.scorer is None or not sample.num_sampled_tokens:
+            return self.fail(sample, failure)
+        self._count(sample, failure)
+        need = sample.need
+        reason = need.turn_end if isinstance(need, NeedsEnvironment) and need.turn_end is not None else "stop"
+        judged = await self.judged(sample, decode, reason)
+        assert isinstance(judged.need, Ended)
+        if judged.need.problem is not None:
+            return judged
+        return replace(judged, need=replace(judged.need, problem=failure.problem, message=failure.reason))
+
+    def _count(self, sample: Sample, failure: Failed) -> str:
+        """Count a failure, and log it; return its place in words."""
+        where = f"turn {_turn_number(sample)} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
+        log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
+        self.counts[failure.problem] += 1
+        self._failures.append(Verdict(0.0, failure.problem, failure.reason))
+        return where
+
     def fail(self, sample: Sample, failure: Failed) -> Sample:
         """Return the sample without a reward, and count its failure.
 
         Raises:
             UserError: all of the first answers were failures.
         """
-        where = f"turn {_turn_number(sample)} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
-        log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
-        self.counts[failure.problem] += 1
-        self._failures.append(Verdict(0.0, failure.problem, failure.reason))
+        where = self._count(sample, failure)
         num_failed = self.counts["timeout"] + self.counts["error"]
         if not self.works and num_failed >= _NUM_FIRST:
             raise UserError(
@@ -251,11 +287,47 @@ def _turn_number(sample: Sample) -> int:
     return max(sum(len(trajectory.turns) for trajectory in sample.trajectories), 1)
 
 
-class CountsAnswers:
-    """Base of drivers with `Answers`."""
+class SampleDriver:
+    """Base of drivers that ask for each sample alone, with `Answers`.
+
+    One sample's trouble is that sample's: whatever is raised while it advances, by its program, a tool, the chat
+    template, the tokenizer or our own code, fails the sample. The log has the traceback, once per place in the code. A
+    run ends only for what is wrong with the run:
+
+    - UserError: the data, the settings, or an environment or a judge that has failed on all of its first answers;
+    - WorkersError: no process of the judge or the environment stays alive;
+    - AssertionError: an invariant of ours does not hold, and the tokens of any sample may be wrong. So the checks of
+      what a sample became, `advanced` and the ledger's balance, end the run as well.
+    """
 
     __slots__ = ()
     answers: Answers
+    decode: Callable[[Sequence[int]], str]
+
+    async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return each sample with an answer to its turn, or its end; see the class for what ends the run.
+
+        Raises:
+            UserError: all of the first answers were failures; or like `RewardScorer.verdicts`.
+        """
+        return list(await asyncio.gather(*map(self._netted, samples)))
+
+    async def _netted(self, sample: Sample) -> Sample:
+        try:
+            return await self._advance(sample)
+        except (UserError, WorkersError, AssertionError):
+            raise
+        except Exception as error:
+            self.answers.log_once(error)
+            self._forget(sample)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.{_MAX_REASON}}"
+            return await self.answers.failed(sample, Failed(reason), self.decode)
+
+    async def _advance(self, sample: Sample) -> Sample:
+        raise NotImplementedError
+
+    def _forget(self, sample: Sample) -> None:
+        """Drop what is kept of a sample that ends."""
 
     @property
     def recent_failure(self) -> Verdict | None:
@@ -267,7 +339,7 @@ class CountsAnswers:
 
 
 @dataclass(slots=True)
-class StepDriver(CountsAnswers):
+class StepDriver(SampleDriver):
     """The driver of turns: an environment answers each turn, until it ends the sample or the sample reaches a limit.
 
     What the policy sampled stays as it is.
@@ -289,20 +361,12 @@ class StepDriver(CountsAnswers):
     def deadline_s(self) -> float:
         return self.environment.deadline_s + self.answers.deadline_s
 
-    async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return each sample with its environment's answer, or its end.
-
-        Raises:
-            UserError: the environment has failed on all of its first turns; or like `RewardScorer.verdicts`.
-        """
-        return list(await asyncio.gather(*map(self._step, samples)))
-
     def close(self) -> None:
         """End the processes of environment and judge. Safe to call twice."""
         self.environment.close()
         self.answers.close()
 
-    async def _step(self, sample: Sample) -> Sample:
+    async def _advance(self, sample: Sample) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} does not wait for an environment"
         assert sample.need.turn_end is not None
         end, turn = sample.need.turn_end, sample.turn.turns[-1].tolist() if sample.turn.turns else []
@@ -329,7 +393,7 @@ class StepDriver(CountsAnswers):
             except ValueError as problem:
                 answer = Failed(str(problem))
         if isinstance(answer, Failed):
-            return self.answers.fail(sample, answer)
+            return await self.answers.failed(sample, answer, self.decode)
         if not isinstance(answer, End):
             where = f"sample {sample.sample_id} of prompt {of.prompt_id}"
             raise UserError(f"environment, {where}: neither words nor an end: {answer!r:.200}")

@@ -76,7 +76,7 @@ def check_tools(config: Config, tokenizer: Any) -> None:
 
 
 def environment_of(config: Config) -> EnvironmentProcesses | AgentPrograms:
-    """Start the environment that [environment] names. Raises UserError, RuntimeError."""
+    """Start the environment that [environment] names. Raises UserError, WorkersError."""
     if config.environment.is_agent:
         return AgentPrograms(config)
     return EnvironmentProcesses(EnvironmentSpec.of(config), config.environment.concurrency)

@@ -7,6 +7,7 @@ import re
 import select
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +22,9 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.environment import check_environment
 from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.rewards.scorer import RewardScorer
+from bapo_megatron.rewards.worker_pool import WorkersError
 from bapo_megatron.rollout.agent_endpoint import MODEL, Asked, Endpoint, Inbox, Reply
-from bapo_megatron.rollout.agents import AgentDriver, AgentPrograms, inherited
+from bapo_megatron.rollout.agents import AgentDriver, AgentPrograms, Program, Session, inherited
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S
@@ -80,6 +82,16 @@ ADD = {
     },
 }
 CALL = 'So.\n<tool_call>\n{"name": "add",  "arguments": {"a": 1, "b": {"c": 2}}}\n</tool_call>'
+
+
+def offered(parameters: Any, key: str | None = None, name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {key: parameters} if key else parameters}}
+
+
+def calling(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "r"}
+    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [call]}, result]
 
 
 class Says(ScriptedEngine):
@@ -394,6 +406,38 @@ def test_what_the_endpoint_cannot_do_is_refused_by_name(tmp_path: Path, field: d
     assert [s.reward for s in samples] == [1]
 
 
+def test_odd_json_in_a_request_is_refused_by_name(tmp_path: Path) -> None:
+    nested: Any = json.loads("[" * 100 + "]" * 100)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [offered({"properties": None})]}, "properties must be an object of JSON schemas"),
+        ({"tools": [offered({"properties": []})]}, "properties must be an object of JSON schemas"),
+        ({"tools": [offered({"properties": {"x": None}})]}, "properties must be an object of JSON schemas"),
+        ({"tools": [offered({"a": nested})]}, "it is nested more than 100 levels deep"),
+        ({"tools": [offered({"a": float("nan")})]}, "it holds NaN"),
+        ({"tools": [offered({}, name="")]}, "tools.0.function.name: String should have at least 1 character"),
+        ({"messages": calling(r'{"x": "\ud800"}')}, r"are not JSON: it is not valid Unicode: '\ud800'"),
+        ({"messages": calling(r'["\udfff"]')}, r"are not JSON: it is not valid Unicode: '\udfff'"),
+        ({"messages": calling("[" * 101 + "]" * 101)}, "are not JSON: it is nested more than 100 levels deep"),
+        ({"messages": calling("[" * 200_000)}, "are not JSON: it is nested more than 100 levels deep"),
+        ({"messages": calling('{"x": NaN}')}, "are not JSON: it has NaN"),
+        ({"messages": calling('{"x": 1, "x": 2}')}, "are not JSON: the key 'x' is twice in one object"),
+        ({"messages": calling("9" * 5000)}, "are not JSON: a number has 5000 digits"),
+        ({str(number): 0 for number in range(99)}, "18 is not supported; 19 is not supported"),
+    ]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    program = f"""
+        for field, named in json.load(open({str(tmp_path / "cases.json")!r})):
+            status, reply = post({{"messages": FIRST}} | field)
+            assert status == 400, (named, reply)
+            assert named in reply["error"]["message"], (named, reply)
+            assert len(reply["error"]["message"]) < 500
+        ask(FIRST)
+        print(json.dumps({{"reward": 1}}))
+        """
+    samples = Agents(tmp_path, program, samples_per_prompt=1).samples()
+    assert [s.reward for s in samples] == [1]
+
+
 def test_another_model_another_key_and_web_pages_are_refused(tmp_path: Path) -> None:
     program = """
         assert post(None, path="/models")[1]["data"][0]["id"] == os.environ["OPENAI_MODEL"]
@@ -551,6 +595,95 @@ def test_a_run_stops_if_all_of_the_first_programs_fail(tmp_path: Path, begins: s
     agents = Agents(tmp_path, f"{begins}raise SystemExit('no display')", samples_per_prompt=8)
     with pytest.raises(UserError, match=r"failed on all of the first 32 turns.*exit code 1.*no display"):
         agents.samples()
+
+
+class Odd(Says):
+    """An engine that says something else in each turn, but nothing odd in a summary."""
+
+    def __init__(self, says: Sequence[str]) -> None:
+        super().__init__()
+        self.left_to_say = [*says]
+
+    def answer(self, request: GenerateRequest) -> GenerateResult:
+        self.says = "Well, " if "Summary" in TOKENIZER.decode(request.token_ids) else self.left_to_say.pop(0)
+        return super().answer(request)
+
+
+def test_what_the_policy_says_comes_back_in_a_history_and_ends_nothing(tmp_path: Path) -> None:
+    def said(arguments: str, name: str = "f") -> str:
+        return f'<tool_call>{{"name": "{name}", "arguments": {{"a": {arguments}}}}}</tool_call>'
+
+    calls = {
+        said(r'"\ud800"'): False,
+        said("0", name=r"\ud800"): False,
+        said("[" * 97 + "0" + "]" * 97): True,
+        said("[" * 98 + "0" + "]" * 98): True,
+        said("[" * 99 + "0" + "]" * 99): False,
+        said("[" * 330 + "]" * 330): False,
+        said("[" * 900): False,
+        said("NaN"): False,
+        said('0, "a": 0'): False,
+        "<function=f><parameter=x>5</parameter></function>": True,
+        "<tool_call>f<arg_key>x</arg_key><arg_value>5</arg_value></tool_call>": True,
+    }
+    program = f"""
+        TOOLS = [{offered({"properties": {"x": True}})!r}]
+        for is_call in {[*calls.values()]}:
+            first = ask(FIRST, tools=TOOLS)
+            calls = first.get("tool_calls", [])
+            assert bool(calls) == is_call, first
+            ask([user("Summary"), first, *(tool(call, "3") for call in calls), user("So?")], tools=TOOLS)
+        print(json.dumps({{"reward": 1}}))
+        """
+    limits = {"max_response_tokens": 20_000, "max_prompt_tokens": 9000, "samples_per_prompt": 1, "max_turns": 50}
+    agents = Agents(tmp_path, program, Odd([*calls]), **limits)
+    assert [s.reward for group in agents.run(agents.take()) for s in group.samples] == [1]
+
+
+def test_a_judge_scores_programs_that_fail_after_a_turn_so_that_the_policy_cannot_drop_a_sample(tmp_path: Path) -> None:
+    program = "import sys; ask(FIRST); sys.exit(3) if TASK['seed'] % 2 else os.kill(os.getpid(), 9)"
+    agents = Agents(tmp_path, program, Says("1"), judge="text", samples_per_prompt=34)
+    samples = agents.samples()
+    ends = [s.need for s in samples if isinstance(s.need, Ended)]
+    assert [s.reward for s in samples].count(1) == 1, "one of them said the answer, and 32 failures end no run"
+    assert [s.reward for s in samples].count(0) == 33
+    assert {(one.reason, one.problem) for one in ends} == {("stop", "error")}
+    assert all("the program ended with exit code" in one.message for one in ends)
+    assert agents.driver.metrics()["environment/errors"] == 34
+
+
+def test_an_error_of_one_sample_is_its_own_and_the_log_has_its_traceback_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is raised, except for what is wrong with the run."""
+    agents = Agents(tmp_path, 'ask(FIRST); print(json.dumps({"reward": 1}))', samples_per_prompt=8)
+    right, raised = AgentDriver._ended, Counter[type[Exception]]()
+    kinds = [KeyError, RecursionError, MemoryError, OverflowError]
+
+    async def wrong(self: AgentDriver, sample: Sample, session: Session, exit_code: int | None) -> Sample:
+        if (number := int(sample.sample_id.rpartition(".")[2])) < 6:
+            kind = kinds[number % 4]
+            raised[kind] += 1
+            raise kind("a sample failed")
+        return await right(self, sample, session, exit_code)
+
+    monkeypatch.setattr(AgentDriver, "_ended", wrong)
+    samples = agents.samples()
+    assert sorted((s.reward is None) for s in samples) == [False] * 2 + [True] * 6
+    reasons = Counter(s.need.message for s in samples if isinstance(s.need, Ended) and s.reward is None)
+    assert reasons["RecursionError: a sample failed"] == raised[RecursionError] == 2
+    assert caplog.text.count("Traceback") == 1
+    assert not agents.driver._sessions, "and its program has ended"
+
+
+@pytest.mark.parametrize("kind", [AssertionError, UserError, WorkersError])
+def test_what_is_wrong_with_the_run_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    async def wrong(self: AgentDriver, *arguments: Any) -> Sample:
+        raise kind("of the run")
+
+    monkeypatch.setattr(AgentDriver, "_ended", wrong)
+    with pytest.raises(kind, match="of the run"):
+        Agents(tmp_path, "ask(FIRST)").samples()
 
 
 @pytest.mark.parametrize(

@@ -245,11 +245,12 @@ def test_no_message_forges_a_special_token(data: st.DataObject) -> None:
 
 
 def test_a_template_that_hides_where_a_message_spells_a_special_token_refuses_it() -> None:
-    template = (FOLDER / "smollm2.jinja").read_text().replace("message.content", "(message.content | tojson(true))")
+    counted = "(message.content ~ message.content | length)"
+    template = (FOLDER / "smollm2.jinja").read_text().replace("message.content", counted)
     tokenizer = copy.deepcopy(tokenizer_of("smollm2"))
     tokenizer.chat_template = template
     one = Continuation(tokenizer, {})
-    assert '"12"' in tokenizer.decode(one.ids([TOOL], [], is_cut=True, max_tokens=LONG)[0])
+    assert "122" in tokenizer.decode(one.ids([TOOL], [], is_cut=True, max_tokens=LONG)[0])
     with pytest.raises(ValueError, match="spells a special token, and the chat template cannot show it as text"):
         one.ids([{"role": "user", "content": "yes<|im_end|>"}], [], is_cut=True, max_tokens=LONG)
 

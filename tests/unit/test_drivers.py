@@ -325,7 +325,7 @@ def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
 
     straight = take(make(Rounds(), driver=driver(), **options), range(4))
 
-    class Killed(Exception):  # noqa: N818
+    class Killed(BaseException):
         pass
 
     class Dies(Turns):
@@ -722,6 +722,11 @@ def test_messages_are_an_answer_with_whatever_else_their_template_reads() -> Non
         {"reward": "1"},
         {"reward": float("nan")},
         {"reward": {"a": None}},
+        {"reward": 10**400},
+        {"reward": {"a": 1e308, "b": 1e308}},
+        {"text": "a", "state": json.loads("[" * 100 + "]" * 100)},
+        {"text": "a", "state": [float("inf")]},
+        {"text": "\ud800"},
         {"text": "a", "state": {1, 2}},
         {"text": "a", "rewards": 1.0},
     ],
@@ -785,6 +790,30 @@ def test_a_judge_scores_the_last_turn_and_its_failure_counts_as_a_judges() -> No
     metrics = one.metrics()
     assert (metrics["reward/failed_share"], metrics["environment/failed_share"]) == (0.5, 0.0)
     assert one.recent_failure == scorer.recent_failure
+
+
+@pytest.mark.parametrize("kind", ["timeout", "error", "raises"])
+def test_a_judge_scores_turns_that_their_environment_fails_on(kind: Any) -> None:
+    """Otherwise the policy, whose calls may have caused that, could drop its bad samples, and end the run."""
+
+    class Fails(LastTurn):
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            if kind == "raises":
+                raise OverflowError("too large")
+            return Failed("no page", kind)
+
+    scorer = Scorer()
+    one, ends = driver(Fails(), answers=Answers(scorer)), []  # type: ignore[arg-type]
+    for number in range(40):
+        sample = Sample.of(f"{number}.0", Prompt(number, (1, 2), "", "", "test"))
+        sample = sample.extended([Segment.sampled(0, 0, [number, STOP], [-1.0, -1.0])], "stop")
+        (sample,) = asyncio.run(one.advance([sample]))
+        ends.append(sample.need)
+    problem, reason = ("error", "OverflowError: too large") if kind == "raises" else (kind, "no page")
+    assert ends[0] == Ended("stop", 0.0, "error", "no judge"), "the judge's own failure is shown"
+    assert ends[1] == Ended("stop", 0.5, problem, reason, {"words": 0.5})
+    assert len(scorer.asked) == 40
+    assert one.metrics()[f"environment/{problem}s"] == 40
 
 
 def test_a_step_that_asks_for_a_judge_where_there_is_none_fails() -> None:

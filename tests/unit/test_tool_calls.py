@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -193,6 +194,25 @@ def test_a_line_break_in_a_string_and_code_in_an_indented_block() -> None:
     assert parse_turn("```json\n{}\n```\nand `python`", TOOLS).calls == ()
 
 
+def test_any_schema_of_a_program_can_be_asked_about_its_arguments() -> None:
+    odd: list[Any] = [None, True, False, 5, "string", [], {}, [None], {"a": None}]
+    kinds = [*({"type": one} for one in odd), *({"anyOf": one} for one in odd), *({"oneOf": [one]} for one in odd)]
+    for schema in (
+        *odd,
+        *({"properties": one} for one in odd),
+        *({"properties": {"x": one}} for one in (*odd, *kinds)),
+    ):
+        for text in (
+            "<function=f><parameter=x>5</parameter></function>",
+            "<tool_call>f<arg_key>x</arg_key><arg_value>5</arg_value></tool_call>",
+            '<tool_call>{"name": "f", "arguments": {"x": 5}}</tool_call>',
+            'f[ARGS]{"x": 5}',
+        ):
+            (call,) = parse_turn(text, {"f": schema, "": schema}).calls
+            assert isinstance(call, Call)
+            assert call.arguments["x"] in (5, "5")
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -200,7 +220,15 @@ def test_a_line_break_in_a_string_and_code_in_an_indented_block() -> None:
         ('{"name": "search", "arguments": {"query": "c', "not JSON: Unterminated string, at '\"c"),
         (f"{CAT_TEXT}}}", "ends with </tool_call>, but there is '}"),
         ('{"name": 3}', 'an object like {"name"'),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "it is nested more than 100 levels"),
+        (f'{{"name": "a", "arguments": {{"x": {"[" * 99}{"]" * 99}}}}}', "it is nested more than 100 levels"),
+        (r'{"name": "a", "arguments": {"x": "\ud800"}}', r"it is not valid Unicode: '\ud800'"),
+        (r'{"name": "a", "arguments": {"\udfff": 1}}', r"it is not valid Unicode: '\udfff'"),
+        (
+            r'{"name": "a", "arguments": "{\"x\": \"\\ud800\"}"}',
+            "string: the call is not JSON: it is not valid Unicode",
+        ),
+        ('{"name": "a", "arguments": {"x": 1, "x": 2}}', "the key 'x' is twice in one object"),
         ('{"name": "a", "arguments": [1]}', '"arguments" is not an object'),
         ('{"name": "a", "arguments": "x"}', '"arguments" as a string: the call is not JSON'),
         ('{"name": "a", "arguments": {"x": NaN}}', "it has NaN"),

@@ -98,7 +98,7 @@ def test_a_turn_without_a_call_goes_to_the_judge() -> None:
         (call("search", query=3), "Error: argument 'query': Input should be a valid string, not 3"),
         (call("search", query="x", limit="2"), "Error: argument 'limit': Input should be a valid integer, not '2'"),
         (call("search", query="x", kinds=["cow"]), "Error: argument 'kinds'[0]: Input should be 'cat' or 'dog', not "),
-        (call("search", query="\ud800"), "Error: argument 'query': Invalid JSON"),
+        (call("search", query="\ud800"), "Error: the call is not JSON: it is not valid Unicode"),
         ("<tool_call>search(x)</tool_call>", "Error: the call is not JSON: Expecting value, at 'search(x)"),
     ],
 )
@@ -107,6 +107,11 @@ def test_what_is_wrong_with_a_call_goes_back_to_the_policy(text: str, answer: st
     first, *others = messages(spec(f"{MODULE}:search"), f"{text}{good}")
     assert first.startswith(answer)
     assert others == ['{"query": "cat", "limit": 2, "kinds": ["cat"]}']
+
+
+def test_what_a_check_of_the_users_raises_goes_to_the_policy_too() -> None:
+    (found,) = messages(spec(f"{MODULE}:weather"), call("weather", city={"name": "x"}))
+    assert found == "Error: argument 'city': LookupError: no city x"
 
 
 def test_arguments_without_a_type_get_it_from_the_hints() -> None:

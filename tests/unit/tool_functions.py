@@ -3,6 +3,8 @@
 import threading
 from typing import Any, Literal
 
+from pydantic import BaseModel, field_validator
+
 
 def search(query: str, limit: int = 1, kinds: list[Literal["cat", "dog"]] | None = None) -> dict[str, Any]:
     """Search for something.
@@ -22,6 +24,36 @@ async def shout(text: str) -> str:
         text: The text.
     """
     return text.upper()
+
+
+class City(BaseModel):
+    """A place."""
+
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        raise LookupError(f"no city {name}")
+
+
+def weather(city: City) -> str:
+    """Tell the weather.
+
+    Args:
+        city: Where.
+    """
+    return city.name
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first one.
+        b: The second one.
+    """
+    return a + b
 
 
 def broken(kind: str) -> Any:

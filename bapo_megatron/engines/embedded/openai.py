@@ -314,7 +314,10 @@ def openai_errors(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except BadRequestError as error:
-            body = {"error": _error(str(error), "invalid_request_error", error.code)}
-            return web.json_response(body, status=error.status)
+            refusal = error
+        except web.RequestPayloadError as error:  # cut off, or not in the encoding that its header names
+            refusal = BadRequestError(f"body: {' '.join(str(error).split())}")
+        body = {"error": _error(str(refusal), "invalid_request_error", refusal.code)}
+        return web.json_response(body, status=refusal.status)
 
     return answer

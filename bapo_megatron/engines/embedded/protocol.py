@@ -1,5 +1,6 @@
 """Bodies of the HTTP requests, as SGLang 0.5.23 names their fields. Unknown or unsupported fields are refused."""
 
+import itertools
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -20,6 +21,7 @@ from bapo_megatron.errors import UserError
 
 MAX_SEQUENCES = 4096  # per request: prompts x n
 MAX_GROUP_SIZE = 1 << 16
+_MAX_NAMED, _MAX_SHOWN = 20, 200  # bad fields in a refusal, and characters of each
 PromptIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
 PromptBatch = Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
 
@@ -206,7 +208,8 @@ def parse(kind: type[Body], raw: bytes) -> Body:
         return kind.model_validate_json(raw or b"{}")
     except ValidationError as problem:
         fields = {_path(e["loc"]): _reason(e) for e in problem.errors(include_url=False)}
-        raise BadRequestError("; ".join(f"{field}{reason}" for field, reason in fields.items())) from None
+        first = [f"{field}{reason}"[:_MAX_SHOWN] for field, reason in itertools.islice(fields.items(), _MAX_NAMED)]
+        raise BadRequestError("; ".join(first)) from None
 
 
 def _reason(error: ErrorDetails) -> str:
