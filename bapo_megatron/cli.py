@@ -19,7 +19,7 @@ from bapo_megatron import verbs
 from bapo_megatron.errors import UserError, escaped
 from bapo_megatron.runtime import program
 from bapo_megatron.runtime.files import located
-from bapo_megatron.runtime.output import ESCAPING, Output, lasting, open_closed_streams
+from bapo_megatron.runtime.output import ESCAPING, Output, lasting, open_closed_streams, show_traceback
 from bapo_megatron.version import __version__
 
 EXIT_USER_ERROR = 2
@@ -360,8 +360,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=ESCAPING)
-    output = Output(sys.stdout)
-    with contextlib.redirect_stdout(cast(TextIO, output)), contextlib.redirect_stderr(lasting(sys.stderr)):
+    sys.excepthook = show_traceback
+    output, errors = Output(sys.stdout), cast(TextIO, Output(sys.stderr, with_bars=True))
+    with contextlib.redirect_stdout(cast(TextIO, output)), contextlib.redirect_stderr(lasting(errors)):
         try:
             try:
                 return _main(argv)

@@ -6,6 +6,7 @@ Anything else that escapes is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +21,20 @@ def escaped(text: str) -> str:
         character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
         for character in text
     )
+
+
+_CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"  # a terminal, or the order of writing
+_CONTROLS, _CONTROLS_BUT_BARS = re.compile(rf"(?!\r\n){_CONTROL}"), re.compile(rf"(?!\r|\x1b\[A){_CONTROL}")
+
+
+def escaped_lines(text: str, *, with_bars: bool = False) -> str:
+    r"""Escape what controls a terminal, such as "\x1b[2J", and leave alone lines, tabs and letters of any script.
+
+    Args:
+        text: words of a policy, a program, a file or a server, and ours.
+        with_bars: leave alone what redraws a progress bar: "\r", and "\x1b[A" for the line above.
+    """
+    return (_CONTROLS_BUT_BARS if with_bars else _CONTROLS).sub(lambda found: escaped(found[0]), text)
 
 
 def plural(number: int, noun: str, spec: str = "") -> str:

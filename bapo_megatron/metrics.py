@@ -8,11 +8,17 @@ metric is averaged over the updates and kept in metrics.jsonl.
 """
 
 import math
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+MAX_REWARD_PARTS = 32  # a run has no more
+METRIC_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)*", re.ASCII)
+MAX_METRIC_CHARS = 100
+_REWARD_PART = re.compile(r"reward/[A-Za-z0-9][\w.-]{0,63}/mean", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,27 @@ def declared(key: str) -> Metric | None:
     parts = key.split("/")
     family = METRIC_FAMILIES.get(f"{parts[0]}/NAME/{parts[2]}") if len(parts) == 3 else None
     return METRICS.get(key) or (family and replace(family, key=key))
+
+
+class RewardParts:
+    """The names of reward parts that a run keeps: words of an environment or a program, so bounded here.
+
+    Args:
+        rows: the metrics of the steps so far, whose parts are kept.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, float]] = ()) -> None:
+        self._kept: set[str] = set()
+        for row in rows:
+            self.left_out(row)
+
+    def left_out(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return the metrics of parts whose names are malformed or too many."""
+        names = [name for name in metrics if name.startswith("reward/") and name not in METRICS]
+        for name in names:
+            if len(self._kept) < MAX_REWARD_PARTS and _REWARD_PART.fullmatch(name):
+                self._kept.add(name)
+        return [name for name in names if name not in self._kept]
 
 
 def reduce_updates(collected: Mapping[str, Sequence[float]], own: Sequence[Metric] = ()) -> dict[str, float]:

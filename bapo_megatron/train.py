@@ -150,6 +150,7 @@ def train(
             evaluation = evaluate(step + 1)
         times = watch.lap() | learner.take_times() | compare_ranks(learner.local_time)
         recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, times)
+        updates.stop_on_mismatch(step + 1, store)
         with phases.saving(), watch.span("checkpoint"):
             store.poll()
             if stop.is_asked() or _is_save_due(config, step + 1):

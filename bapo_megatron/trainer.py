@@ -22,7 +22,7 @@ from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime import starting
 from bapo_megatron.runtime.environment import bind_to_gpu, has_gpu_driver, trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
-from bapo_megatron.runtime.output import ESCAPING, lasting
+from bapo_megatron.runtime.output import ESCAPING, lasting, show_traceback
 from bapo_megatron.runtime.standby import Orders, silent
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ def redirect_output(log: Path) -> TextIO:
     handler = logging.StreamHandler()
     handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    sys.excepthook = show_traceback
     return terminal
 
 

@@ -23,7 +23,7 @@ from bapo_megatron.config.dotted import Seam
 from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig, RatioOptions, RuleReads
 from bapo_megatron.config.wording import closest, expected, shown
 from bapo_megatron.errors import UserError
-from bapo_megatron.metrics import METRICS, Metric
+from bapo_megatron.metrics import MAX_METRIC_CHARS, METRIC_NAME, METRICS, Metric
 
 if TYPE_CHECKING:
     from bapo_megatron.tokens import TokenStream
@@ -172,7 +172,7 @@ class CustomLoss(LossConfig):
             raise LOSS.error(self.name, f'its rule masks tokens, which needs reads="update", not "{own.reads}"')
         for metric in own.metrics:
             if problem := _problem(metric):
-                raise LOSS.error(self.name, f"its metric {metric.key} {problem}")
+                raise LOSS.error(self.name, f"its metric {metric.key:.100} {problem}")
         try:
             for number, one in enumerate(own.streams):
                 one.stream.check_computed([other.stream.name for other in own.streams[:number]])
@@ -215,6 +215,8 @@ def _problem(metric: Metric) -> str:
     """Return what is wrong with a user's own metric; empty if nothing is."""
     if metric.key in METRICS:
         return "is one of the package's: give it another key"
+    if not METRIC_NAME.fullmatch(metric.key) or len(metric.key) > MAX_METRIC_CHARS:
+        return f'needs a key like "loss/cut_share", of at most {MAX_METRIC_CHARS} letters, digits, "_", "-", ".", "/"'
     if not metric.tokens or not metric.of:
         return 'needs tokens="mean" or "max", and as `of` a field of the record'
     return "" if not metric.panel or " / " in metric.panel else 'needs a panel like "The update / Clip fraction"'

@@ -706,7 +706,8 @@ class SlurmConfig(Section):
     python: PathText | None = None
     """The interpreter. Unset: the one that runs `bapo slurm`; in a container: python."""
     container_image: PathText | None = None
-    """pyxis, apptainer: file of the image, or its address in a registry, such as "docker://registry/image:tag"."""
+    """pyxis, apptainer: file of the image, or its address in a registry: for pyxis "docker://registry#image:tag", for
+    apptainer "docker://registry/image:tag"."""
     container_mounts: tuple[str, ...] = ()
     """Folders, or "folder:inside", to mount besides the working folder, run.dir, and the paths of models and data."""
     rollout_nodes: Whole | None = None
@@ -840,8 +841,11 @@ class MonitorConfig(Section):
     """Trajectories written to samples.jsonl each step."""
     mismatch_alarm: Positive | None = None
     """Warn if the log-probs of engine and trainer for the same weights differ by more than this (mean |difference| over
-    an update, in nats); the run continues. Unset: 0.001 with float32, 0.05 with bfloat16; never where they differ by
-    design: with rollout.top_p or top_k, and with model.replay_routes if responses are resumed. 1e9 means never."""
+    an update, in nats). Unset: 0.001 with float32, 0.05 with bfloat16; never where they differ by design: with
+    rollout.top_p or top_k, and with model.replay_routes if responses are resumed. 1e9 means never."""
+    mismatch_action: Literal["warn", "stop"] = "warn"
+    """What follows a mismatch besides the warning. stop: the run ends after the step and does not save its weights, so
+    that the same command continues from the checkpoint before."""
     judge_alarm: float = Field(0.05, ge=0)
     """Warn in each step in which the judge failed on more than this share of the responses (errors and timeouts, which
     count as wrong), or the environment on more of its turns; 1 means never. One that fails on all of the first ends

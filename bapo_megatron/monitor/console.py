@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -27,11 +27,11 @@ from rich.table import Table
 from rich.text import Text
 
 from bapo_megatron.config.engines import engine_kind, num_started
-from bapo_megatron.errors import plural
+from bapo_megatron.errors import escaped, escaped_lines, plural
 from bapo_megatron.runs.numbers import count, duration, number, percent, short_duration
 from bapo_megatron.runs.summary import mean, reward_metric, summarize_run
 from bapo_megatron.runtime.heartbeat import TRAINER, Heartbeat
-from bapo_megatron.runtime.output import lasting
+from bapo_megatron.runtime.output import Styled, as_output, lasting
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
@@ -59,10 +59,10 @@ class Screen:
     """
 
     def __init__(self, stream: TextIO, progress: Progress = "auto", *, is_lasting: bool = True) -> None:
-        self._stream = lasting(stream) if is_lasting else stream
+        self._output = as_output(lasting(stream) if is_lasting else stream)
         self.is_terminal = progress == "bar" or stream.isatty()
         self._rich = RichConsole(
-            file=self._stream,
+            file=cast(TextIO, Styled(self._output)),
             force_terminal=True if self.is_terminal else None,  # FORCE_COLOR colours a file, and draws no bar in it
             width=_DEFAULT_COLUMNS,
             markup=False,
@@ -77,7 +77,7 @@ class Screen:
         if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns) > 0:
             return int(columns)
         try:
-            return os.get_terminal_size(self._stream.fileno()).columns or _DEFAULT_COLUMNS  # 0 if no size is set
+            return os.get_terminal_size(self._output.fileno()).columns or _DEFAULT_COLUMNS  # 0 if no size is set
         except OSError:  # also raised by a stream without a file
             return _DEFAULT_COLUMNS
 
@@ -88,6 +88,7 @@ class Screen:
 
     def lines(self, lines: Sequence[str], style: str = "", *, wrap: bool = True) -> None:
         """Show lines. A terminal breaks them between words; without `wrap`, they stay whole and can be copied."""
+        lines = [escaped_lines(line) for line in lines]
         if self.is_terminal:
             self._rich.width = self.width  # the window may have been resized
             for line in lines:
@@ -96,7 +97,8 @@ class Screen:
         else:
             with self._rich.capture() as captured:  # with styles if FORCE_COLOR asks for them
                 self._rich.print(Text("\n".join(lines), style), soft_wrap=True, end="")
-            print(captured.get(), file=self._stream, flush=True)
+            self._output.write_styled(f"{captured.get()}\n")
+            self._output.flush()
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """Show labelled facts, one per line."""
@@ -130,9 +132,9 @@ class Screen:
     def restore(self) -> None:
         """Clear the last line and show the cursor, after a process that had a live line here has ended."""
         if self.is_live:
-            self._stream.write("\r\x1b[K")
+            self._output.write_styled("\r\x1b[K")
             self._rich.show_cursor(True)
-            self._stream.flush()
+            self._output.flush()
 
 
 def header(config: Config, run_dir: RunDir) -> dict[str, str]:
@@ -399,7 +401,7 @@ class Stages:
 
 
 def _stage_line(text: str, began_s: float) -> Text:
-    return Text(f"{text} ({time.monotonic() - began_s:.0f} s)", "dim", no_wrap=True, overflow="ellipsis")
+    return Text(f"{escaped(text)} ({time.monotonic() - began_s:.0f} s)", "dim", no_wrap=True, overflow="ellipsis")
 
 
 def _cell_width(column: TableColumn) -> int:

@@ -6,15 +6,16 @@ NVIDIA's dcgm-exporter.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from bapo_megatron.engines.base import EngineState
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.metrics import declared
+from bapo_megatron.errors import ConfigError, escaped
+from bapo_megatron.metrics import METRICS, declared
 from bapo_megatron.runtime.heartbeat import Heartbeat
 from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 from bapo_megatron.version import __version__
@@ -26,6 +27,7 @@ COUNTERS = {
     "trained_tokens": "response tokens trained since the attempt began, each counted once per pass",
     "generated_tokens": "tokens sampled by the engines since the attempt began",
 }
+LAST_STEP, LAST_ACTION = "last_step_timestamp_seconds", "seconds_since_last_action"
 ENGINE_METRICS: dict[str, tuple[str, Callable[[EngineState], float]]] = {
     "engine_up": ("1 if the engine answers", lambda e: e.is_up),
     "engine_live": ("1 if the engine is asked for tokens, 0 if it is fenced off", lambda e: e.is_live),
@@ -47,6 +49,33 @@ def prometheus_name(metric: str) -> str:
         name = name.removesuffix("_s") + "_seconds"
     safe = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
     return _PREFIX + safe
+
+
+_TAKEN = {
+    *(
+        f"{_PREFIX}{name}{end}"
+        for name in ("run", *COUNTERS, *ENGINE_METRICS)
+        for end in ("", "_total", "_created", "_info")
+    ),
+    f"{_PREFIX}{LAST_STEP}",
+    f"{_PREFIX}{LAST_ACTION}",
+}  # by families that are not metrics of a step
+
+
+def prometheus_names(metrics: Iterable[str]) -> dict[str, str]:
+    """Return the metrics by Prometheus name.
+
+    If several have the same, the declared one has it, or else the first in the alphabet; the others get a number that
+    depends on their names alone. Example: "eval/a-b/reward" has bapo_eval_a_b_reward, "eval/a_b/reward"
+    bapo_eval_a_b_reward_98788595.
+    """
+    found: dict[str, str] = {}
+    for metric in sorted(metrics, key=lambda metric: (metric not in METRICS, metric)):
+        name = prometheus_name(metric)
+        if name in found or name in _TAKEN:
+            name += f"_{zlib.crc32(metric.encode(errors='surrogatepass')):08x}"
+        found.setdefault(name, metric)
+    return found
 
 
 class RunCollector(Collector):
@@ -74,23 +103,19 @@ class RunCollector(Collector):
         with self._lock:
             latest, counts, last_step_s = dict(self._latest), dict(self._counts), self._last_step_s
         yield InfoMetricFamily(f"{_PREFIX}run", "the run", {"run": self._run, "version": __version__})
-        for name, value in latest.items():
-            known = declared(name)
-            text = f"{known.meaning} ({known.unit}; {name})" if known else name
-            yield self._gauge(prometheus_name(name).removeprefix(_PREFIX), text, [((), value)])
+        for prometheus, name in prometheus_names(latest).items():
+            known, shown = declared(name), escaped(name)
+            text = f"{known.meaning} ({known.unit}; {shown})" if known else shown
+            yield self._gauge(prometheus.removeprefix(_PREFIX), text, [((), latest[name])])
         for name, description in COUNTERS.items():
             counter = CounterMetricFamily(_PREFIX + name, description, labels=["run"])
             counter.add_metric([self._run], counts[name])
             yield counter
-        yield self._gauge(
-            "last_step_timestamp_seconds", "Unix time of the last step's end, or of the start", [((), last_step_s)]
-        )
+        yield self._gauge(LAST_STEP, "Unix time of the last step's end, or of the start", [((), last_step_s)])
         yield from self._engines()
         now_s, beats = self._heartbeat.clock(), self._heartbeat.beats()
         ages = [((role,), now_s - beat.at_s) for role, beat in beats.items()]
-        yield self._gauge(
-            "seconds_since_last_action", "time since the last action of a role of trainer rank 0", ages, "role"
-        )
+        yield self._gauge(LAST_ACTION, "time since the last action of a role of trainer rank 0", ages, "role")
 
     def _engines(self) -> Iterator[Metric]:
         states = self.engine_states()

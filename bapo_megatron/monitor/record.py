@@ -16,11 +16,12 @@ import torch
 
 from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import UserError, plural
+from bapo_megatron.errors import UserError, escaped, escaped_lines, plural
 from bapo_megatron.learner.base import StepResult
-from bapo_megatron.metrics import reduce_updates
+from bapo_megatron.metrics import MAX_METRIC_CHARS, MAX_REWARD_PARTS, RewardParts, reduce_updates
 from bapo_megatron.monitor.alarms import AlarmLog
 from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
@@ -50,6 +51,8 @@ class UpdateMetrics:
         self._own = config.loss.metrics
         self._values: dict[str, list[float]] = defaultdict(list)
         self._mismatch = no_mismatch()
+        self._stops = config.monitor.mismatch_action == "stop"
+        self._mismatch_that_stops: float | None = None  # mean of an update in nats, the same on every rank
         self._mismatch_limit = config.monitor.mismatch_limit(config.model.dtype, is_expected=config.expects_mismatch)
 
     def add(self, result: StepResult) -> None:
@@ -61,6 +64,8 @@ class UpdateMetrics:
         self._mismatch += result.mismatch
         is_alarm = result.mismatch.num_tokens > 0 and not result.mismatch.mean <= self._mismatch_limit
         self._add("mismatch/alarms", float(is_alarm))
+        if is_alarm and self._stops:
+            self._mismatch_that_stops = result.mismatch.mean
 
     def result(self) -> dict[str, float]:
         return reduce_updates(self._values, self._own) | {
@@ -70,6 +75,24 @@ class UpdateMetrics:
             "mismatch/kl": self._mismatch.kl,
             "mismatch/tokens": float(self._mismatch.num_tokens),
         }
+
+    def stop_on_mismatch(self, step: int, store: CheckpointStore) -> None:
+        """End the run, after the save in progress, if this step has trained on wrong log-probs. Collective.
+
+        Raises:
+            UserError: an update was over the limit, and monitor.mismatch_action is "stop".
+        """
+        if self._mismatch_that_stops is None:
+            return
+        store.close()
+        latest = store.latest()
+        raise UserError(
+            f"step {step}: engine and trainer disagree about the log-probs of the same weights by "
+            f'{self._mismatch_that_stops:.2g} nats, over monitor.mismatch_alarm, and monitor.mismatch_action = "stop". '
+            "The weights of this step are not saved. Check the engine's type, its sampling settings and the weight "
+            "sync; then the same command continues "
+            + (f"after {latest.name}" if latest else "from the start, because no checkpoint was due")
+        )
 
     def _add(self, name: str, value: float) -> None:
         self._values[name].append(value)
@@ -91,6 +114,7 @@ class Recorder:
         self._knows_step_time = False
         self._sinks: list[BackgroundSink] = []
         self._alarms = AlarmLog()
+        self._has_left_out_parts = False
         self._stragglers = StragglerAlarm()
         self._steps_to_compile = _COMPILING_STEPS if torch.cuda.is_available() else 0
         self._endpoint: PrometheusEndpoint | None = None
@@ -113,6 +137,7 @@ class Recorder:
         self._rollouts = rollouts
         self._console.resume(history)
         self._alarms = AlarmLog(history)
+        self._reward_parts = RewardParts(history)
         if self._endpoint is not None:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
@@ -165,6 +190,7 @@ class Recorder:
             metrics["perf/tflops_per_gpu"] = per_gpu
             if self._peak_flops is not None and not is_compiling:
                 metrics["perf/mfu"] = per_gpu * 1e12 / self._peak_flops
+        self._leave_out_parts(metrics)
         if self._sinks:
             metrics["monitor/sink_errors"] = sum(sink.num_errors for sink in self._sinks)
         self._metrics.write({name: float(value) for name, value in metrics.items()} | {"step": step})
@@ -198,6 +224,18 @@ class Recorder:
         self._alarms.end(error)
         self._run_dir.write_status(alarms=self._alarms.raised)
 
+    def _leave_out_parts(self, metrics: dict[str, float]) -> None:
+        """Remove parts of the reward that `RewardParts` leaves out, and warn of the first."""
+        for name in (left_out := self._reward_parts.left_out(metrics)):
+            del metrics[name]
+        if left_out and not self._has_left_out_parts:
+            self._has_left_out_parts = True
+            part = escaped(left_out[0].removeprefix("reward/").removesuffix("/mean")[:MAX_METRIC_CHARS])
+            self._console.warn(
+                f'a part of the reward is called "{part}": it counts in the reward, but is not a metric. A run records '
+                f'{MAX_REWARD_PARTS} parts, with names of at most 64 letters, digits, "_", "-" and "."'
+            )
+
     def _tell_status(self, num_done: int) -> None:
         self._run_dir.write_status(step=num_done, alarms=self._alarms.raised)
 
@@ -211,7 +249,7 @@ class Recorder:
             return
         path = self._run_dir.log_dir / "judge.txt"
         if not path.exists():
-            write_atomically(path, f"{failure.message}\n{failure.traceback}")
+            write_atomically(path, escaped_lines(f"{failure.message}\n{failure.traceback}"))
         who, of, what = ("judge", "responses", "count as wrong")
         if is_environment:
             how = ", which the judge scores as they are" if self._config.has_judge else " without a reward"

@@ -1,7 +1,9 @@
 """Code shared by all plugins: refusals that name the host, the weights of its reducer, NaN log-probs."""
 
 import importlib.metadata
+import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.errors import UserError, plural, wrong_fields
+
+_UNTRIED_HOST = "BAPO_UNTRIED_HOST"  # a variable, because hosts start a plugin in processes of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,22 @@ class Host:
         )
 
     def untried(self) -> list[str]:
-        """Return the problem of an untried version, if the host's version is known and not among those tried."""
+        """Return the problem of an untried version, if the host's version is known and not among those tried.
+
+        With BAPO_UNTRIED_HOST=1, as for a fork, warn instead.
+        """
         version = self.version
         if version is None or any(version == t or version.startswith(f"{t}.") for t in self.tried):
             return []
-        return [f"the plugin has not been tried with this version of {self.name}"]
+        problem = f"the plugin has not been tried with this version of {self.name}"
+        if os.environ.get(_UNTRIED_HOST) != "1":
+            return [f"{problem}; set {_UNTRIED_HOST}=1 in the environment of all its processes to try it"]
+        warnings.warn(
+            f"BAPO in {self.name} {version}: {problem}, and {_UNTRIED_HOST}=1 lets it run; check that bapo/low and "
+            "bapo/high move before you trust it",
+            stacklevel=2,
+        )
+        return []
 
     def missing(self, owner: object, *names: str) -> list[str]:
         """Return the problem of hooks that `owner` does not have, if any."""

@@ -244,7 +244,7 @@ class Sandbox:
                 for fd, event in events.items():
                     refusals.on_event(fd, event, poller)
                 if time.monotonic() >= next_watch_s:
-                    if exceeds(folder, process.pid, **_BOUNDS):
+                    if exceeds(folder, process.pid, deadline_s, **_BOUNDS):
                         return False
                     next_watch_s = time.monotonic() + _WATCH_S
             raise TimeoutError(f"the program did not end in {self.timeout_s:g} s")

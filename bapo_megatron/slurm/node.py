@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.engines import num_started, startup_limit_s
@@ -48,6 +48,7 @@ from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, write_restart
 from bapo_megatron.runs.resuming import with_pins
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
+from bapo_megatron.runtime.output import ESCAPING, as_output, lasting
 from bapo_megatron.trainer import STOPPED, run_rank
 
 RUN = "run"
@@ -159,7 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--exit-code", type=int, default=0, metavar="N", help="exit code of the start before")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
-    terminal = os.fdopen(os.dup(2), "w", buffering=1)  # a trainer rank sends its own output to its log
+    terminal = lasting(
+        os.fdopen(os.dup(2), "w", buffering=1, errors=ESCAPING)
+    )  # a trainer rank sends its own output to its log
     rank, meeting = -1, None
     try:
         rank = _from_slurm("SLURM_PROCID")
@@ -362,4 +365,6 @@ def _from_slurm(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())  # after `leave`, srun lost the last lines of a failed rank
+    with contextlib.redirect_stdout(cast(TextIO, as_output(sys.stdout))):
+        code = main()
+    sys.exit(code)  # after `leave`, srun lost the last lines of a failed rank

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tomllib
+import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ import jinja2
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.load import dump_config, read_tables
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError, UserError, plural
+from bapo_megatron.errors import ConfigError, UserError, escaped, plural
 from bapo_megatron.preflight.check import violations_of
-from bapo_megatron.preflight.checks.slurm import check_slurm
+from bapo_megatron.preflight.checks.slurm import check_slurm, is_address
 from bapo_megatron.preflight.inputs import Findings
 from bapo_megatron.preflight.placement import place
 from bapo_megatron.runtime.files import read_jsonl, write_atomically
@@ -110,7 +111,18 @@ def _template() -> jinja2.Template:
     )
     environment.filters["plural"] = plural
     environment.filters["quoted"] = lambda value: shlex.quote(str(value))
+    environment.filters["directive"] = _directive
     return environment.get_template("job.sbatch.jinja")
+
+
+def _directive(value: object) -> str:
+    """Quote a value for sbatch, which reads single lines: what follows a line break would run as a command."""
+    if any(unicodedata.category(character) == "Cc" for character in str(value)):
+        raise UserError(
+            f"a job's script cannot hold {escaped(str(value))}, because sbatch reads line by line: run `bapo slurm` in "
+            "a folder whose name has no control characters"
+        )
+    return shlex.quote(str(value))
 
 
 def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Sequence[str]]) -> str:
@@ -127,7 +139,7 @@ def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Seq
         working_folder=Path.cwd(),
         folder=folder,
         config_path=config_path,
-        log=folder / ("job-%A_%a.log" if tasks else "job-%j.log"),
+        log=Path(str(folder).replace("%", "%%")) / ("job-%A_%a.log" if tasks else "job-%j.log"),
         run_dir=folder.parent,
         threads=config.parallel.threads_per_rank,
         environment=interface | slurm.environment,
@@ -181,8 +193,10 @@ def container_arguments(config: Config) -> list[str]:
         return []
     needed = mounts(config)
     if slurm.runtime == "pyxis":
+        image = str(slurm.container_image)
         return [
-            f"--container-image={slurm.container_image}",
+            # pyxis takes a file only if it begins with "/" or ".", and otherwise asks Docker Hub
+            f"--container-image={image if is_address(config) else os.path.abspath(image)}",
             f"--container-mounts={','.join(m if ':' in m else f'{m}:{m}' for m in needed)}",
             f"--container-workdir={Path.cwd()}",
         ]
@@ -207,6 +221,11 @@ def mounts(config: Config) -> list[str]:
             folders |= _folders_of(_absolute(path))
     folders |= {folder.resolve() for folder in folders}
     outermost = sorted(str(f) for f in folders if not any(other in f.parents for other in folders))
+    if unclear := [folder for folder in outermost if {*",:"} & {*folder}]:
+        raise UserError(
+            f"the container of a job cannot mount {escaped(unclear[0])}, because commas and colons separate mounts: "
+            "rename it, or name its files by a path without them"
+        )
     return [*outermost, *(mount for mount in extra if ":" in mount)]
 
 

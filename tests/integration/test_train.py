@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,27 @@ def test_a_mismatch_is_told_and_the_decoupled_loss_trains(tmp_path: Path) -> Non
     assert 0.5 < rows[-1]["loss/importance_weight_mean"] < 2
     assert rows[-1]["loss/importance_weight_mean"] != 1
     assert all(math.isfinite(row["optimizer/grad_norm"]) for row in rows)
+
+
+@pytest.mark.slow
+def test_a_mismatch_may_end_a_run_which_then_continues_from_the_step_before(
+    forked_engine: Engine, one_rank: list[dict[str, float]], tmp_path: Path
+) -> None:
+    """float32 rounding exceeds a limit of 1e-12, on both ranks."""
+    run = partial(forked.train, forked_engine, tmp_path, "run", "parallel.tensor=1", "parallel.data=2")
+    saving = "checkpoint.interval_steps=1"
+    run("train.num_steps=2", saving, 'monitor.mismatch_action="stop"')
+    settings = ("parallel.tensor=1", "parallel.data=2", "train.num_steps=3", saving, "monitor.mismatch_alarm=1e-12")
+    told = forked.refusal(forked_engine, tmp_path, "run", *settings, 'monitor.mismatch_action="stop"')
+    assert told.startswith("step 3: engine and trainer disagree about the log-probs of the same weights by ")
+    assert told.endswith("then the same command continues after step-000002")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert [(alarm["name"], alarm["first_step"]) for alarm in status["alarms"]] == [("mismatch", 3)]
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3, "the step is recorded, though not saved"
+    rows = run("train.num_steps=3", saving)
+    for row, expected in zip(rows, one_rank, strict=True):
+        for name in SAME:
+            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), f"step {row['step']}: {name}"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -210,6 +211,14 @@ def test_a_changed_train_rl_is_refused() -> None:
     step = BAPOForwardStep(forward_step_of(args), lambda: args, {})
     with pytest.raises(UserError, match="has no grpo_clamp_eps_lower, which the plugin needs"):
         step(iter([batch]), None)
+
+
+def test_an_untried_version_runs_with_a_warning_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = replace(megatron_lm.MEGATRON_LM, tried=("0.0",))
+    for value, refused in (("", True), ("0", True), ("1", False)):
+        monkeypatch.setenv("BAPO_UNTRIED_HOST", value)
+        with nullcontext() if refused else pytest.warns(UserWarning, match="not been tried with this version"):
+            assert len(host.untried()) == refused
 
 
 def test_an_untried_version_is_refused() -> None:

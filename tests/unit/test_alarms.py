@@ -335,6 +335,18 @@ def status_of(folder: Path) -> dict[str, Any]:
 CUT: Metrics = {**WELL, "rollout/truncated_share": 1.0}
 
 
+def test_a_part_with_a_wrong_name_is_left_out_with_one_warning(tmp_path: Path) -> None:
+    parts = {"reward/good/mean": 0.5, "reward/\x1b]0;owned\x07/mean": 1.0, "reward/a b/mean": 1.0}
+    screen = record(tmp_path, 0, [{**WELL, **parts}, {**WELL, "reward/c d/mean": 1.0}])
+    assert screen.count("a part of the reward is called") == 1
+    assert 'a part of the reward is called "\\x1b]0;owned\\x07": it counts in the reward, but is not a metric' in screen
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [[name for name in row if name.endswith("/mean") and name.count("/") == 2] for row in rows] == [
+        ["reward/good/mean"],
+        [],
+    ]
+
+
 def test_on_gpus_the_steps_that_compile_have_no_mfu_and_no_slow_rank(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("bapo_megatron.monitor.record.device_peak_flops", lambda dtype: 4e12)

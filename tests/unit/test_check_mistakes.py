@@ -94,6 +94,9 @@ MISTAKES = (
             "reward.overlong_buffer_tokens rollout.max_response_tokens"),
     mistake("reward.scale=2", "advantage.kind reward.scale reward.running_std reward.clip",
             not_with="critic.path"),  # with a critic, the scale has an effect
+    mistake("monitor.mismatch_action=stop rollout.top_k=9 loss.proximal=learner",
+            "monitor.mismatch_action monitor.mismatch_alarm rollout.top_p rollout.top_k model.replay_routes "
+            "rollout.tokens_per_round rollout.abort_tail rollout.overlap", not_with="loss.importance_cap"),
     mistake("environment.max_turns=9", "environment.max_turns environment.kind"),
     mistake("rollout.tokens_per_round=600", "rollout.tokens_per_round rollout.max_response_tokens"),
     mistake("rollout.groups_in_flight=3", "rollout.groups_in_flight rollout.prompts_per_step"),
@@ -279,7 +282,7 @@ VARIANTS = (
     "advantage.kind=gae",
     "precision.fp8=hybrid precision.fp8_params=true optimizer.distributed=true",
     "parallel.pipeline=2 parallel.virtual_pipeline=2 slurm.rollout_nodes=1",
-    "rollout.engine=embedded",
+    "rollout.engine=embedded rollout.tokens_per_round=none",
     "data.source=jsonl eval.interval_steps=none",
     "cluster.gpu=none parallel.data=1",
 )

@@ -87,6 +87,8 @@ NO_FUNCTION = Loss(3)
 OTHER_FUNCTION = Loss(lambda answer, other: None)
 TAKEN = Loss(loss, metrics=(metric(key="loss/entropy"),))
 OF_NOTHING = Loss(loss, metrics=(metric(of=""),))
+NO_NAME = Loss(loss, metrics=(metric(key="loss/\\x1b]0;owned"),))
+LONG_NAME = Loss(loss, metrics=(metric(key="loss/" + 100 * "a"),))
 LAST = Loss(loss, metrics=(metric(tokens=None),))
 NO_SECTION = Loss(loss, metrics=(metric(panel="Clip fraction"),))
 STEP = TokenStream("mine", "float32", kept=False)
@@ -305,6 +307,8 @@ def test_a_mistyped_option_is_answered_with_a_suggestion(
         ("OTHER_FUNCTION", "the parameters are inputs, options"),
         ("TAKEN", "its metric loss/entropy is one of the package's"),
         ("OF_NOTHING", "its metric loss/mine needs tokens="),
+        ("NO_NAME", 'needs a key like "loss/cut_share", of at most 100 letters'),
+        ("LONG_NAME", 'needs a key like "loss/cut_share", of at most 100 letters'),
         ("LAST", "its metric loss/mine needs tokens="),
         ("NO_SECTION", "its metric loss/mine needs a panel like"),
         ("LATE_MASKS", 'its rule masks tokens, which needs reads="update", not "earlier updates"'),

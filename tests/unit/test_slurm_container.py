@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.load import load_config
+from bapo_megatron.errors import UserError
+from bapo_megatron.preflight.checks.slurm import check_slurm
 from bapo_megatron.slurm.submit import container_arguments, mounts
 
 READ = {
@@ -65,7 +67,7 @@ def test_how_each_runtime_is_told(tmp_path: Path) -> None:
     extra = f'slurm.container_mounts=["{tmp_path}/more", "/a:/b:ro"]'
     pyxis = load_config(["demo"], ["slurm.runtime=pyxis", "slurm.container_image=i", extra])
     assert container_arguments(pyxis) == [
-        "--container-image=i",
+        f"--container-image={tmp_path}/work/i",
         f"--container-mounts={tmp_path}/more:{tmp_path}/more,{tmp_path}/work:{tmp_path}/work,/a:/b:ro",
         f"--container-workdir={tmp_path}/work",
     ]
@@ -74,6 +76,50 @@ def test_how_each_runtime_is_told(tmp_path: Path) -> None:
         *("apptainer", "exec", "--nv", f"--bind={tmp_path}/work", f"--pwd={tmp_path}/work", "i"),
     ]
     assert container_arguments(load_config(["demo"])) == []
+
+
+# image -> the address in the remedy, or None for one that the runtime takes as it is meant
+PYXIS = {
+    "docker://reg.example/bapo:1": "docker://reg.example#bapo:1",
+    "docker://localhost:5000/bapo": "docker://localhost:5000#bapo",
+    "docker://me@reg.example/team/bapo:1": "docker://me@reg.example#team/bapo:1",
+    "docker://nvcr.io#nvidia/pytorch:26.01-py3": None,
+    "docker://team/bapo:1": None,
+    "docker://ubuntu:24.04": None,
+    "docker://first.last@team/bapo": None,
+    "nvcr.io#nvidia/pytorch:26.01-py3": None,
+    "dockerd://bapo:1": None,
+}
+APPTAINER = {
+    "docker://reg.example#bapo:1": "docker://reg.example/bapo:1",
+    "docker://registry#bapo": "docker://registry/bapo",
+    "docker://reg.example/bapo:1": None,
+    "oras://reg.example/bapo:1": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("runtime", "image", "meant"),
+    [("pyxis", *case) for case in PYXIS.items()] + [("apptainer", *case) for case in APPTAINER.items()],
+)
+def test_an_address_of_the_other_runtime_is_refused_with_the_right_one(
+    runtime: str, image: str, meant: str | None
+) -> None:
+    settings = [f"slurm.runtime={runtime}", f"slurm.container_image={image}"]
+    config = load_config(["demo"], settings)
+    found = [v.remedy for v in check_slurm(config) if "slurm.container_image" in v.settings]
+    assert found == ([] if meant is None else [f'set slurm.container_image="{meant}"'])
+    if meant is None:
+        assert image in " ".join(container_arguments(config))
+
+
+@pytest.mark.parametrize("sign", [",", ":"])
+def test_a_path_that_would_become_two_mounts_is_refused(sign: str, tmp_path: Path) -> None:
+    config = load_config(
+        ["demo"], ["slurm.runtime=apptainer", "slurm.container_image=i", f"run.dir={tmp_path}/a{sign}b"]
+    )
+    with pytest.raises(UserError, match="commas and colons separate mounts"):
+        container_arguments(config)
 
 
 def test_every_file_of_sources_and_evaluation_sets_is_mounted(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 import contextlib
 import json
 import os
+import random
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -49,6 +52,48 @@ def configured(*settings: str) -> Config:
 def errors(config: Config, step_s: float | None = None) -> list[str]:
     found = [*check_slurm(config, step_s=step_s), *check_placement(config)]
     return [v.message for v in found if v.severity == "error"]
+
+
+FRAGMENTS = ("\n", "\r", "\t", "\x1b", "$(touch PWNED)", "`touch PWNED`", "'", '"', ";touch PWNED;", "#", "%j", " ",
+             "\\", "&", "|", "> PWNED", "touch PWNED", "ä", "-", "*", "!", "{{ 1 }}", "${IFS}")  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_name_of_the_working_folder_is_text_or_refused(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    name = "".join(["w", *rng.choices(FRAGMENTS, k=3)])
+    here = tmp_path / "\n".join(["w", "touch PWNED #"] if seed == 0 else [name])
+    here.mkdir()
+    monkeypatch.chdir(here)
+    if any(not character.isprintable() for character in here.name):
+        with pytest.raises(UserError, match=r"sbatch reads line by line: run `bapo slurm` in a folder whose name"):
+            make_job(configured())
+        return
+    job = make_job(configured("slurm.setup=['exit 0']"))
+    ran = subprocess.run(["bash"], input=job.script, cwd=tmp_path, env={"SLURM_JOB_ID": "1"}, text=True, check=False)
+    assert ran.returncode == 0
+    assert not list(tmp_path.rglob("PWNED"))
+    lines = [shlex.split(line) for line in job.script.splitlines() if line.startswith("#SBATCH --")]
+    assert ["#SBATCH", f"--chdir={here}"] in lines
+    assert ["#SBATCH", f"--output={here}/runs/job/slurm/".replace("%", "%%") + "job-%j.log"] in lines
+
+
+def test_lines_of_setup_may_read_unset_variables_and_no_other_line_may() -> None:
+    script = make_job(configured('slurm.setup=["echo first$NOT_SET", "[[ $- != *u* ]]"]')).script
+    before, _, after = script.partition("set -u\n")
+    for text, code in (
+        (f"{before}set -u", 0),
+        (f"{before}set -u\n[[ $- == *u* ]]", 0),
+        (f"{before}set -u\n$NOT_SET", 1),
+    ):
+        run = subprocess.run(
+            ["bash"], input=text, env={"SLURM_JOB_ID": "1"}, text=True, capture_output=True, check=False
+        )
+        assert (run.stdout, run.returncode) == ("first\n", code), run.stderr
+    assert "set +u" not in after
+    assert not re.search(r"(attempt|settings)=\(\)", script), "before bash 4.4, an empty array counts as unset"
 
 
 def test_nodes_are_shared_or_dedicated() -> None:
@@ -291,7 +336,8 @@ def test_the_script_starts_the_trainer_again_on_nodes_that_are_up(tmp_path: Path
     assert job.code == 0, job.text
     first, second, third = job.trainers
     assert "--relative=0" in first
-    assert not any(argument.startswith(("--nodelist", "--attempt")) for argument in first)
+    assert not any(argument.startswith("--nodelist") for argument in first)
+    assert "--attempt=1" in first
     assert {"--nodelist=n1,n4", "--nodes=2", "--attempt=2", "--exit-code=137"} <= {*second}
     assert {"--nodelist=n1,n4", "--nodes=2", "--attempt=3", "--exit-code=143"} <= {*third}
     (failed_at,) = [argument.partition("=")[2] for argument in third if argument.startswith("--failed-at-s")]

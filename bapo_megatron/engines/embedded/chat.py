@@ -11,6 +11,7 @@ from typing import Any
 
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.engines.embedded.text import Reply, TextModel
+from bapo_megatron.errors import escaped_lines
 
 _END_TIMEOUT_S = 60.0  # for one engine step
 
@@ -97,7 +98,7 @@ class _WithTools:
             return None
         messages, self._state = answer
         for message in messages:
-            print(f"[{message.get('name', message['role'])}] {message['content'].rstrip()}")
+            print(escaped_lines(f"[{message.get('name', message['role'])}] {message['content'].rstrip()}"))
         if self._num_turns < self._tools.max_turns:
             return self._continued(messages)
         print(f"(stopped after {self._num_turns} turns)")
@@ -171,5 +172,5 @@ async def _print(reply: Reply, said: list[str]) -> None:
     """Print the reply as it grows, and collect its pieces."""
     async with contextlib.aclosing(reply.pieces()) as pieces:
         async for text in pieces:
-            print(text, end="", flush=True)
+            print(escaped_lines(text), end="", flush=True)
             said.append(text)

@@ -47,6 +47,13 @@ IDLE = (
         'bapo.scope="exact"',
     ),
     Idle("bapo.smoothing_updates", "bapo.scope", lambda c: c.bapo.scope == "smoothed", 'bapo.scope="smoothed"'),
+    Idle(
+        "monitor.mismatch_action",
+        "monitor.mismatch_alarm rollout.top_p rollout.top_k model.replay_routes rollout.tokens_per_round "
+        "rollout.abort_tail rollout.overlap",
+        lambda c: c.monitor.mismatch_alarm is not None or not c.expects_mismatch,
+        "monitor.mismatch_alarm=0.1",
+    ),
     Idle("loss.reference_path loss.kl_estimator", "loss.kl_coef", lambda c: c.loss.kl_coef > 0, "loss.kl_coef=0.001"),
     Idle(
         "loss.importance_level loss.importance_kind loss.importance_floor loss.importance_cap",

@@ -1,5 +1,6 @@
 """Checks of a SLURM job: its nodes, image, shares and time limit."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.placement import place, rollout_nodes
 
 WHOLE_NODES = '"--exclusive", "--mem=0"'
+# The first part of an address is a registry if it has a dot, a port or a user, or is localhost: in
+# "docker://reg.example/team/bapo:1", but not in "docker://team/bapo:1". enroot wants "#" after it, apptainer "/".
+_REGISTRY = re.compile(r"(docker://)((?:[^/#@]+@)?(?:[^/#@]*[.:][^/#@]*|localhost)|[^/#]+(?=#))([/#])(.+)")
 _SERVERS = ("rollout.engine", "rollout.server_tensor_parallel", "cluster.gpu", "cluster.gpus_per_node")
 _NODES = ("slurm.rollout_nodes", "cluster.nodes", "rollout.num_servers", *_SERVERS)  # decide where engines run
 
@@ -141,12 +145,30 @@ def _image(config: Config) -> Iterator[Violation]:
     if image is None:
         problem = f'slurm.runtime="{runtime}" needs slurm.container_image'
         yield Violation(settings, problem, 'set it, or slurm.runtime="venv"')
-    elif "://" not in image and "#" not in image and not Path(image).exists():
-        yield Violation(
-            settings,
-            f"slurm.container_image={image} does not exist (working folder: {Path.cwd()})",
-            'set it to an image\'s file, or to an address such as "docker://registry/image:tag"',
-        )
+        return
+    sign = "#" if runtime == "pyxis" else "/"
+    if not is_address(config):
+        if not Path(image).exists():
+            yield Violation(
+                settings,
+                f"slurm.container_image={image} does not exist (working folder: {Path.cwd()})",
+                f'set it to an image\'s file, or to an address such as "docker://registry{sign}image:tag"',
+            )
+    elif address := _REGISTRY.fullmatch(image):
+        scheme, registry, found, name = address.groups()
+        if found != sign:
+            meant = f"{registry} to be a folder of Docker Hub" if sign == "#" else f"no registry before {found}"
+            yield Violation(
+                settings,
+                f"slurm.container_image={image}: {runtime} takes {meant}",
+                f'set slurm.container_image="{scheme}{registry}{sign}{name}"',
+            )
+
+
+def is_address(config: Config) -> bool:
+    """Return whether the image of a job is in a registry, and not a file."""
+    image = str(config.slurm.container_image)
+    return "://" in image or (config.slurm.runtime == "pyxis" and "#" in image and image[0] not in "./")
 
 
 def _jobs(config: Config) -> Iterator[Violation]:
