@@ -166,6 +166,29 @@ VERBS = (
         ),
         description="Checks, and writes runs/<name>/slurm/job.sbatch. See docs/slurm.md.",
     ),
+    Verb(
+        "branch",
+        "start a new run from a checkpoint of a run, with other settings",
+        verbs.branch,
+        (
+            argument("run", type=Path, metavar="RUN", help="run directory, such as runs/demo; it stays as it is"),
+            argument("new", type=Path, metavar="NEW", help="name of the new run, next to RUN; or a path"),
+            argument(
+                "arguments",
+                nargs="*",
+                default=[],
+                metavar="KEY=VALUE",
+                completer=_complete_settings,
+                help="settings to change, such as optimizer.lr=1e-6",
+            ),
+            argument(
+                "--step", type=_whole, metavar="N", help="from the checkpoint after N steps (default: the latest)"
+            ),
+            argument("--dry-run", action="store_true", help="say what the new run would keep, and write nothing"),
+        ),
+        description="Says what of the checkpoint the new run keeps and what it leaves, and writes its folder, which "
+        "`bapo train` then resumes. See docs/resume.md.",
+    ),
     Verb("demo", "see a small policy learn on this machine's CPU, in minutes", verbs.demo, (CONFIGURATION,)),
     Verb("check", "list all problems of a configuration, or summarise it", verbs.check, (CONFIGURATION,)),
     Verb(

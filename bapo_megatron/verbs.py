@@ -61,6 +61,24 @@ def slurm(options: Namespace) -> int:
     return 0
 
 
+def branch(options: Namespace) -> int:
+    """Say what a branch of a run keeps, and write its folder."""
+    from bapo_megatron.branch import plan_branch
+    from bapo_megatron.monitor.console import shown_path
+
+    planned = plan_branch(options.run, options.new, options.arguments, options.step)
+    for label, value in planned.facts:
+        print(f"{label:<10} {value}", flush=True)
+    if options.dry_run:
+        return 0
+    planned.write()
+    print(f"{'written':<10} {shown_path(planned.path)}")
+    how = ["slurm", "--submit"] if planned.config.cluster.nodes > 1 else ["train"]
+    command = [*program(), how[0], shown_path(planned.path / "config.toml"), *how[1:]]
+    print(f"{'next':<10} {shlex.join(command)}")
+    return 0
+
+
 _DEMO_SHOWS = """\
 That was the whole loop: sampling, judging, clip bounds, updates, new weights to the engines. On a task this small,
 bounds that BAPO searches and wide fixed ones learn equally much."""

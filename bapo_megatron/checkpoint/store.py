@@ -13,14 +13,15 @@ last steps happen at a later step boundary, because the writing threads never ta
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, Protocol
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from bapo_megatron.checkpoint.arrays import attach, detached, read_arrays
+from bapo_megatron.checkpoint.arrays import attach, detached, read_arrays, write_arrays
 from bapo_megatron.checkpoint.folder import (
     INDEX,
     STATE,
@@ -29,12 +30,14 @@ from bapo_megatron.checkpoint.folder import (
     digest_of,
     read_index,
     read_sealed,
+    seal,
 )
 from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.checkpoint.saving import Saving, flush, remove, replace_durably
 from bapo_megatron.checkpoint.shards import Snapshot
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, TornCheckpointError, plural
+from bapo_megatron.hf.writer import write_durably
 from bapo_megatron.runtime.files import regular_file
 from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_size
 from bapo_megatron.tokens import TokenStream
@@ -56,6 +59,7 @@ class _Head(TypedDict):
     step: Natural
     parts: dict[str, _Part]
     run: NotRequired[str]  # id of the run that saved it
+    begin_anew: NotRequired[list[str]]  # parts that it does not hold and that a branch adds
     arrays: NotRequired[str]  # the digest of state.safetensors; absent without arrays
 
 
@@ -262,28 +266,44 @@ class CheckpointStore:
         """
         state = _read_state(path)
         for name, part in parts.items():
-            part.load(path / name)
+            if name not in state.get("begin_anew", ()):
+                part.load(path / name)
         return state
+
+    def read(self, path: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return the state of a checkpoint; this rank compares its share of the files with their digests.
+
+        Args:
+            names: the parts to check; None means all that it holds.
+
+        Raises:
+            TornCheckpointError: a file is missing, or differs from what was written.
+            CheckpointError: it has another format, or another run saved it.
+        """
+        body = _read_state(path)
+        self._check_run(path, body.get("run"))
+        version = body["parts"].get("learner", {}).get("version")
+        checked(self._state, body, path / STATE, {**self._of_tokens, "version": version})
+        for name in body["parts"] if names is None else names:
+            if name in body.get("begin_anew", ()):
+                continue
+            index, saved = read_index(path / name), body["parts"].get(name)
+            tied = (index.facts["version"], digest_of(path / name / INDEX))
+            if saved and (saved["version"], saved["index"]) != tied:
+                raise TornCheckpointError(
+                    f"{path / name / INDEX} belongs to another checkpoint, after {plural(tied[0], 'update')}; "
+                    f"{STATE} was saved with the one after {saved['version']}"
+                )
+            if saved is None:
+                raise TornCheckpointError(f"{path / STATE} was saved without {name}")
+            index.verify(*rank_and_size())
+        return body
 
     def _find_torn(self, path: Path, parts: Mapping[str, Saveable]) -> str | None:
         """Return why a checkpoint is torn, or None; raise CheckpointError if it is whole but unusable. Collective."""
         torn = unusable = None
         try:
-            body = _read_state(path)
-            self._check_run(path, body.get("run"))
-            version = body["parts"].get("learner", {}).get("version")
-            checked(self._state, body, path / STATE, {**self._of_tokens, "version": version})
-            for name in parts:
-                index, saved = read_index(path / name), body["parts"].get(name)
-                tied = (index.facts["version"], digest_of(path / name / INDEX))
-                if saved and (saved["version"], saved["index"]) != tied:
-                    raise TornCheckpointError(
-                        f"{path / name / INDEX} belongs to another checkpoint, after {plural(tied[0], 'update')}; "
-                        f"{STATE} was saved with the one after {saved['version']}"
-                    )
-                if saved is None:
-                    raise TornCheckpointError(f"{path / STATE} was saved without {name}")
-                index.verify(*rank_and_size())
+            self.read(path, parts)
         except TornCheckpointError as error:
             torn = str(error)
         except CheckpointError as error:
@@ -298,8 +318,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{path} was saved by another run: {STATE} names the run id {saved}, and {run / 'run-id.txt'} says "
                 f"{self._run_id}; remove it, or put the run's own there. To continue that other run here, write its "
-                f"id into run-id.txt; to start a new run with its weights, `bapo convert {path} FOLDER`, and set "
-                "model.path=FOLDER"
+                "id into run-id.txt; to start a new run from it, `bapo branch` that other run"
             )
 
     def _candidates(self) -> list[Path] | None:
@@ -349,3 +368,36 @@ def _read_state(path: Path) -> dict[str, Any]:
             f"{path / STATE} names step {state['step']}: it is another checkpoint's, or the folder was renamed"
         )
     return state
+
+
+def branch_checkpoint(source: Path, target: Path, state: Mapping[str, Any]) -> None:
+    """Write a checkpoint with another state and the models of `source`, whose files it links, or copies.
+
+    A link is enough, because no file of a checkpoint is ever changed in place; either may be deleted.
+
+    Args:
+        target: a new folder in a folder of checkpoints, whose `latest` will name it.
+        state: the state as `CheckpointStore.read` returns it; `parts` names the models to take.
+
+    Raises:
+        CheckpointError, OSError: a file of `source` is gone, or the disk is full.
+    """
+    target.mkdir(parents=True)
+    for file in (file for name in state["parts"] for file in (source / name).rglob("*") if file.is_file()):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        _link(file, copy)
+    plain, arrays = detached({key: value for key, value in state.items() if key != "arrays"})
+    if arrays:
+        plain["arrays"] = write_arrays(arrays, target)
+    write_durably(target / STATE, seal(plain))
+    write_durably(target.parent / "latest", target.name)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source.resolve(), target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

@@ -10,6 +10,7 @@ rest of what is wrong.
 - TOML has no null: the string "none" unsets a setting that can be unset.
 """
 
+import contextlib
 import difflib
 import json
 import os
@@ -353,6 +354,30 @@ def parse_override(text: str) -> tuple[paths.Path, Any]:
         if quoted or value[:1] in ("[", "{") or not isinstance(error, tomllib.TOMLDecodeError):
             raise ConfigError(f"override {shown(text)}: the value is not TOML: {escaped(str(error))}") from error
         return path, value
+
+
+def as_override(setting: str, value: Any) -> str | None:
+    """Return the override that sets a value, or None if there is none; the value None unsets.
+
+    Example: as_override("rollout.urls", ["a", "b"]) == 'rollout.urls=["a", "b"]'
+    """
+    path = tuple(setting.split("."))
+    if value is None:
+        return f"{setting}={UNSET}" if paths.accepts(path, NoneType) else None
+    for text in (value, _inline(value)):  # text without quotes is easier to read
+        with contextlib.suppress(ConfigError):
+            if isinstance(text, str) and parse_override(f"{setting}={text}") == (path, value):
+                return f"{setting}={text}"
+    return None
+
+
+def _inline(value: Any) -> str:
+    """Return a value as TOML on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_inline(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _set(table: dict[str, Any], path: paths.Path, value: Any) -> None:

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from bapo_megatron.config.base import Section
+from bapo_megatron.config.changing import cost_of_change
 from bapo_megatron.config.losses import LOSS_SECTIONS
 from bapo_megatron.config.paths import entries, subsections
 from bapo_megatron.config.schema import Config, SourceConfig
@@ -20,8 +21,11 @@ One or more TOML files describe a run. They are merged in order; `key.path=value
 result is validated once: `bapo train a.toml b.toml optimizer.lr=3e-4`. A table below is a TOML table. Unknown keys are
 errors, and `bapo check` reports all violations together. The run directory keeps the resolved configuration. `none`
 unsets a setting that may be unset. Relative paths start from the working directory.
+
+A run that has begun takes a change by the same command (resume), or in a new run from its checkpoint
+([branch](resume.md#branches)), which may have to leave a part of the checkpoint behind.
 """
-_COLUMNS = "| setting | type | default | meaning |\n|---|---|---|---|\n"
+_COLUMNS = "| setting | type | default | meaning | change |\n|---|---|---|---|---|\n"
 
 
 def settings_page() -> str:
@@ -47,7 +51,7 @@ def _section(name: str, field: FieldInfo) -> str:
     return "".join(
         [
             f"\n## [{name}]\n\n{_sentence(about)}\n\n{_COLUMNS}",
-            *(_row(*row) for row in rows),
+            *(_row(*row, f"{name}.{row[0]}") for row in rows),
             *(_entries(f"{name}.{key}", listed) for key, one, _ in rows if (listed := entries(one)) is not None),
         ]
     )
@@ -57,11 +61,12 @@ def _entries(name: str, section: type[BaseModel]) -> str:
     """Return the section about a list of tables: its own settings, without the ones that describe a prompt source."""
     own = [(key, one, "") for key, one in section.model_fields.items() if key not in SourceConfig.model_fields]
     head = f"\n### [[{name}]]\n\n{_sentence(section.__doc__)}\n\n{_COLUMNS}"
-    return head + "".join(_row(*row) for row in own)
+    return head + "".join(_row(*row, name) for row in own)
 
 
-def _row(key: str, field: FieldInfo, prefix: str) -> str:
-    cells = (f"`{key}`", _type(field.annotation), _default(field), prefix + _sentence(field.description))
+def _row(key: str, field: FieldInfo, prefix: str, setting: str) -> str:
+    meaning = prefix + _sentence(field.description)
+    cells = (f"`{key}`", _type(field.annotation), _default(field), meaning, cost_of_change(setting))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -43,8 +43,8 @@ class SkipLimit:
             raise DivergedError(
                 f"{whose} last {self.num_in_a_row} updates were skipped because their gradient was not "
                 f"finite, so the run no longer learns: look at {self._part}/grad_norm and {losses} in "
-                "metrics.jsonl, then start a new run from a checkpoint before the first skip with a lower "
-                f"{self._part}.lr"
+                "metrics.jsonl, then `bapo branch` the run, from a checkpoint before the first skip, with a "
+                f"lower {self._part}.lr"
             )
 
 

@@ -8,11 +8,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, variance
 
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
 from bapo_megatron.estimates import Z_95
+from bapo_megatron.runs.branching import branch_command
+from bapo_megatron.runs.history import text_of
 from bapo_megatron.runs.numbers import percent
+from bapo_megatron.runs.resuming import different_settings, steps_saved
 from bapo_megatron.runs.steps import StepRow
 from bapo_megatron.runs.summary import increases, is_pass_rate, reward_metric
 
@@ -118,6 +122,10 @@ class Rule:
     change: str
     unless: tuple[str, ...] = ()
     """Alarms that explain this one. It stays silent while one of them fires."""
+    tries: tuple[tuple[str, float | str], ...] = ()
+    """Settings to change in a branch, with a factor or a value; the first one that makes a difference is proposed."""
+    from_before: bool = False
+    """Whether a branch should start before the steps that raised the alarm."""
 
 
 def _mismatch(steps: Steps) -> str | None:
@@ -298,6 +306,7 @@ RULES = (
         "other weights; the update is then off-policy without anyone noticing.",
         change="check the engine's type, its sampling settings and the weight sync; "
         'loss.proximal = "learner" limits the effect on the update.',
+        tries=(("loss.proximal", "learner"),),
     ),
     Rule(
         "gradient spikes",
@@ -305,6 +314,7 @@ RULES = (
         cause="samples with extreme ratios, or a learning rate that is too high; the updates were made, cut to "
         "optimizer.clip_grad.",
         change="lower optimizer.lr, and look at the samples and ratios of these steps (optimizer/grad_alarms).",
+        tries=(("optimizer.lr", 1 / 3),),
     ),
     Rule(
         "one reward",
@@ -319,6 +329,7 @@ RULES = (
         cause="prompts that the policy always or never solves: such a group has no advantage.",
         change="choose easier or harder prompts, or raise rollout.samples_per_prompt.",
         unless=("one reward",),
+        tries=(("rollout.samples_per_prompt", 2),),
     ),
     Rule(
         "no group kept",
@@ -327,6 +338,7 @@ RULES = (
         "everything.",
         change="look at samples.jsonl, choose other prompts, raise rollout.samples_per_prompt, "
         'or set rollout.keep_group = "all".',
+        tries=(("rollout.keep_group", "all"),),
     ),
     Rule(
         "all responses cut",
@@ -334,6 +346,7 @@ RULES = (
         cause="a limit that is too low, or a policy that never ends: its chat template or end-of-sequence token does "
         "not fit the model.",
         change="raise rollout.max_response_tokens, or check the template and the stop tokens.",
+        tries=(("rollout.max_response_tokens", 2),),
     ),
     Rule(
         "most responses cut",
@@ -341,6 +354,7 @@ RULES = (
         cause="a limit that is too low for these prompts, or responses that ramble.",
         change="raise rollout.max_response_tokens, or reward brevity.",
         unless=("all responses cut",),
+        tries=(("rollout.max_response_tokens", 2),),
     ),
     Rule(
         "flat pass rate",
@@ -348,6 +362,7 @@ RULES = (
         cause="rewards that do not tell good responses from bad ones, a learning rate that is too low, or prompts "
         "beyond the policy's reach.",
         change="look at the judge's verdicts in samples.jsonl, raise optimizer.lr, or choose easier prompts.",
+        tries=(("optimizer.lr", 3),),
     ),
     Rule(
         "no entropy",
@@ -355,6 +370,8 @@ RULES = (
         cause="a policy that has collapsed to one response, or a temperature near 0: samples of a prompt are copies.",
         change="check rollout.temperature; start from an earlier checkpoint with a lower optimizer.lr, a higher upper "
         "clip bound (bapo.rho0, bapo.high) or train.entropy_coef.",
+        tries=(("optimizer.lr", 1 / 3),),
+        from_before=True,
     ),
     Rule(
         "all tokens clipped",
@@ -362,6 +379,7 @@ RULES = (
         cause="clip bounds that are too narrow, samples that are too old, or too many passes over them.",
         change="widen the clip bounds, or lower train.epochs_per_step, train.minibatches_per_step or "
         "rollout.max_staleness.",
+        tries=(("train.epochs_per_step", 1 / 2), ("train.minibatches_per_step", 1 / 2)),
     ),
     Rule(
         "policy stands still",
@@ -369,24 +387,29 @@ RULES = (
         cause="a learning rate so low that rounding leaves the weights unchanged, or a loss that masks every token.",
         change="raise optimizer.lr, and check the loss and its masks.",
         unless=(*_NOTHING_TO_LEARN, "all tokens clipped", "skipped updates"),
+        tries=(("optimizer.lr", 3),),
     ),
     Rule(
         "inert bounds",
         _inert_bounds,
         cause="the positive share is at its target from the start.",
         change="raise bapo.rho0 to let the search act.",
+        tries=(("bapo.rho0", 1.2),),
     ),
     Rule(
         "saturated search",
         _saturated_search,
         cause="a target that is out of reach within the ranges of the bounds.",
         change="lower bapo.rho0, or widen bapo.low and bapo.high.",
+        tries=(("bapo.rho0", 0.8),),
     ),
     Rule(
         "skipped updates",
         _skipped_updates,
         cause="a learning rate that is too high, or data that make the loss overflow.",
         change="lower optimizer.lr, and check the data.",
+        tries=(("optimizer.lr", 1 / 3),),
+        from_before=True,
     ),
 )
 _BY_NAME = {rule.name: rule for rule in RULES}
@@ -394,9 +417,15 @@ _OF_ERRORS: dict[type[UserError], str] = {NoGroupKeptError: "no group kept", Div
 
 
 class AlarmLog:
-    """The alarms of a run, in the order in which they were raised."""
+    """The alarms of a run, in the order in which they were raised.
 
-    def __init__(self, rows: Iterable[StepRow] = ()) -> None:
+    Args:
+        rows: its steps so far.
+        run: its folder; alarms then say how to branch it with the change.
+    """
+
+    def __init__(self, rows: Iterable[StepRow] = (), run: Path | None = None) -> None:
+        self._run = run
         self._steps = Steps()
         self._raised: dict[str, Alarm] = {}
         for row in rows:
@@ -413,16 +442,36 @@ class AlarmLog:
         firing = [name for name in found if not any(other in found for other in _BY_NAME[name].unless)]
         return [self._raise(name, int(row["step"]), found[name]) for name in firing]
 
-    def end(self, error: UserError) -> None:
-        """Raise the alarm that an error stands for, if any, at the step that the error ended."""
+    def end(self, error: UserError) -> list[Alarm]:
+        """Raise the alarm that an error stands for, if any, at the step that the error ended; return it."""
         for kind, name in _OF_ERRORS.items():
             if isinstance(error, kind):
                 saw = str(error).partition(": ")[0]  # the rest is advice
                 num_done = int(self._steps.latest["step"]) if self._steps.rows else 0
-                self._raise(name, num_done + 1, f"{saw}.")
+                return [self._raise(name, num_done + 1, f"{saw}.")]
+        return []
 
     def _raise(self, name: str, step: int, saw: str) -> Alarm:
         rule = _BY_NAME[name]
-        before = self._raised.get(name) or Alarm(name, step, step, saw, rule.cause, rule.change)
+        if (before := self._raised.get(name)) is None:
+            command = self._run and _branch_with(rule, self._run, self._steps)
+            change = f"{rule.change} In a new run: {command}" if command else rule.change
+            before = Alarm(name, step, step, saw, rule.cause, change)
         self._raised[name] = replace(before, last_step=step)
         return self._raised[name]
+
+
+def _branch_with(rule: Rule, run: Path, steps: Steps) -> str | None:
+    """Return the command that branches a run with what a rule proposes, or None without a checkpoint for it."""
+    first = int(steps.recent[0]["step"]) if steps.recent else 1
+    saved = [step for step in steps_saved(run) if step < first or not rule.from_before]
+    if not saved:
+        return None
+    settings = {name: value for name, (_, value) in different_settings("", text_of(run / "config.toml")).items()}
+    for name, change in rule.tries:
+        if (value := settings.get(name)) is None:
+            continue
+        new = change if isinstance(change, str) else type(value)(float(f"{value * change:.2g}"))
+        if new and new != value:
+            return branch_command(run, {name: new}, max(saved) if rule.from_before else None)
+    return None

@@ -29,6 +29,7 @@ from bapo_megatron.preflight.checks.slurm import check_time
 from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
+from bapo_megatron.runs.branching import read_parent
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.inputs import changed_inputs, record_inputs
 from bapo_megatron.runs.numbers import duration, percent
@@ -136,20 +137,23 @@ class Recorder:
         self._sinks = open_sinks(self._config, self._run_dir, first_step, self.warn)
         self._rollouts = rollouts
         self._console.resume(history)
-        self._alarms = AlarmLog(history)
         self._reward_parts = RewardParts(history)
+        self._alarms = AlarmLog(history, self._run_dir.path)
         if self._endpoint is not None:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
         if first_step:
             run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
-            self._console.note(f"resuming {run} after step {first_step} of {num_steps}")
+            parent = read_parent(self._run_dir.path)
+            of = f", a branch of {shown_path(Path(parent.run))} after step {parent.step}," if parent else ""
+            self._console.note(f"resuming {run}{of} after step {first_step} of {num_steps}")
             for changed in changed_inputs(self._run_dir.inputs_path, self._config):
                 self.warn(
                     f"{shown_path(Path(changed))} has changed since this run last started, so it does not continue as "
-                    "an uninterrupted run would; restore the file, or choose another run.name"
+                    "an uninterrupted run would; restore the file, or stop this run and continue it with `bapo branch`"
                 )
-            if (rise := rise_of_rate(history, self._config)) is not None:
+            since = history if parent is None else [row for row in history if row["step"] > parent.step]
+            if (rise := rise_of_rate(since, self._config)) is not None:
                 self.warn(
                     f"the learning rate rises from {rise[0]:.3g} to {rise[1]:.3g}: optimizer.schedule="
                     f'"{self._config.optimizer.schedule}" falls until the end of the run, and train.num_steps='
@@ -221,7 +225,8 @@ class Recorder:
 
     def fail(self, error: UserError) -> None:
         """Keep the alarm that an error stands for, if any; the caller shows the error itself."""
-        self._alarms.end(error)
+        for alarm in self._alarms.end(error):
+            self._console.warn(alarm.text())
         self._run_dir.write_status(alarms=self._alarms.raised)
 
     def _leave_out_parts(self, metrics: dict[str, float]) -> None:

@@ -62,7 +62,7 @@ class PromptMixture:
 
     def next(self) -> Prompt:
         """Return the next good prompt, from the source whose turn it is."""
-        prompt_id = sum(stream.num_given for stream in self._streams.values())
+        prompt_id = self.num_given
         name = self._whose_turn(prompt_id)
         prompt = self._streams[name].next()
         return Prompt(prompt_id, prompt.token_ids, prompt.text, prompt.answer, name)
@@ -85,10 +85,21 @@ class PromptMixture:
             before = f"the weights {weights}" if weights else "a single source"
             raise CheckpointError(
                 f"the checkpoint's prompts had {before}, but this run's data.sources have {self._weights}: keep the "
-                "setting, or start a run with a new name"
+                "setting, or continue the run with them by `bapo branch`"
             )
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])
+
+    @property
+    def num_given(self) -> int:
+        """Good prompts that `next` has returned since the run began."""
+        return sum(stream.num_given for stream in self._streams.values())
+
+    def begin_after(self, num_given: int) -> None:
+        """Count prompts from `num_given` on, as if each source had given its share of them."""
+        for prompt_id in range(num_given):
+            stream = self._streams[self._whose_turn(prompt_id)]
+            stream.begin_after(stream.num_given + 1)
 
     def _whose_turn(self, num_given: int) -> str:
         """Return the source of prompt number `num_given`, by Balinski and Young's quota method.

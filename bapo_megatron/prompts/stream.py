@@ -180,7 +180,7 @@ class PromptStream:
             if state.get(key) != here:
                 raise CheckpointError(
                     f"the checkpoint's prompts had {key} = {state.get(key)!r}, but this run has {here!r}: "
-                    "keep the setting, or start a run with a new name"
+                    "keep the prompts, or continue the run with them by `bapo branch`"
                 )
         if state["position"] > len(self.source):
             raise CheckpointError(f"the checkpoint's prompts are at {state['position']} of {len(self.source)}")
@@ -189,6 +189,10 @@ class PromptStream:
         self.skipped_empty, self.skipped_too_long = state["skipped_empty"], state["skipped_too_long"]
         self.skipped_refused = state.get("skipped_refused", 0)
         self._order = self._shuffled()
+
+    def begin_after(self, num_given: int) -> None:
+        """Count prompts from `num_given` on, so that a branch with other prompts uses no id twice."""
+        self._next_id = num_given
 
     def _identity(self) -> dict[str, Any]:
         return {"source": self.source.name, "size": len(self.source), "seed": self.seed}

@@ -110,7 +110,7 @@ def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
         status=standing,
         progress=_progress(run),
         logs=[(path.stem, os.path.relpath(path, links_from)) for path in standing.logs],
-        alarms=AlarmLog(run.rows).raised,
+        alarms=AlarmLog(run.rows, run.path.absolute()).raised,
         events=count_events(run),
         facts=_facts(run) if run.rows else [],
         missing=missing if run.rows else [],
@@ -248,6 +248,8 @@ def _facts(run: History) -> list[tuple[str, str, str]]:
         ("Wall time", duration(summary.wall_time_s), _layout(settings)),
         ("Loss", str(settings.get("loss.name", "-")), f"model: {settings.get('model.path', '-')}"),
     ]
+    if run.parent is not None:
+        facts.append(("Branch of", f"{Path(run.parent.run).name}, step {run.parent.step}", run.parent.changes))
     recoveries_s = [row["run/recovery_s"] for row in rows if math.isfinite(row.get("run/recovery_s", math.nan))]
     if recoveries_s:
         facts.append(

@@ -137,7 +137,7 @@ class RolloutManager:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "recorded_from" in state:
             raise CheckpointError(
-                "the checkpoint is from a replay of recorded rollouts; give this run another run.name"
+                "the checkpoint is from a replay of recorded rollouts; `bapo branch` its run with the new engine"
             )
         self.scheduler.load_state_dict(state)
         self.builder.load_state_dict(state["batches"])

@@ -147,7 +147,10 @@ class RecordedRollouts(Rollouts):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "recorded_from" not in state:
-            raise CheckpointError("the checkpoint is from a run with engines; give the replay another run.name")
+            raise CheckpointError(
+                "the checkpoint is from a run with engines; `bapo branch` its run with rollout.engine=recorded, or give"
+                " the replay another run.name"
+            )
         self._builder.load_state_dict(state["batches"])
 
 

@@ -3,6 +3,7 @@
     runs/<name>/
         config.toml  command.txt  environment.json  git.diff     facts about the latest attempt
         metrics.jsonl  samples.jsonl  rollouts/  report.html  checkpoints/  results of the whole run
+        parent.json                                              of a branch: its parent, step and changed settings
         inputs.json                                              digests of prompts and of the user's modules
         status.json                                              where the run stands, for programs that poll it
         run-id.txt                                               random id that its checkpoints name

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.metrics import Metric
+from bapo_megatron.runs.branching import Parent, read_parent
 from bapo_megatron.runs.resuming import different_settings
 from bapo_megatron.runs.steps import StepRow, read_metrics
 from bapo_megatron.runtime.files import reading
@@ -31,6 +32,7 @@ class History:
     environment: Mapping[str, Any]
     diff_digest: str  # digest of uncommitted changes to the code; "" if there are none
     own_metrics: tuple[Metric, ...] = ()  # metrics of the user's own loss
+    parent: Parent | None = None  # the first rows of a branch are its parent's
 
     @property
     def steps(self) -> NDArray[np.float64]:
@@ -71,12 +73,12 @@ def read_history(path: Path) -> History:
     if not config_path.exists() and not metrics_path.exists():
         what = "is not the folder of a run" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}; give a run directory (runs/<name>), or start a run with `bapo train`")
-    config_text = _text_of(config_path)
+    config_text = text_of(config_path)
     try:
         settings = {key: value for key, (_, value) in different_settings("", config_text).items()}
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{config_path} is damaged ({error}); restore it from logs/attempt-N/config.toml") from error
-    diff = _text_of(diff_path)
+    diff = text_of(diff_path)
     return History(
         path=path,
         name=path.absolute().name,
@@ -85,11 +87,12 @@ def read_history(path: Path) -> History:
         settings=settings,
         environment=_read_environment(path / "environment.json"),
         own_metrics=_read_own_metrics(path / "own_metrics.json"),
+        parent=read_parent(path),
         diff_digest=hashlib.sha256(diff.encode()).hexdigest()[:8] if diff.strip() else "",
     )
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
     """Return the text of a file, or "" if it is missing."""
     with reading(path):
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -99,7 +102,7 @@ def _read_environment(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(_text_of(path)))
+        return dict(json.loads(text_of(path)))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); restore it from logs/attempt-N/environment.json") from error
 
@@ -108,6 +111,6 @@ def _read_own_metrics(path: Path) -> tuple[Metric, ...]:
     if not path.exists():
         return ()
     try:
-        return tuple(Metric(**declared) for declared in json.loads(_text_of(path)))
+        return tuple(Metric(**declared) for declared in json.loads(text_of(path)))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); remove it to continue without its figures") from error

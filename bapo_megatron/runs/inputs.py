@@ -25,13 +25,21 @@ _PROMPTS = re.compile(r"(?:data|eval)\.(?:.*\.)?path")
 def input_digests(config: Config) -> dict[str, str]:
     """Return the SHA-256 of each file that settings name, by path. A file that cannot be read is left out."""
     found: dict[str, str] = {}
+    for path in settings_of_files(config):
+        try:
+            with path.open("rb") as file:
+                found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError:
+            continue
+    return found
+
+
+def settings_of_files(config: Config) -> dict[Path, list[str]]:
+    """Return the settings that name each file, such as "data.path"."""
+    found: dict[Path, list[str]] = {}
     for setting, value in _texts(config.model_dump(), ""):
         for path in _files(setting, value):
-            try:
-                with path.open("rb") as file:
-                    found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
-            except OSError:
-                continue
+            found.setdefault(path, []).append(setting)
     return found
 
 

@@ -3,62 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import tomllib
 from collections.abc import Mapping
 from datetime import datetime
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.assets import hub, model_folder
+from bapo_megatron.config.changing import is_resumable, parts_left_by
 from bapo_megatron.config.earlier import RETIRED
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.tokenizer import reads_clock
+from bapo_megatron.runs.branching import branch_command, shown_changes
 from bapo_megatron.runs.steps import read_metrics
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
-
-# Settings that may change when a run is resumed: they affect its length, speed or output, not its results.
-RESUMABLE_SETTINGS = (
-    "run.dir",
-    "run.max_restarts",
-    "run.standby",
-    "cluster.*",
-    "slurm.*",
-    "checkpoint.*",
-    "monitor.*",
-    "sync.*",
-    "train.num_steps",
-    "train.max_tokens_per_microbatch",
-    "train.logprob_chunk_tokens",
-    "train.logprob_backend",
-    "train.recompute",
-    "train.recompute_layers",
-    "train.recompute_modules",
-    "parallel.*",
-    "optimizer.distributed",
-    "data.on_bad_prompt",
-    "reward.concurrency",
-    "rollout.engine",
-    "rollout.record",
-    "rollout.recorded_from",
-    "rollout.overlap",
-    "rollout.abort_tail",
-    "rollout.max_staleness",
-    "rollout.urls",
-    "rollout.api_key",
-    "rollout.num_servers",
-    "rollout.server_tensor_parallel",
-    "rollout.max_concurrent_requests",
-    "rollout.max_retries",
-    "rollout.max_restarts",
-    "rollout.engine_threads",
-    "sglang.*",
-    "*timeout_s",
-)
 
 
 def different_settings(old_text: str, new_text: str) -> dict[str, tuple[Any, Any]]:
@@ -79,22 +40,31 @@ def check_resumable(path: Path, config_text: str) -> None:
             f"{num_steps}. Set "
             f"train.num_steps to {num_done} or more, or choose another run.name."
         )
-    different = {
+    changed = {
         key: values
         for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
-        if not (
-            any(fnmatch(key, pattern) for pattern in RESUMABLE_SETTINGS)
-            or (key in RETIRED and RETIRED[key][0] == values[0])
-            or _is_newer(key, *values)
-        )
+        if not ((key in RETIRED and RETIRED[key][0] == values[0]) or _is_newer(key, *values))
     }
-    if different:
-        lines = [f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in different.items()]
+    if different := {key: values for key, values in changed.items() if not is_resumable(key)}:
+        lines = [f"  {shown_changes({key: values})}" for key, values in different.items()]
         raise ConfigError(
             f"cannot resume the run {path}: it was started with other settings (run -> now):\n"
             + "\n".join(lines)
             + "\nUse the run's settings, choose another run.name, or delete the folder to start over."
+            + _how_to_branch(path, {key: new for key, (_, new) in changed.items()})
         )
+
+
+def _how_to_branch(path: Path, values: Mapping[str, Any]) -> str:
+    """Return the command that continues with other settings; "" without a checkpoint, or if it would be refused.
+
+    A loss has settings of its own, so a new one leaves the former one's out.
+    """
+    lost = {"run.dir", "run.name"} | {key for key, value in values.items() if value is None and "loss.name" in values}
+    values = {key: value for key, value in values.items() if key not in lost}
+    is_possible = num_steps_saved(path) is not None and not any("weights" in parts_left_by(key) for key in values)
+    command = branch_command(path, values) if is_possible else None
+    return f"\nTo continue from its latest checkpoint in a new run: {command}" if command else ""
 
 
 def _is_newer(key: str, old: Any, new: Any) -> bool:
@@ -120,6 +90,12 @@ def num_steps_saved(path: Path) -> int | None:
         if named and (path / "checkpoints" / named[0] / "state.json").is_file():
             return int(named[1])
     return None
+
+
+def steps_saved(path: Path) -> list[int]:
+    """Return the steps of a run's checkpoints, ascending; a checkpoint may be torn."""
+    named = (re.fullmatch(r"step-(\d{6,18})", one.name) for one in (path / "checkpoints").glob("step-*"))
+    return sorted(int(match[1]) for match in named if match)
 
 
 def num_steps_done(path: Path) -> int:
@@ -177,7 +153,3 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None else json.dumps(value, default=str)
