@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.runtime.files import read_jsonl
 
 if TYPE_CHECKING:
@@ -46,6 +46,13 @@ def load_config(*arguments: str | Path) -> Config:
     """
     from bapo_megatron.preflight.check import load_checked
 
+    for argument in arguments:
+        if not isinstance(argument, str | Path):
+            kind = type(argument).__name__
+            raise ConfigError(
+                f'load_config takes files and settings one by one, such as load_config("demo", "optimizer.lr=3e-4"), '
+                f"not a {kind}; unpack a list with *"
+            )
     return load_checked([str(argument) for argument in arguments])
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 from bapo_megatron import verbs
-from bapo_megatron.errors import UserError, escaped
+from bapo_megatron.errors import UserError, escaped, install_command
 from bapo_megatron.runtime import program
 from bapo_megatron.runtime.files import located
 from bapo_megatron.runtime.output import ESCAPING, Output, lasting, open_closed_streams, show_traceback
@@ -433,7 +433,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _modules_of_the_framework():
             raise
-        how = "pip install 'bapo-megatron[train]'"
+        how = install_command("train")
         print(f"bapo: the framework needs {error.name}, which is not installed; run {how}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
@@ -500,14 +500,17 @@ def _explain_option(arguments: Sequence[str], unknown: str, parser: argparse.Arg
     if close := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.75):
         return f"there is no option {option}; did you mean {close[0]}?"
     if any(action.metavar == _SETTINGS for action in parser._actions) and option.startswith("--"):
+        from bapo_megatron.config.coming_from import Hint
         from bapo_megatron.config.paths import meant_setting, schema
 
         path = tuple(option.lstrip("-").replace("-", "_").split("."))
-        setting = ".".join(path) if path in schema() else meant_setting(path)
-        if setting is not None:
+        hint = Hint(".".join(path)) if path in schema() else meant_setting(path)
+        if hint is not None and (not hint.setting or hint.remark):  # a value may need another unit
+            return f"there is no option {option}; {hint.advice}"
+        if hint is not None:
             following = arguments[arguments.index(unknown) + 1 :]
             value = value or next((text for text in following[:1] if "=" not in text and text[:1] != "-"), "VALUE")
-            setting += "" if "=" in setting else f"={value}"
+            setting = hint.setting if "=" in hint.setting else f"{hint.setting}={value}"
             return f"there is no option {option}; write the setting without dashes: {setting}"
     return f"there is no option {option}; see `{parser.prog} --help`"
 

@@ -7,6 +7,8 @@ Anything else that escapes is a bug of ours and keeps its traceback.
 from __future__ import annotations
 
 import re
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,6 +37,13 @@ def escaped_lines(text: str, *, with_bars: bool = False) -> str:
         with_bars: leave alone what redraws a progress bar: "\r", and "\x1b[A" for the line above.
     """
     return (_CONTROLS_BUT_BARS if with_bars else _CONTROLS).sub(lambda found: escaped(found[0]), text)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package: from its checkout, since no index has the package."""
+    checkout = Path(__file__).parents[1]
+    place = str(checkout) if (checkout / "setup.py").is_file() else "bapo-megatron"  # installed as a wheel: it is there
+    return f"pip install {shlex.quote(f'{place}[{extra}]')}"
 
 
 def plural(number: int, noun: str, spec: str = "") -> str:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-PROSE = Path(__file__).with_suffix(".md")  # with the links of a page in docs/
+PROSE = Path(__file__).with_suffix(".md")
 RESULTS = Path(__file__).parents[1] / "tests" / "integration" / "layouts.json"
 
 

@@ -1,8 +1,9 @@
 """Pages of the site that are not files of docs/: a MkDocs hook (mkdocs.yml), run by scripts/docs.sh.
 
-README.md is the home page, studies/results/ has the pages of the studies, and `GENERATED` lists what code writes. Links
-between these and docs/ work in the repository and on the site; a link to another file of the repository becomes its
-text. Addresses that pages once had (`extra.moved` in mkdocs.yml) lead to the new ones.
+README.md is the home page, studies/results/ has the pages of the studies, and `GENERATED` lists what code writes; links
+to it in the repository lead to `SOURCES`. Links between these and docs/ work in the repository and on the site; a link
+to another file of the repository becomes its text. Addresses that pages once had (`extra.moved` in mkdocs.yml) lead to
+the new ones.
 """
 
 import html
@@ -32,6 +33,14 @@ GENERATED: dict[str, Callable[[], str]] = {
     "layouts.md": layouts_page,
     "plans.md": plans_page,
     "benchmarks.md": benchmarks_page,
+}
+SOURCES = {
+    "bapo_megatron/config/schema.py": "configuration.md",
+    "bapo_megatron/config/schema_loss.py": "configuration.md",
+    "bapo_megatron/metrics.toml": "metrics.md",
+    "scripts/layouts_page.md": "layouts.md",
+    "scripts/plans_page.py": "plans.md",
+    "benchmarks/results.json": "benchmarks.md",
 }
 HOME = "README.md"
 STUDIES = "studies/results"
@@ -90,7 +99,7 @@ def _led(link: re.Match[str], uri: str, first_line: int) -> str:
     source = repository_path(uri)
     found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
     on_site = _site_uri(found)
-    if on_site not in GENERATED and not (ROOT / found).exists():
+    if not (ROOT / found).exists():
         line = first_line + link.string[: link.start()].count("\n")
         log.warning("%s:%d: links to %s, and the repository has no %s", source, line, target, found)
     if on_site is None:
@@ -110,6 +119,8 @@ def _site_uri(path: str) -> str | None:
     """Return where a file of the repository is on the site; None if it is not there."""
     if path == HOME:
         return "index.md"
+    if path in SOURCES:
+        return SOURCES[path]
     if path.startswith(NOT_ON_SITE):
         return None
     for folder, uri in ((f"{STUDIES}/", "studies/"), ("docs/", "")):

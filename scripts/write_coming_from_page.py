@@ -2,32 +2,31 @@
 
 from pathlib import Path
 
-from bapo_megatron.config.coming_from import frameworks
+from bapo_megatron.config.coming_from import Hint, frameworks
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 
 
 def filled_page(text: str) -> str:
     """Put the table of each framework between its marks on the page."""
-    for framework, topics in frameworks().items():
+    for framework, names in frameworks().items():
         if framework == "other":  # general names: only suggested
             continue
         begin, end = f"<!-- generated: coming-from {framework} -->", "<!-- end -->"
         before, rest = text.split(begin)
         _, _, after = rest.partition(end)
-        rows = [f"| | {framework} | here |", "|---|---|---|", *(_row(topic, names) for topic, names in topics.items())]
-        text = "\n".join([before + begin, *rows, end + after])
+        by_hint: dict[Hint, list[str]] = {}
+        for name, hint in names.items():
+            by_hint.setdefault(hint, []).append(f"`{name}`")
+        rows = [f"| {', '.join(theirs)} | {_shown(hint)} |" for hint, theirs in by_hint.items()]
+        text = "\n".join([before + begin, f"| {framework} | here |", "|---|---|", *rows, end + after])
     return text
 
 
-def _row(topic: str, names: dict[str, str]) -> str:
-    theirs = ", ".join(f"`{name}`" for name in names)
-    return f"| {topic} | {theirs} | {', '.join(_shown(here) for here in dict.fromkeys(names.values()))} |"
-
-
-def _shown(here: str) -> str:
-    setting, mark, remark = here.partition(" (")
-    return f"`{setting}`{mark}{remark}"
+def _shown(hint: Hint) -> str:
+    if not hint.setting:
+        return hint.remark
+    return f"`{hint.setting}`: {hint.remark}" if hint.remark else f"`{hint.setting}`"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from bapo_megatron.config.schema_loss import BoundRange, ClipBoundConfig
 from bapo_megatron.types import ClipBounds
 
 _CHUNK_TOKENS = 1 << 15
+_ROUNDING = 1e-5  # relative: advantages of a group, in float32, sum to 0 up to less than this
 
 
 def empty_table(config: ClipBoundConfig) -> Tensor:
@@ -134,18 +135,20 @@ def _right(buckets: Tensor) -> Tensor:
 def search_bounds(table: Tensor, config: ClipBoundConfig) -> ClipBounds:
     """Search the table of the whole optimizer step (summed over micro-batches and data ranks).
 
-    If nothing contributes (P + N = 0), or the table is nan, then rho is nan and the search stops.
+    If nothing contributes (P + N = 0), or the table is nan, then rho is nan and the search stops. It also stops if rho
+    falls short of its target by rounding alone: before the first update, with responses of one length, P equals N.
     """
     highs, lows, _ = _grid(config.high, config.low)
     assert table.shape == (len(highs) + len(lows) + 2,), "the table was made with other bounds"
     values = table.tolist()
     positive, negative = values[: len(highs)], values[len(highs) : -2]
+    target = config.rho0 * (1 - _ROUNDING)
     path = _search_path(len(highs) - 1, len(lows) - 1, config.order)
     for num_moves, (i, j) in enumerate(path):  # noqa: B007 (read after the loop)
         rho = measured_rho(positive[i], negative[j], config)
-        if config.scope == "fixed" or not rho < config.rho0:
+        if config.scope == "fixed" or not rho < target:
             break
-    saturated = rho < config.rho0 and config.scope != "fixed"
+    saturated = rho < target and config.scope != "fixed"
     return ClipBounds(lows[j].item(), highs[i].item(), rho, saturated, num_moves)
 
 

@@ -22,6 +22,12 @@ def is_dotted(value: str) -> bool:
     return _PATH.fullmatch(value) is not None
 
 
+def _of_file(value: str) -> str:
+    """Return advice for the path of a file: "judges/math.py:judge" is to be "judges.math:judge"."""
+    found = re.fullmatch(r"(?:\./)?([\w/.]+)\.py(?::(\w+))?", value)
+    return f'; write "{found[1].replace("/", ".")}:{found[2] or "my_name"}"' if found else ""
+
+
 def imported(path: str) -> Any:
     """Import the package's own object at "package.module:name"."""
     module, _, name = path.partition(":")
@@ -65,7 +71,9 @@ class Seam:
             return value
         names = ", ".join(f'"{name}"' for name in self.names)
         prefixed = f' or "{self.prefix}my_module:my_name"' if self.prefix else ""
-        raise ValueError(f'must be {names} or a path like "my_module:my_name"{prefixed}, got "{value}"')
+        raise ValueError(
+            f'must be {names} or a path like "my_module:my_name"{prefixed}, got "{value}"{_of_file(value)}'
+        )
 
     def load(self, path: str) -> Any:
         """Import the object at "package.module:name", without the prefix, and check that it can be called as expected.
@@ -82,6 +90,8 @@ class Seam:
         except (Exception, SystemExit) as error:  # a user's module may fail in any way
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             advice = "it must be installed, in the working directory, or on PYTHONPATH"
+            if of_file := _of_file(path):
+                raise self.error(path, f"a module has no .py in its name{of_file}") from None
             if isinstance(error, ImportError) and (hidden := hidden_file(error.name or "")):
                 advice = f"{hidden}; rename yours"
             raise self.error(path, f"importing {module} failed: {reason}; {advice}") from error

@@ -134,7 +134,7 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
         except ConfigError as error:
             found.append(Violation((".".join(path_in_schema),), str(error)))
             continue
-        _put_origins(origins, value, f"override {escaped(text)}", path_in_schema)
+        _put_origins(origins, value or None, f"override {escaped(text)}", path_in_schema)  # {} replaces a table
     unread = {setting for violation in found for setting in violation.settings}
     found += _drop_earlier(merged, origins)
     several = {source for source, _ in tables} if len(tables) > 1 else set()
@@ -352,6 +352,8 @@ def parse_override(text: str) -> tuple[paths.Path, Any]:
         return path, tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError) as error:  # tomllib.TOMLDecodeError, or an integer of thousands of digits
         if quoted or value[:1] in ("[", "{") or not isinstance(error, tomllib.TOMLDecodeError):
+            if path[:2] not in paths.schema() and path not in earlier.MOVED:  # below a section all else is options
+                raise ConfigError(_unknown(path, {path: f"override {escaped(text)}"}).message) from None
             raise ConfigError(f"override {shown(text)}: the value is not TOML: {escaped(str(error))}") from error
         return path, value
 
@@ -388,7 +390,10 @@ def _set(table: dict[str, Any], path: paths.Path, value: Any) -> None:
                 return  # a section is a table: validation refuses this value
             whole = ".".join(path[:depth])
             raise ConfigError(f"cannot set {'.'.join(path)}: {whole} was set as a whole; override {whole} instead")
-    merge(table, {path[-1]: value})
+    if value == {}:  # to merge it would change nothing
+        table[path[-1]] = value
+    else:
+        merge(table, {path[-1]: value})
 
 
 _OF_PROMPTS = (".jsonl", ".json", ".csv", ".parquet")
@@ -401,6 +406,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         if path.suffix in _OF_PROMPTS:
             advice = f"set data.path={path}, or in `bapo eval` give it as --data {path}"
             raise ConfigError(f"{path} is not a configuration; if it is a file of prompts, {advice}") from error
+        if path.suffix in (".yaml", ".yml"):
+            how = "TOML with our settings (docs/coming-from.md has other frameworks' names for them)"
+            raise ConfigError(f"{path} is YAML, and a configuration is TOML; write it as {how}") from error
         raise ConfigError(f"{path} is not valid TOML: {escaped(str(error))}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
@@ -455,7 +463,7 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden" and path not in earlier.MOVED and not (loss and path in paths.schema()):
         return [_unknown(wrong, origins) for wrong in _most_telling(path, error["input"])]
-    suggestion = meant_by(name) if kind == "model_type" else None
+    hint = meant_by(name) if kind == "model_type" else None
     if kind == "extra_forbidden":
         if path in earlier.MOVED:
             problem = f"{name} is now {earlier.MOVED[path](error['input'])}"
@@ -466,25 +474,39 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
     elif kind == "value_error":  # its text follows the name
         problem = f"{name} {context['error']}"
     else:
-        problem = f"{name}{expected(error, is_table=suggestion is not None)}, got {shown(error['input'])}"
-    remedy = f"did you mean {suggestion}?" if suggestion else ""
+        problem = f"{name}{expected(error, is_table=hint is not None)}, got {shown(error['input'])}"
+    remedy = hint.advice if hint else ""
+    if kind == "value_error" and isinstance(error["input"], str):
+        remedy = _VALUES.get((*path, error["input"].lower()), "")
+    if kind == "greater_than_equal" and path == ("loss", "clip_high"):
+        remedy = f"it bounds the ratio: for an epsilon of {error['input']:g}, set loss.clip_high={1 + error['input']:g}"
     return [Violation((".".join(path),), f"{problem} ({source})", remedy)]
+
+
+_VALUES: dict[paths.Path, str] = {
+    ("rollout", "engine", "vllm"): 'vLLM is not supported, set rollout.engine="sglang"',
+    **{
+        ("data", "source", name): 'a file is "jsonl", whether it has JSON lines, a JSON list, CSV or Parquet'
+        for name in ("file", "json", "csv", "parquet", "local")
+    },
+}
+"""What to do instead, by setting and value."""
 
 
 def _most_telling(path: paths.Path, value: Any) -> list[paths.Path]:
     """Return the path itself if it is a misspelt section or a value, otherwise the settings below it (actor.lr)."""
     if not isinstance(value, dict) or not value:
         return [path]
-    section = paths.meant_setting(path)
-    if section and all((section, key) in paths.schema() for key in value):
+    meant = paths.meant_setting(path)
+    if meant and all((meant.setting, key) in paths.schema() for key in value):
         return [path]
     return [leaf for key in value for leaf in _most_telling((*path, key), value[key])]
 
 
 def _unknown(path: paths.Path, origins: Origins) -> Violation:
-    name, suggestion = ".".join(path), paths.meant_setting(path)
-    remedy = f"did you mean {suggestion}?" if suggestion else ""
-    return Violation((name,), f"no such setting: {escaped(name)} ({_source(path, origins)})", remedy)
+    name, hint = ".".join(path), paths.meant_setting(path)
+    problem = f"no such setting: {escaped(name)} ({_source(path, origins)})"
+    return Violation((name,), problem, hint.advice if hint else "")
 
 
 def _losses_with(setting: str) -> str:

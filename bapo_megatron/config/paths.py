@@ -2,6 +2,7 @@
 
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from bapo_megatron.config.coming_from import meant_by
+from bapo_megatron.config.coming_from import AROUND, Hint, covered_by, meant_by, tails
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.wording import closest
 
@@ -70,29 +71,35 @@ def choices(path: Path) -> list[str]:
     return names + (["true", "false"] if bool in kinds else [])
 
 
-def meant_setting(path: Path) -> str | None:
-    """Return the setting that a wrong path most likely meant; within a list of tables, only a setting of its entries.
+def meant_setting(path: Path) -> Hint | None:
+    """Return what a wrong path most likely meant; within a list of tables, only a setting of its entries.
 
-    In order: the same name in lower case; the name of another framework (coming_from.toml); a typo within the section;
-    the same name in another section; the end of another framework's name; a typo anywhere.
+    In order: a name of another framework (coming_from.toml); ours in lower case, or in a section around it; a typo
+    within the section; names of a kind, such as "*lora*"; the same name in another section; a typo of the section, or
+    of a name without one. A single word in another section decides nothing: `scale`, `path` and `lr` are in many.
     """
-    name, last = ".".join(path), path[-1]
-    if (listed := schema().get(path[:-2])) is not None and (section := entries(listed)) is not None:
-        close = closest(last, section.model_fields, 0.55)
-        return ".".join((*path[:-1], close)) if close else None
-    dotted = {".".join(p): p for p in schema()}
-    if name.lower() in dotted:
-        return name.lower()
-    settings = {known: p for known, p in dotted.items() if len(p) > 1}
-    same_name = [known for known, p in settings.items() if p[-1] == last]
-    in_section = {p[-1]: known for known, p in settings.items() if p[:-1] == path[:-1]}
-    last_names = {p[-1]: known for known, p in settings.items()}
-    return (
-        meant_by(name, whole=True)
-        or in_section.get(closest(last, in_section, 0.65))
-        or (same_name[0] if len(same_name) == 1 else None)
-        or meant_by(name)
-        or closest(name, dotted, 0.75)
-        or last_names.get(closest(last, last_names, 0.8))
-        or None
-    )
+    name, section, last = ".".join(path), path[:-1], path[-1]
+    if (listed := schema().get(path[:-2])) is not None and (entry := entries(listed)) is not None:
+        close = closest(last, entry.model_fields, 0.55)
+        return Hint(".".join((*section, close))) if close else None
+    if (hint := meant_by(name)) is not None:
+        return hint
+    if ours := next((tail for tail in tails(name) if tuple(tail.split(".")) in schema()), None):
+        return Hint(ours)
+    settings = [known for known in schema() if len(known) > 1]
+    in_section = [known[-1] for known in settings if known[:-1] == section]
+    elsewhere = [known for known in settings if known[-1] == last and len(known) == 2]
+    if close := closest(last, in_section, 0.75):
+        return Hint(".".join((*section, close)))
+    if (hint := covered_by(name)) is not None:
+        return hint
+    if len(elsewhere) == 1 and (not section or ("_" in last and AROUND.issuperset(section))):
+        return Hint(".".join(elsewhere[0]))
+    sections = {".".join(known[:-1]) for known in settings}
+    if section and not in_section and (close := closest(".".join(section), sections, 0.8)):
+        return Hint(f"{close}.{last}") if (*close.split("."), last) in schema() else None
+    if not section:
+        names = Counter(known[-1] for known in settings)
+        close = closest(last, (*sections, *(one for one, number in names.items() if number == 1)), 0.85)
+        return Hint(next(".".join(known) for known in schema() if known[-1] == close)) if close else None
+    return None

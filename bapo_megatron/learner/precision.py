@@ -18,7 +18,7 @@ import packaging.version
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, install_command
 from bapo_megatron.hf.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def check_linear_attention(model: str, shape: ModelShape | None, machine: Machin
             (model, "cluster.gpu"),
             f"{model} holds a {shape.family} model, whose linear attention needs flash-linear-attention "
             f"{_dotted(_OLDEST_FLA)} on a GPU{installed}",
-            "run pip install 'bapo-megatron[fla]'",
+            f"run {install_command('fla')}",
         )
 
 

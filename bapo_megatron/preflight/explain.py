@@ -129,7 +129,7 @@ def explain_plan(config: Config, response_tokens: int | None = None) -> Explanat
         ]
         return Explanation("\n".join(verdict), "\n".join(_memory(memory, "process on CPUs")), [])
     plan = make_plan(config, shape, response_tokens)
-    found = suggest(config, hf_config, plan)
+    found = [] if _is_too_small(config, plan) else suggest(config, hf_config, plan)
     problems = [v.message for v in memory_problems(config, plan)]
     verdict = [_fit(plan), _time(config, plan), f"change     {_change(config, hf_config, plan, found)}"]
     return Explanation("\n".join(verdict), "\n".join([*_lines(config, plan), *_suggestions(found)]), problems)
@@ -150,6 +150,8 @@ def _time(config: Config, plan: RunPlan) -> str:
         return "time       no step is possible"
     if (of_step := step_balance(config, plan)) is None or plan.rollout is None:
         return f"time       {time_text(plan.train.expected)} of training a step expected; sampling is not estimated"
+    if _is_too_small(config, plan):
+        return f"time       {_TOO_SMALL}"
     parts = f"training {time_text(plan.train.expected)}, sampling {time_text(plan.rollout.expected)}"
     return f"time       {time_text(of_step.step_s)} a step expected ({of_step.mode}): {parts}"
 
@@ -162,7 +164,8 @@ def _change(config: Config, hf_config: dict[str, Any], plan: RunPlan, found: Seq
         time_s = time_text(first.plan.train.expected)
         return f"{' '.join(first.overrides)}: {first.plan.trainer.total / GIB:.1f} GiB, training {time_s}"
     if plan.fits:
-        return "nothing in the trainer's layout" + (": see --best for the split of the GPUs" if can_split else "")
+        asks_best = can_split and not _is_too_small(config, plan)
+        return "nothing in the trainer's layout" + (": see --best for the split of the GPUs" if asks_best else "")
     if can_split and best_split(config, hf_config, plan.tokens.response):
         return "the split of the GPUs: --best finds one that fits"
     return _larger_cluster(config, hf_config) if can_split else "the number of trainer GPUs: too few"
@@ -207,7 +210,7 @@ def explain_best(config: Config, response_tokens: int | None = None) -> tuple[st
         f"{FULL * best.plan.gpu_memory_gib:.1f} GiB of a trainer GPU"
     )
     label = "why"
-    for one in alternatives(best, hf_config):
+    for one in () if _is_too_small(best.config, best.plan) else alternatives(best, hf_config):
         choice = f"{one.setting}={_shown(one.best)}"
         lines.append(f"{label:<10} {choice:<34} {_against(one, best)}")
         label = ""
@@ -246,10 +249,22 @@ def _split(name: str, config: Config, plan: RunPlan) -> Iterator[str]:
 
 def _balance(config: Config, plan: RunPlan) -> Iterator[str]:
     if found := step_balance(config, plan):
+        if _is_too_small(config, plan):
+            yield f"balance    {_TOO_SMALL}"
+            return
         yield (
             f"balance    a step of {time_text(found.step_s)} expected ({found.mode}): "
             f"trainer idle {found.trainer_idle:.0%}, servers idle {found.servers_idle:.0%}"
         )
+
+
+_PLANNED_S = 1.0
+_TOO_SMALL = "too small to plan: less than 1 s a step; requests, judges and Python, which no plan has, take longer"
+
+
+def _is_too_small(config: Config, plan: RunPlan) -> bool:
+    of_step = step_balance(config, plan)
+    return plan.fits and of_step is not None and of_step.step_s < _PLANNED_S
 
 
 def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
@@ -259,7 +274,11 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
         f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(ranks, 'GPU')} for the trainer"
         f", {on_servers} for servers, {c.nodes * c.gpus_per_node - ranks - on_servers} idle"
     )
-    yield from _memory(plan.trainer, "trainer GPU", f"of {plan.gpu_memory_gib:.1f}")
+    yield from _memory(
+        plan.trainer,
+        "trainer GPU",
+        f"of {plan.gpu_memory_gib:.1f}; a run may fill {FULL:.0%}, {FULL * plan.gpu_memory_gib:.1f}",
+    )
     if plan.num_active < plan.num_parameters:
         yield f"experts    a token uses {plan.num_active:,} of the model's {plan.num_parameters:,} parameters"
     if held := plan.trainer.held.expert:

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from bapo_megatron.errors import DataError
+from bapo_megatron.errors import DataError, install_command
 from bapo_megatron.prompts.rows import Row, as_row
 
-_EXTRA = "pip install 'bapo-megatron[datasets]'"
 _MAX_REASON_CHARS = 300
 
 
@@ -27,8 +26,8 @@ def hub_rows(path: str | None, subset: str | None, split: str, table: str) -> It
         import datasets
     except ImportError:
         raise DataError(
-            f'{table}.source="hub" needs datasets, which cannot be imported; run `{_EXTRA}`, or download a file of it '
-            f'and set {table}.source="jsonl"'
+            f'{table}.source="hub" needs datasets, which cannot be imported; run `{install_command("datasets")}`, or '
+            f'download a file of it and set {table}.source="jsonl"'
         ) from None
     name, _, revision = path.partition("@")
     asked = f"{table}.path={path}, {f'{table}.subset={subset}, ' if subset is not None else ''}{table}.split={split}"

@@ -3,7 +3,7 @@
 import difflib
 from typing import Any
 
-from bapo_megatron.errors import DataError
+from bapo_megatron.errors import DataError, install_command
 from bapo_megatron.prompts.base import Question
 
 
@@ -18,7 +18,7 @@ def create_dataset(name: str | None, size: int, seed: int, options: dict[str, An
     except ImportError as error:
         raise DataError(
             f"data.source = 'reasoning_gym' needs reasoning-gym, which cannot be imported ({error}); run "
-            "`pip install 'bapo-megatron[gym]'`, which compiles one package, pycosat, and so needs a C compiler and "
+            f"`{install_command('gym')}`, which compiles one package, pycosat, and so needs a C compiler and "
             "Python's headers (Debian, Ubuntu: apt install gcc python3-dev)"
         ) from error
     if name not in DATASETS:

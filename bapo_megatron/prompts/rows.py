@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets.hub import is_hub_name
-from bapo_megatron.errors import DataError, plural
+from bapo_megatron.errors import DataError, install_command, plural
 from bapo_megatron.prompts.json_values import KeyTwiceError, without_twins
 from bapo_megatron.runtime.files import regular_file
 
@@ -157,7 +157,7 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
     except ImportError:
         raise DataError(
             f"{file}: reading Parquet needs pyarrow, which cannot be imported; run "
-            "`pip install 'bapo-megatron[parquet]'`, or convert the file to JSON lines"
+            f"`{install_command('parquet')}`, or convert the file to JSON lines"
         ) from None
     try:
         file_in_memory = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))

@@ -73,13 +73,13 @@ _WATCHED = (
 
 
 def read_standing(run: History) -> RunStanding:
-    """Read the state of a run: finished once all planned steps are done, even if a process still holds it."""
+    """Read the state of a run: finished or interrupted, even if a process still holds it to write the report."""
     latest = RunDir.attach(run.path)
     is_finished = bool(run.rows) and run.num_planned_steps is not None and run.rows[-1]["step"] >= run.num_planned_steps
     error = "" if is_finished or latest.state == "interrupted" else _error(latest.log_dir)
     if is_finished:
         state = Standing.FINISHED
-    elif is_in_use(run.path):
+    elif latest.state != "interrupted" and is_in_use(run.path):
         state = Standing.RUNNING
     else:
         state = Standing.FAILED if error or latest.state == "failed" else Standing.INTERRUPTED

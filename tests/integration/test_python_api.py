@@ -42,6 +42,8 @@ def test_train_and_evaluate_inside_an_event_loop(tmp_path: Path) -> None:
 def test_mistakes_raise_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean optimizer\.lr"):
         bapo_megatron.run("demo", "lr=3")
+    with pytest.raises(ConfigError, match=r"one by one, such as .*, not a list; unpack a list with \*"):
+        bapo_megatron.load_config("demo", ["lr=3"])  # type: ignore[arg-type]
     config = bapo_megatron.load_config("demo", f"run.dir={tmp_path}")
     with pytest.raises(UserError, match="one loaded configuration"):
         bapo_megatron.run(config, "train.num_steps=3")

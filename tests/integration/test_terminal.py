@@ -96,6 +96,7 @@ def test_ctrl_c_saves_and_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest
     (num_saved,) = map(int, re.findall(r"stopped +at the end of the step; saved: step (\d+) of 400", first.text))
     assert (tmp_path / "runs/mine/checkpoints/latest").read_text() == f"step-{num_saved:06d}"
     assert RunDir.attach(tmp_path / "runs/mine").state == "interrupted"
+    assert 'class="badge interrupted"' in (tmp_path / "runs/mine/report.html").read_text(encoding="utf-8")
     (command,) = re.findall(r"resume +(bapo train .*)", ESCAPE.sub("", first.text).replace("\r", ""))
     assert command == "bapo train runs/mine/config.toml"
     config = (tmp_path / "runs/mine/config.toml").read_text()

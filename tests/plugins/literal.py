@@ -17,7 +17,7 @@ def literal_bounds(tokens: Tokens, c: ClipBoundConfig) -> tuple[float, float]:
     while True:
         positive = (weights * ratio * advantages)[(advantages > 0) & (ratio < highs[j])].sum()
         negative = (weights * ratio * -advantages)[(advantages < 0) & (ratio > lows[i])].sum()
-        if positive / (positive + negative) >= c.rho0 or i == len(lows) - 1:
+        if positive / (positive + negative) >= c.rho0 * (1 - 1e-5) or i == len(lows) - 1:
             return lows[i], highs[j]
         i, j = (i, j + 1) if j < len(highs) - 1 else (i + 1, j)
 

@@ -105,7 +105,7 @@ def literal_bounds(updates: list[tuple[float, list[torch.Tensor]]], search: Any)
         for share, (r, a, w) in updates:
             positive += share * float((w * r * a)[(a > 0) & (r < highs[j])].sum())
             negative += share * float((w * r * -a)[(a < 0) & (r > lows[i])].sum())
-        if positive / (positive + negative) >= search.rho0 or i == len(lows) - 1:
+        if positive / (positive + negative) >= search.rho0 * (1 - 1e-5) or i == len(lows) - 1:
             return lows[i], highs[j]
         i, j = (i, j + 1) if j < len(highs) - 1 else (i + 1, j)
 

@@ -56,7 +56,7 @@ def literal_bounds(updates: list[tuple[float, tuple[Tensor, ...]]], c: ClipBound
         return positive / whole if whole else float("inf") if positive else float("nan")
 
     lows, highs, i, j = c.low.points, c.high.points, 0, 0
-    while rho(lows[i], highs[j]) < c.rho0:
+    while rho(lows[i], highs[j]) < c.rho0 * (1 - 1e-5):  # not for rounding alone
         if c.order == "low_first":
             if i < len(lows) - 1:
                 i += 1

@@ -165,6 +165,19 @@ def test_the_first_three_lines_say_what_matters(capsys: pytest.CaptureFixture[st
     assert time == "time       not estimated on CPUs"
 
 
+def test_a_model_whose_steps_take_less_than_a_second_is_too_small_to_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["demo", "clusters/1x8-h100", "model.dtype=bfloat16"]
+    fits, time, change = first_lines(arguments, capsys)
+    assert (fits[:14], time[:28]) == ("fits       yes", "time       too small to plan")
+    assert change == "change     nothing in the trainer's layout"
+    assert main(["plan", *arguments]) == 0
+    assert "of 79.1; a run may fill 95%, 75.1\n" in capsys.readouterr().out
+    assert main(["plan", "--best", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "too small to plan" in text
+    assert "longer" not in text.replace("take longer", "")
+
+
 def test_a_config_json_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(planned_config(SIZES["7B"])))
     arguments = [*SMALL, f"model.path={tmp_path}"]

@@ -12,7 +12,7 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config, read_config
-from bapo_megatron.errors import escaped
+from bapo_megatron.errors import escaped, install_command
 from bapo_megatron.preflight import inputs
 from bapo_megatron.preflight.checks.monitor import check_monitor
 from bapo_megatron.rollout.recorded import write_groups
@@ -135,7 +135,7 @@ def test_a_missing_reasoning_gym_tells_the_command(
         monkeypatch.setitem(sys.modules, name, None)
     (line,) = answer(capsys, *settings)
     assert line.startswith(start)
-    assert "run `pip install 'bapo-megatron[gym]'`, which compiles one package, pycosat, and so needs a C" in line
+    assert f"run `{install_command('gym')}`, which compiles one package, pycosat, and so needs a C" in line
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_missing_pyarrow_tells_the_command(
         monkeypatch.setitem(sys.modules, name, None)
     (line,) = answer(capsys, *(text.replace("FILE", str(file)) for text in settings))
     assert line.startswith(f"{file}: reading Parquet needs pyarrow, ")
-    assert "run `pip install 'bapo-megatron[parquet]'`, or convert the file" in line
+    assert f"run `{install_command('parquet')}`, or convert the file" in line
 
 
 @pytest.mark.parametrize("kind", ["math", "text"])

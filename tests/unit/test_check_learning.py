@@ -44,6 +44,14 @@ def messages(severity: str, **sections: Any) -> list[str]:
         ("warning", {"critic": {"path": "x"}}, 'critic.path="x" has no effect without advantage.kind="gae"'),
         ("warning", {"bapo": {"scope": "microbatch"}}, "depend on train.max_tokens_per_microbatch="),
         ("warning", {"loss": {"name": "sft"}, "monitor": {"token_profile": True}}, "token_profile=true has no effect"),
+        ("warning", {"loss": {"name": "grpo", "clip_low": 0.2}}, "for an epsilon of 0.2, set loss.clip_low=0.8"),
+        ("warning", {"loss": {"name": "gspo", "clip_low": 3e-4}}, "for an epsilon of 0.0003, set loss.clip_low=0.9997"),
+        ("warning", {"train": {"max_tokens_per_microbatch": 1023}}, "set it to 1024 or more, such as 4096 for four"),
+        (
+            "warning",
+            {"train": {"minibatches_per_step": 128}},
+            "each of the step's 128 sequences is an update of its own; set it to the step's sequences, divided by",
+        ),
         ("error", {"loss": {"kl_target": 0.1}}, "set loss.kl_coef=0.1"),
         ("warning", {"loss": {"reference_path": "x"}}, 'loss.reference_path="x" has no effect without loss.kl_coef'),
         ("warning", {"loss": {"kl_coef": 0.1, "kl_estimator": "k1"}}, "adds noise"),
@@ -59,6 +67,27 @@ def messages(severity: str, **sections: Any) -> list[str]:
 def test_told(severity: str, sections: dict[str, Any], part: str) -> None:
     (message,) = messages(severity, **sections)
     assert part in message
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"loss": {"name": "grpo", "clip_low": 0.5}},
+        {"loss": {"name": "cispo", "clip_low": 0.0}},
+        {"train": {"max_tokens_per_microbatch": 1024}},
+        {"train": {"max_tokens_per_microbatch": 512}, "parallel": {"context": 2}},
+        {"train": {"minibatches_per_step": 64}},
+        {"rollout": {"prompts_per_step": 1, "samples_per_prompt": 2}, "train": {"minibatches_per_step": 1}},
+    ],
+)
+def test_values_in_our_units_are_not_questioned(sections: dict[str, Any]) -> None:
+    assert messages("warning", **sections) == []
+
+
+def test_a_limit_of_a_micro_batch_is_only_questioned_if_it_was_given() -> None:
+    config = Config.model_validate({"rollout": {"max_response_tokens": 32_768}})
+    found = [v.message for v in check_settings(config, hf_config=None, given=["rollout.max_response_tokens"])]
+    assert not [message for message in found if "max_tokens_per_microbatch" in message]
 
 
 def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() -> None:

@@ -230,6 +230,9 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
          "train.num_steps=3"),
         ("check demo --n-samples 4", "there is no option --n-samples; write the setting without dashes: "
          "rollout.samples_per_prompt=4"),
+        ("train demo --epsilon 0.2", "there is no option --epsilon; did you mean loss.clip_low (a bound of the ratio, "
+         "0.8 for 0.2)?"),
+        ("train demo --lora_r=8", "there is no option --lora_r; not supported: no LoRA; all weights are trained"),
         ("check demo --use-tis", 'there is no option --use-tis; write the setting without dashes: '
          'loss.proximal="learner"'),
         ("check demo --xyzzy", "there is no option --xyzzy; see `bapo check --help`"),
@@ -263,7 +266,7 @@ def test_each_slip_gets_one_line(capsys: pytest.CaptureFixture[str], command: st
         ("model.name", "model.path"),
         ("bapo.target", "bapo.rho0"),
         ("lr", "optimizer.lr"),
-        ("batch_size", "rollout.prompts_per_step"),
+        ("batch_size", "rollout.prompts_per_step (counts prompts)"),
         ("n_samples", "rollout.samples_per_prompt"),
         ("learning_rate", "optimizer.lr"),
         ("actor.lr", "optimizer.lr"),

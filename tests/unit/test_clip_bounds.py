@@ -175,6 +175,25 @@ def test_nothing_to_count_leaves_the_bounds_at_their_start(reading):
         assert table_of(tokens, config)[-2:].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("preset", ["default", "official"])  # targets of 1/2 and 1, which equal sums meet
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.floats(0, 1, width=32), min_size=2, max_size=8), min_size=1, max_size=8),
+    length=st.integers(1, 50),
+    seed=st.integers(0, 2**31),
+)
+def test_sums_that_are_equal_but_for_rounding_move_no_bound(preset, groups, length, seed):
+    rewards = [torch.tensor(group) for group in groups if max(group) - min(group) >= 0.25]
+    assume(rewards)
+    advantages = torch.cat([(group - group.mean()) / (group.std() + 1e-4) for group in rewards])
+    order = torch.randperm(len(advantages) * length, generator=torch.Generator().manual_seed(seed))
+    advantages = advantages.repeat_interleave(length)[order]
+    config = ClipBoundConfig(preset=preset)
+    ones = torch.ones_like(advantages)
+    found = search_bounds(contribution_table(ones, advantages, ones.bool(), None, config), config)
+    assert (found.num_moves, found.saturated) == (0, False), found
+
+
 def test_the_last_step_of_the_paper_grid_is_reached():
     config = ClipBoundConfig()
     assert (len(config.low.points), len(config.high.points)) == (16, 37)

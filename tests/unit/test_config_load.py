@@ -1,6 +1,7 @@
 """Merging, overriding and explaining configurations."""
 
 import tomllib
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from bapo_megatron.config.load import (
     load_config,
     merge,
     parse_override,
+    read_config,
     shipped_configs,
 )
+from bapo_megatron.config.paths import schema
 from bapo_megatron.errors import ConfigError
 
 
@@ -38,7 +41,8 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
     ("toml", "expected"),
     [
         ("[bapo]\nrho_0 = 0.4", "no such setting: bapo.rho_0 (run.toml); did you mean bapo.rho0?"),
-        ("[rollout]\ntensor = 2", "no such setting: rollout.tensor (run.toml); did you mean parallel.tensor?"),
+        ("[rollout]\ntensor = 2", "no such setting: rollout.tensor (run.toml)"),
+        ("[train]\nclip_grad = 2", "no such setting: train.clip_grad (run.toml); did you mean optimizer.clip_grad?"),
         ("[optimiser]\nlr = 1.0", "no such setting: optimiser (run.toml); did you mean optimizer?"),
         ("[run]\nxyzzy = 1", "no such setting: run.xyzzy (run.toml)"),
         ("[train]\nnum_steps = '5'", 'train.num_steps must be a whole number, got "5" (run.toml)'),
@@ -59,6 +63,11 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
             "got 1 (run.toml)",
         ),
         ("[loss]\nimportance_floor = 1.5", "loss.importance_floor must be at most 1, got 1.5 (run.toml)"),
+        (
+            "[loss]\nname = 'cispo'\nclip_high = 0.28",
+            "loss.clip_high must be at least 1, got 0.28 (run.toml); it bounds the ratio: for an epsilon of 0.28, set "
+            "loss.clip_high=1.28",
+        ),
         ("[loss]\nmax_drift = 0", "loss.max_drift must be above 0, got 0 (run.toml)"),
         (
             "[loss]\nname = 'm2po'\nmax_second_moment = 0",
@@ -340,3 +349,43 @@ def test_a_wrong_entry_is_named(setting: str, reason: str) -> None:
         load_config([], [setting])
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+TABLES = [".".join(path) for path, field in schema().items() if typing.get_origin(field.annotation) is dict]
+
+
+@pytest.mark.parametrize("setting", [name for name in TABLES if name not in ("data.fields", "loss.options")])
+def test_an_empty_table_empties_the_files_table(tmp_path: Path, setting: str) -> None:
+    section, key = setting.split(".")
+    value = {"judges": '{a = "math"}', "weights": "{a = 2.0}", "environment": '{A = "1"}'}.get(key, "{a = 1}")
+    file = write(tmp_path, f"[{section}]\n{key} = {value}")
+    assert getattr(getattr(load_config([file]), section), key) != {}
+    emptied = read_config([file], [f"{setting}={{}}"])
+    assert (getattr(getattr(emptied.config, section), key), emptied.violations) == ({}, ())
+    assert not [name for name in emptied.given if name.startswith(f"{setting}.")], "nothing below it is left"
+    again = load_config([file], [f"{setting}={{}}", f"{setting}={value}"])
+    assert again == load_config([file]), "a later override fills it"
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("rollout.engine=vLLM", 'vLLM is not supported, set rollout.engine="sglang"'),
+        ("data.source=csv", 'a file is "jsonl", whether it has JSON lines, a JSON list, CSV or Parquet'),
+        ("reward.kind=judges/math.py:judge", 'write "judges.math:judge"'),
+        ("reward.kind=./math.py", 'write "math:my_name"'),
+        ('chat_template_kwargs={"a":false}', "no such setting: chat_template_kwargs"),
+        ('chat_template_kwargs={"a":false}', "did you mean data.template_options?"),
+        ('lora_config={"r":8}', "not supported: no LoRA; all weights are trained"),
+        ('data.template_options={"a":false}', "the value is not TOML"),
+        ("environment.options.x=[1", "the value is not TOML"),
+    ],
+)
+def test_what_to_do_is_said(override: str, advice: str) -> None:
+    assert advice in message([], override)
+
+
+def test_yaml_is_told_apart_from_torn_toml(tmp_path: Path) -> None:
+    assert message([write(tmp_path, "data:\n  train_files: a\n", "verl.yaml")]).startswith(
+        "verl.yaml is YAML, and a configuration is TOML; write it as TOML with our settings"
+    )

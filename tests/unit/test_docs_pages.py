@@ -27,6 +27,8 @@ def test_each_figure_of_the_documentation_has_a_source_that_says_the_same() -> N
         ("data.md", "[a](../studies/results/scope.md)", "[a](studies/scope.md)"),
         ("data.md", "![a](../studies/results/scope.svg)", "![a](studies/scope.svg)"),
         ("data.md", "[a](../setup.py)", "a"),
+        ("data.md", "[a](../bapo_megatron/config/schema.py#reward)", "[a](configuration.md#reward)"),
+        ("api/config.md", "[a](../../bapo_megatron/metrics.toml)", "[a](../metrics.md)"),
         ("extending.md", "[`keep_near.py`](examples/keep_near.py)", "`keep_near.py`"),
         ("studies/scope.md", "![](scope.svg)", "![](scope.svg)"),
         ("studies/scope.md", "[a](../../docs/bapo.md)", "[a](../bapo.md)"),
@@ -54,6 +56,8 @@ def test_each_link_of_the_documentation_leads_to_a_file(caplog: pytest.LogCaptur
     for uri in ["index.md", *pages]:
         site_pages.site_links((ROOT / site_pages.repository_path(uri)).read_text(encoding="utf-8"), uri)
     assert caplog.messages == []
+    assert set(site_pages.SOURCES.values()) == set(site_pages.GENERATED)
+    assert [path for path in site_pages.SOURCES if not (ROOT / path).is_file()] == []
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,15 @@ def test_a_module_that_another_hides_is_named(
         assert hidden in capsys.readouterr().err
 
 
+def test_a_module_is_named_without_its_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "unit_judge.py").write_text("def judge(answer, response): return 1.0\n")
+    assert cli.main(["check", "demo", "reward.kind=unit_judge.py:judge"]) == 2
+    assert 'a module has no .py in its name; write "unit_judge:judge"' in capsys.readouterr().err
+
+
 def test_every_process_is_started_without_the_working_folder_on_its_path() -> None:
     package = Path(cli.__file__).parent
     files = [file for file in package.rglob("*") if file.suffix in (".py", ".jinja") and file.parent.name != "runtime"]

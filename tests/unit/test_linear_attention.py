@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_chunk_gated_delta_rule
 
+from bapo_megatron.errors import install_command
 from bapo_megatron.hf.shape import RULE_CHUNK, model_shape
 from bapo_megatron.learner.linear_attention import Sequences, causal_convolution, delta_rule, gated_norm
 from bapo_megatron.learner.precision import Machine, check_precision
@@ -145,9 +146,9 @@ def test_a_gpu_needs_flash_linear_attention() -> None:
     with_fla = partial(Machine, GOOD.compute_capability)
     assert found(None) == found(Machine()) == found(with_fla(fla=(0, 6, 0))) == []
     needed = "model.path holds a qwen3_5_text model, whose linear attention needs flash-linear-attention 0.6 on a GPU"
-    assert found(GOOD) == [f"{needed}; run pip install 'bapo-megatron[fla]'"]
+    assert found(GOOD) == [f"{needed}; run {install_command('fla')}"]
     assert "0.6 on a GPU, and an older one is installed; run" in found(with_fla(fla=()))[0], "it had another package"
-    assert found(with_fla(fla=(0, 4, 1))) == [f"{needed}, and 0.4.1 is installed; run pip install 'bapo-megatron[fla]'"]
+    assert found(with_fla(fla=(0, 4, 1))) == [f"{needed}, and 0.4.1 is installed; run {install_command('fla')}"]
 
 
 def test_a_reference_needs_flash_linear_attention_too() -> None:

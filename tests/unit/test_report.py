@@ -288,6 +288,14 @@ def test_an_attempt_fails_by_an_error_that_ended_it(tmp_path: Path, log: str, st
     assert read_standing(read_history(run)).state == Standing.INTERRUPTED
 
 
+def test_an_interrupted_run_is_not_running_while_its_report_is_written(tmp_path: Path) -> None:
+    history = make_run(tmp_path / "run", [plain(1)])
+    with RunDir.open_path(history, (history / "config.toml").read_text()) as held:
+        assert read_standing(read_history(history)).state == Standing.RUNNING
+        held.mark("interrupted")
+        assert 'class="badge interrupted"' in write_report(history).read_text(encoding="utf-8")
+
+
 def test_a_restarted_run_shows_the_time_to_recover_and_the_logs_of_engines_that_live_on(tmp_path: Path) -> None:
     rows = [plain(1), plain(2) | {"run/restarts": 1, "run/recovery_s": 21.0}, plain(3) | {"run/restarts": 1}]
     run = make_run(tmp_path / "run", rows)

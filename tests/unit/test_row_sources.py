@@ -12,7 +12,7 @@ from bapo_megatron import cli
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.sources import SOURCE
-from bapo_megatron.errors import DataError, UserError
+from bapo_megatron.errors import DataError, UserError, install_command
 from bapo_megatron.prompts import build_source, function_rows
 from bapo_megatron.prompts.base import Question
 
@@ -205,7 +205,7 @@ def test_a_split_of_the_hub(hub: Callable[[], str]) -> None:
 
 
 def test_the_library_itself_reads_a_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    pytest.importorskip("datasets", reason="needs pip install 'bapo-megatron[datasets]'")
+    pytest.importorskip("datasets", reason="needs the extra datasets")
     monkeypatch.setenv("HF_HOME", str(folder))
     (folder / "mine").mkdir()
     (folder / "mine" / "train.csv").write_text("question,answer\n3+5=,8\n1+1=,2\n")
@@ -259,8 +259,8 @@ def test_without_the_library_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "datasets", None)
     (line,) = errors(capsys, "data.source=hub", "data.path=openai/gsm8k")
     assert line == (
-        'bapo: data.source="hub" needs datasets, which cannot be imported; run `pip install '
-        "'bapo-megatron[datasets]'`, or download a file of it and set data.source=\"jsonl\""
+        'bapo: data.source="hub" needs datasets, which cannot be imported; run '
+        f'`{install_command("datasets")}`, or download a file of it and set data.source="jsonl"'
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import install_command
 from bapo_megatron.monitor import sinks
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
@@ -228,4 +229,4 @@ def test_a_missing_package_is_told_before_anything_starts(
     monkeypatch.setattr(monitor, "find_spec", lambda module: None)
     (violation,) = monitor.check_monitor(config)
     assert violation.severity == "error"
-    assert f"the package {package} is not installed; run `pip install 'bapo-megatron[{extra}]'`" in violation.message
+    assert f"the package {package} is not installed; run `{install_command(extra)}`" in violation.message

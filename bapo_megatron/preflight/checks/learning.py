@@ -28,6 +28,43 @@ def check_loss(config: Config) -> Iterator[Violation]:
         )
 
 
+def check_units(config: Config, given: Collection[str] | None) -> Iterator[Violation]:
+    """Warn of values in another framework's unit: an epsilon, a number of sequences, a size of mini-batches."""
+    train, loss = config.train, config.loss
+    low = getattr(loss, "clip_low", 1.0)  # 0 means none
+    if 0 < low < _LOW_BOUND:
+        yield warning(
+            ("loss.clip_low", "loss.name"),
+            f"loss.clip_low={low:g} is a bound of the ratio: a token is clipped once its probability has fallen to "
+            f"{low:g} of what it was",
+            f"for an epsilon of {low:g}, set loss.clip_low={1 - low:g}",
+        )
+    pack, longest = train.max_tokens_per_microbatch * config.parallel.context, config.longest_trained
+    if pack < longest and (given is None or "train.max_tokens_per_microbatch" in given):
+        yield warning(
+            (
+                "train.max_tokens_per_microbatch",
+                "parallel.context",
+                "data.max_prompt_tokens",
+                "rollout.max_response_tokens",
+            ),
+            f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch} counts tokens, not sequences, and the "
+            f"longest sequence has {longest}: a longer one than this gets its own micro-batch",
+            f"set it to {longest} or more, such as {4 * longest} for four sequences",
+        )
+    num_sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if config.parallel.data == 1 and 1 < train.minibatches_per_step == num_sequences:
+        yield warning(
+            ("train.minibatches_per_step", "parallel.data", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
+            f"train.minibatches_per_step={train.minibatches_per_step} is a number of updates, not the size of one: "
+            f"each of the step's {num_sequences} sequences is an update of its own",
+            "set it to the step's sequences, divided by the size that you want",
+        )
+
+
+_LOW_BOUND = 0.5  # below it, a lower bound is more likely an epsilon: usual bounds are 0.6 to 0.9997
+
+
 def check_kl(config: Config) -> Iterator[Violation]:
     """Check the settings of the KL term."""
     loss = config.loss

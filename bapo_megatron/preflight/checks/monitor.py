@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import install_command
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client"}
 """The module of each extra that serves a sink or the endpoint of monitor.prometheus_port."""
@@ -26,7 +27,7 @@ def check_monitor(config: Config) -> Iterator[Violation]:
             yield Violation(
                 (name,),
                 f"{setting}, and the package {PACKAGES[extra].replace('_', '-')} is not installed",
-                f"run `pip install 'bapo-megatron[{extra}]'`, or {instead}",
+                f"run `{install_command(extra)}`, or {instead}",
             )
         elif extra == "wandb" and not _has_wandb_key():
             yield Violation(
