@@ -32,7 +32,7 @@ from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_vari
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import EngineError, UserError, escaped, plural
-from bapo_megatron.monitor.console import Screen, header, shown_path
+from bapo_megatron.monitor.console import Screen, header, outputs, shown_path
 from bapo_megatron.monitor.stall import hanging_ranks, last_words
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.numbers import duration
@@ -186,6 +186,8 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
     screen = Screen(sys.stdout, config.monitor.progress)
     with RunDir.open(config) as run_dir:
         stop.run_dir = run_dir
+        with contextlib.suppress(BrokenPipeError):
+            screen.facts(outputs(config, run_dir))
         is_complete = False  # nothing was cut off by a second signal
         try:
             count = config.parallel.size

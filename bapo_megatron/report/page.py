@@ -256,7 +256,7 @@ def _facts(run: History) -> list[tuple[str, str, str]]:
     if "time" in run.environment:
         commit = run.environment.get("git_commit")
         remark = f"commit {commit[:10]}" if commit else str(run.environment.get("host", ""))
-        facts.append(("Started", run.environment["time"][:10], remark))
+        facts.append(("Started", run.environment["time"][:16].replace("T", " "), remark))
     return facts
 
 
