@@ -430,7 +430,7 @@ def first_impressions(row: StepRow, environment: EnvironmentConfig, max_response
     if has_turns and row.get("environment/answered_share", math.nan) <= 1 - _NEARLY_ALL:
         num_asked = round(num * row["environment/answered_share"])
         is_tools = environment.kind == "tools"
-        told, how = ("called a tool", "call one") if is_tools else ("went on after the first turn", "go on")
+        told, how = ("called a tool", "call one") if is_tools else ("continued after the first turn", "continue")
         lines.append(
             f"{num_asked} of the {num} responses {told}, and a policy that never does so does not learn to "
             f"(docs/turns.md): look at samples.jsonl, and let the prompts say when and how to {how}"

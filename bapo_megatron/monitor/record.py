@@ -298,7 +298,7 @@ def _explained(sample: Sample) -> dict[str, Any]:
 def turn_advantages(groups: Sequence[Group], batch: Batch) -> dict[str, list[float | None]]:
     """Return the advantage of each turn of the trained samples, by sample; None for a turn without a token.
 
-    A batch has the tokens of the groups in order, and those of a turn have one advantage.
+    A batch has the groups' tokens in order, and all tokens of a turn have one advantage.
     """
     advantages_R = iter(batch.advantages_T[batch.sampled_T].tolist())
     return {

@@ -56,7 +56,11 @@ def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: b
     if engine_kind(config.rollout.engine).samples:
         sections = (config.data, config.reward, config.environment, config.eval)
         values = [section.model_dump_json() for section in sections]
-        rollout = (config.rollout.prompts_per_step, config.rollout.ignore_stop_tokens)
+        rollout = (
+            config.rollout.prompts_per_step,
+            config.rollout.ignore_stop_tokens,
+            config.rollout.max_response_tokens,
+        )
         key = json.dumps([config.run.seed, config.model.path, *rollout, *values, here])
         if key not in memory:
             memory[key] = list(dict.fromkeys(_prompts_and_judge(config, model, here)))
@@ -255,8 +259,8 @@ def _lengths(
 
 
 def _telling(questions: Sequence[Question]) -> list[int]:
-    """Return the questions whose tokens tell whether a run takes all of them: all, or if they are many, the first, the
-    longest and one of each form of conversation."""
+    """Return the places of questions to tokenise: all, or if they are many, the first, the longest and one of each form
+    of conversation. A run that takes them takes nearly always all."""
     if len(questions) <= _MAX_TOKENISED:
         return [*range(len(questions))]
     sizes = [len(one.text) + sum(len(message["content"]) for message in one.messages) for one in questions]

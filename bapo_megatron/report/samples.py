@@ -48,7 +48,7 @@ class ShownSample:
     key: str  # unique in the report
     step: int | None
     reward: float | None
-    advantage: str  # of each turn, or one for all; "" if it was not recorded
+    advantage: str  # one, or one for each turn; "" if it was not recorded
     num_tokens: int | None
     age: int | None  # updates between the weights that sampled its first token and those it trained
     version: int | None  # version of the weights that sampled its last token

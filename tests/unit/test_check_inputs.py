@@ -368,7 +368,7 @@ def test_a_limit_that_cuts_every_answer_is_told(tmp_path: Path, capsys: pytest.C
         assert len(lines) == (part is not None)
         assert all(str(part) in line for line in lines)
     (line,) = answer(capsys, "rollout.max_response_tokens=1", "rollout.tokens_per_round=none")
-    assert "cuts every response that does not end at once" in line
+    assert "cuts every response after its first token" in line
 
 
 def test_an_earlier_run_that_cannot_be_resumed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ def check_rollout(config: Config) -> Iterator[Violation]:
     if r.max_response_tokens == 1:
         yield warning(
             ("rollout.max_response_tokens",),
-            "rollout.max_response_tokens=1 cuts every response that does not end at once",
+            "rollout.max_response_tokens=1 cuts every response after its first token",
             "set it to the longest answer that you expect, such as rollout.max_response_tokens=512",
         )
     groups = ("rollout.groups_in_flight", "rollout.prompts_per_step")
