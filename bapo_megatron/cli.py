@@ -292,6 +292,16 @@ VERBS = (
         description="Starts engines with the checkpoint's weights. See docs/evaluation.md.",
     ),
     Verb(
+        "compare",
+        "compare two evaluations, problem by problem",
+        verbs.compare,
+        (
+            argument("before", type=Path, metavar="BEFORE", help="folder that `bapo eval` has written"),
+            argument("after", type=Path, metavar="AFTER", help="another one, of the same problems"),
+        ),
+        description="Paired differences with 95 % intervals. See docs/evaluation.md.",
+    ),
+    Verb(
         "reproduce",
         "the paper's figures as small studies over seeds, on this machine's CPU",
         verbs.reproduce,

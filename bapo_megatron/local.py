@@ -32,7 +32,7 @@ from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_vari
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import EngineError, UserError, escaped, plural
-from bapo_megatron.monitor.console import Screen, header, shown_path
+from bapo_megatron.monitor.console import Screen, header, outputs, shown_path
 from bapo_megatron.monitor.stall import hanging_ranks, last_words
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.numbers import duration
@@ -43,6 +43,10 @@ from bapo_megatron.runtime.standby import Orders, StandbyRanks
 from bapo_megatron.trainer import LAUNCHER_VARIABLE, STOPPED
 
 _POLL_S = 0.1
+_HINTS = {  # by the exit code of a killed process
+    -signal.SIGKILL: "SIGKILL often comes from Linux's memory killer: `dmesg | grep -i 'killed process'` says so",
+    -signal.SIGBUS: "SIGBUS often means that /dev/shm or the disk is full",
+}
 _END_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
 
 
@@ -182,6 +186,8 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
     screen = Screen(sys.stdout, config.monitor.progress)
     with RunDir.open(config) as run_dir:
         stop.run_dir = run_dir
+        with contextlib.suppress(BrokenPipeError):
+            screen.facts(outputs(config, run_dir))
         is_complete = False  # nothing was cut off by a second signal
         try:
             count = config.parallel.size
@@ -206,13 +212,8 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
         if code == STOPPED:
             if run_dir.state != "finished":
                 run_dir.mark("interrupted")
-            num_saved, num_steps = run_dir.num_steps_saved(), config.train.num_steps
-            saved = (
-                f"saved: step {num_saved} of {num_steps}"
-                if num_saved
-                else "nothing is saved yet; the next start begins at step 1"
-            )
             how = "at the end of the step" if is_complete else "immediately"
+            saved = run_dir.what_is_saved(config.train.num_steps)
             screen.facts({"stopped": f"{how}; {saved}", "resume": _resume_command(run_dir)})
             code = stop.code
         screen.facts({"total": f"{duration(time.monotonic() - began_s)} from start to end"})
@@ -228,6 +229,7 @@ class _Failure:
     """An attempt that failed in a way that restarting the ranks may fix."""
 
     lines: list[str]  # for the user
+    hint: str  # usual cause, or ""
     errors: list[str]  # left by failed ranks
     code: int
     at_s: float  # Unix time at which it was noticed
@@ -248,6 +250,7 @@ def _train_through_failures(
         UserError: a rank has left an error, or the disk has no room for the next attempt.
     """
     while isinstance(outcome := attempt(), _Failure):
+        facts = [*filter(None, [outcome.hint]), run_dir.what_is_saved(config.train.num_steps)]
         if config.run.max_restarts and run_dir.num_steps_saved() >= config.train.num_steps:
             screen.note("\n".join([*outcome.lines, "all steps are done and saved"]), "yellow")
             run_dir.mark("finished")
@@ -256,7 +259,9 @@ def _train_through_failures(
         if not run_dir.stop_file.exists():
             reason = next_restart(run_dir, "; ".join(outcome.lines), outcome.at_s, config.run.max_restarts)
         if isinstance(reason, str):
-            return _give_up(run_dir, outcome, [reason] if config.run.max_restarts else [])
+            no_restart = "run.max_restarts is 0; run.max_restarts=3 starts the ranks again after such a failure"
+            how = f"to continue: {_resume_command(run_dir)}"
+            return _give_up(run_dir, outcome, [reason if config.run.max_restarts else no_restart, *facts, how])
         if engines.urls and not engines.urls_left():
             none_left = "no rollout engine is left for a restart: their logs say why; the same command starts new ones"
             raise EngineError("\n".join([*outcome.lines, none_left, *how_often(run_dir)]))
@@ -266,7 +271,7 @@ def _train_through_failures(
             lines = [*outcome.lines, f"no restart is possible: {error}", *how_often(run_dir)]
             raise UserError("\n".join(lines)) from error
         what = f"restart {reason.number} of {config.run.max_restarts} in {reason.delay_s:g} s"
-        screen.note("\n".join([*outcome.lines, f"{what}, logs: {shown_path(run_dir.log_dir)}"]), "yellow")
+        screen.note("\n".join([*outcome.lines, *facts, f"{what}, logs: {shown_path(run_dir.log_dir)}"]), "yellow")
         time.sleep(reason.delay_s)
     return outcome
 
@@ -332,7 +337,7 @@ def _train(
         lines.append(f"it ends with: {escaped(words)}")
     if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
         lines.append(f"it had been waiting for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt")
-    return _Failure(lines, errors, 2 if 2 in failed.values() else max(code, 1), at_s)
+    return _Failure(lines, _HINTS.get(code, ""), errors, 2 if 2 in failed.values() else max(code, 1), at_s)
 
 
 @contextlib.contextmanager

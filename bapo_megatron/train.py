@@ -174,5 +174,10 @@ def _restore(state: dict[str, Any] | None, learner: Learner, rollouts: SharedRol
 
 
 def _is_save_due(config: Config, num_done: int) -> bool:
+    """Return whether to save after `num_done` steps: at each interval and at the end; before the first interval after
+    1, 2, 4, 8, ... steps, so that a crash loses less than half of a young run."""
     interval = config.checkpoint.interval_steps
-    return interval is not None and (num_done % interval == 0 or num_done == config.train.num_steps)
+    if interval is None:
+        return False
+    is_early = num_done < interval and num_done.bit_count() == 1
+    return is_early or num_done % interval == 0 or num_done == config.train.num_steps

@@ -220,6 +220,14 @@ def evaluate(options: Namespace) -> int:
     return 0
 
 
+def compare(options: Namespace) -> int:
+    """Compare two evaluations by problem."""
+    from bapo_megatron.evaluation.run import compare
+
+    print(compare(options.before, options.after))
+    return 0
+
+
 def report(options: Namespace) -> int:
     """Write a report, or serve one while its run lasts."""
     from bapo_megatron.report.page import write_comparison, write_report
@@ -298,10 +306,16 @@ def _chat_tools(config: Config, model: TextModel, environment: Environment) -> C
 
     from bapo_megatron.engines.embedded.chat import ChatTools
     from bapo_megatron.engines.embedded.protocol import BadRequestError
+    from bapo_megatron.prompts.stop_tokens import chat_of
     from bapo_megatron.prompts.tools import ToolOptions
     from bapo_megatron.rewards.environments import Continue, Failed, TurnJson
     from bapo_megatron.rollout.turn_tokens import check_tools
 
+    refusal = chat_of(config, model.tokenizer).refusal
+    is_asked = refusal("tool") is not None and refusal("user") is None  # then the user's words have the answers
+    if is_asked:
+        options = config.environment.options | {"role": "user"}
+        config = config.model_copy(update={"environment": config.environment.model_copy(update={"options": options})})
     check_tools(config, model.tokenizer)
     schemas = ToolOptions.of(config.environment.options).shown(model.tokenizer, config.data.template_options)
 
@@ -310,7 +324,12 @@ def _chat_tools(config: Config, model: TextModel, environment: Environment) -> C
         found = asyncio.run(environment.step(turn, state))
         if isinstance(found, Failed):
             raise BadRequestError(f"a tool failed: {found.reason}")
-        return (found.messages or (), found.state) if isinstance(found, Continue) else None
+        if not isinstance(found, Continue):
+            return None
+        messages = found.messages or ()
+        if is_asked and messages:
+            messages = [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
+        return messages, found.state
 
     return ChatTools(answer, schemas, config.environment.max_turns)
 

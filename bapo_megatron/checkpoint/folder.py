@@ -131,7 +131,10 @@ class Index:
         """Raise CheckpointError if the saved model differs from `shape`."""
         saved = self.facts["model"]
         if other := [f"{k} is {saved[k]}, not {v}" for k, v in shape.to_json().items() if saved.get(k, v) != v]:
-            raise CheckpointError(f"{self.folder} holds another model than model.path: {', '.join(other)}")
+            raise CheckpointError(
+                f"{self.folder} holds another model than model.path: {', '.join(other)}; restore the model's files, or "
+                "start a run with another run.name"
+            )
 
 
 class _Contents(TypedDict):

@@ -172,7 +172,7 @@ class CustomLoss(LossConfig):
             raise LOSS.error(self.name, f'its rule masks tokens, which needs reads="update", not "{own.reads}"')
         for metric in own.metrics:
             if problem := _problem(metric):
-                raise LOSS.error(self.name, f"its metric {metric.key:.100} {problem}")
+                raise LOSS.error(self.name, f"its metric {metric.key:.100} {problem} (docs/extending.md)")
         try:
             for number, one in enumerate(own.streams):
                 one.stream.check_computed([other.stream.name for other in own.streams[:number]])
@@ -219,7 +219,8 @@ def _problem(metric: Metric) -> str:
         return f'needs a key like "loss/cut_share", of at most {MAX_METRIC_CHARS} letters, digits, "_", "-", ".", "/"'
     if not metric.tokens or not metric.of:
         return 'needs tokens="mean" or "max", and as `of` a field of the record'
-    return "" if not metric.panel or " / " in metric.panel else 'needs a panel like "The update / Clip fraction"'
+    form = 'must be "SECTION / FIGURE", of the report or new ones, such as "The update / Clip fraction"'
+    return "" if not metric.panel or " / " in metric.panel else f'has panel="{metric.panel}", which {form}'
 
 
 def _option_problem(error: dict[str, Any], options: type[BaseModel]) -> str:

@@ -9,6 +9,9 @@ import math
 
 from bapo_megatron.config.schema import Config, OptimizerConfig
 
+LARGE_RATE = 0.02
+"""The usual standard deviation of a model's first weights: an update of Adam moves each by about the rate."""
+
 
 def planned_updates(config: Config) -> int:
     """Return `optimizer.total_updates`, or the updates of the whole run: steps x mini-batches x epochs."""

@@ -820,7 +820,8 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval_steps: Count | None = 20
-    """Save every N steps, and after the last. Unset: only if the run is stopped."""
+    """Save every N steps, and after the last; before the first N also after 1, 2, 4, 8, ... steps. Unset: only if the
+    run is stopped."""
     keep_last: Count = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
     asynchronous: bool = False

@@ -22,7 +22,7 @@ from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.key import new_key
 from bapo_megatron.engines.start import EngineShare, running_engines
 from bapo_megatron.errors import UserError, plural
-from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
+from bapo_megatron.evaluation.results import Answered, Evaluation, Problem, compared
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
 from bapo_megatron.preflight.check import num_visible_gpus
@@ -142,6 +142,20 @@ def evaluate(
     return evaluation
 
 
+def compare(before: Path, after: Path) -> str:
+    """Return the comparison of two evaluations' folders (see `compared`). Raises UserError if one is none."""
+    values = []
+    for folder in (before, after):
+        file = folder / "result.json"
+        try:
+            values.append(json.loads(file.read_text(encoding="utf-8")))
+            _ = values[-1]["problems"], values[-1]["estimates"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"{folder} is not the folder of an evaluation: {file}: {error}"
+            raise UserError(f"{why}; give folders that `bapo eval` has written, such as evals/after") from error
+    return compared(*values)
+
+
 class Asking:
     """Problems, and their judge or environment, checked before any engine starts."""
 
@@ -257,7 +271,8 @@ class Judged:
     def answered(self, kind: str) -> Answered:
         s = self.sample
         answer = final_answer(kind, s.prompt.answer, self.last, self.in_thought) if has_answers(kind) else None
-        return Answered(self.reward, answer, s.num_sampled_tokens, s.finish_reason == "length", self.end.problem)
+        is_cut = s.finish_reason == "length"
+        return Answered(self.reward, answer, s.num_sampled_tokens, is_cut, self.end.problem, self.end.parts)
 
     def record(self) -> dict[str, Any]:
         """Return its line of responses.jsonl as a JSON value."""

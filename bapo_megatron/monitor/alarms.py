@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, variance
 
+from bapo_megatron.config.lr_schedule import LARGE_RATE
+from bapo_megatron.config.schema import EnvironmentConfig
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
 from bapo_megatron.estimates import Z_95
 from bapo_megatron.runs.branching import branch_command
@@ -29,6 +31,7 @@ _MIN_UPDATES = 3  # an occasional spike or skipped update is normal
 _UPDATES_SHARE = 0.2
 _CLIPPED_SHARE = 0.8  # the first update after a push, when the policy still equals the sampler, rarely clips everything
 _ENTROPY_NATS = 0.005
+_LOST_NATS = 1.0  # measured in the demo: below 0.3 at rates that learn, above it once the policy is destroyed
 _KL_NATS = 1e-8  # float32 rounding causes about 1e-13
 _OLD_TOKEN_UPDATES = 0.1  # with this mean age or more, a policy that moves must differ from the one that sampled
 _LR_SHARE = 0.1  # below this share of the peak rate, a policy may legitimately stand still
@@ -147,6 +150,14 @@ def _gradient_spikes(steps: Steps) -> str | None:
         f"the gradient norm spiked in {num:.0f} of the {steps.num_updates:.0f} updates of {steps.span}, up to "
         f"{largest:.3g}: over 10 times the usual, or over monitor.grad_norm_alarm."
     )
+
+
+def _large_updates(steps: Steps) -> str | None:
+    kl, rate = steps.latest.get("loss/approx_kl", math.nan), steps.latest.get("optimizer/lr", math.nan)
+    if not (kl >= _LOST_NATS or rate >= LARGE_RATE):
+        return None
+    moved = f", and the policy is {kl:.2g} nats per token from the one that sampled" if kl >= _LOST_NATS else ""
+    return f"the learning rate is {rate:.2g}{moved}."
 
 
 def _one_reward(steps: Steps) -> str | None:
@@ -317,6 +328,14 @@ RULES = (
         tries=(("optimizer.lr", 1 / 3),),
     ),
     Rule(
+        "large updates",
+        _large_updates,
+        cause="a learning rate that is far too high: Adam moves each weight by about that much in one update, and "
+        f"weights are about {LARGE_RATE:g} in size.",
+        change="start again with a lower optimizer.lr, such as 1e-6 for a large model.",
+        unless=("mismatch",),
+    ),
+    Rule(
         "one reward",
         _one_reward,
         cause="a judge that gives one reward to everything, answers in a form that it does not accept, or prompts that "
@@ -414,6 +433,32 @@ RULES = (
 )
 _BY_NAME = {rule.name: rule for rule in RULES}
 _OF_ERRORS: dict[type[UserError], str] = {NoGroupKeptError: "no group kept", DivergedError: "skipped updates"}
+
+
+def first_impressions(row: StepRow, environment: EnvironmentConfig, max_response_tokens: int) -> list[str]:
+    """Return lines about the first step: what keeps nearly all responses from teaching anything, and what to do.
+
+    Args:
+        row: the step's metrics.
+        max_response_tokens: rollout.max_response_tokens.
+    """
+    lines, num = [], round(row.get("rollout/num_samples", 0))
+    if row.get("rollout/truncated_share", math.nan) >= _NEARLY_ALL:
+        num_cut = round(num * row["rollout/truncated_share"])
+        lines.append(
+            f"{num_cut} of the {num} responses were cut at rollout.max_response_tokens={max_response_tokens}: raise "
+            "it, or check which tokens end a turn (docs/data.md)"
+        )
+    has_turns = environment.max_turns > 1 and not environment.is_agent  # a program may ask only once
+    if has_turns and row.get("environment/answered_share", math.nan) <= 1 - _NEARLY_ALL:
+        num_asked = round(num * row["environment/answered_share"])
+        is_tools = environment.kind == "tools"
+        told, how = ("called a tool", "call one") if is_tools else ("continued after the first turn", "continue")
+        lines.append(
+            f"{num_asked} of the {num} responses {told}, and a policy that never does so does not learn to "
+            f"(docs/turns.md): look at samples.jsonl, and let the prompts say when and how to {how}"
+        )
+    return lines
 
 
 class AlarmLog:

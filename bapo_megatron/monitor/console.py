@@ -138,13 +138,25 @@ class Screen:
 
 
 def header(config: Config, run_dir: RunDir) -> dict[str, str]:
-    """Return the facts about a run to show when it starts."""
-    from bapo_megatron.monitor.sinks import wandb_project
-
-    p, r, m = config.parallel, config.rollout, config.monitor
+    """Return the facts about a run to show before it is checked."""
+    p, r = config.parallel, config.rollout
     engines = plural(num_started(r) or len(r.urls), engine_kind(r.engine).title)
     parts = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "data": p.data}
     layout = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "one model copy"
+    return {
+        "run": f"{config.run.name}, {plural(config.train.num_steps, 'step')}, attempt {run_dir.attempt}, "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')}",
+        "model": config.model.path,
+        "trainer": f"{plural(config.parallel.size, 'rank')}: {layout}",
+        "engines": engines if engine_kind(r.engine).samples else "none: recorded rollouts",
+    }
+
+
+def outputs(config: Config, run_dir: RunDir) -> dict[str, str]:
+    """Return where a run that has begun writes its logs, report and metrics."""
+    from bapo_megatron.monitor.sinks import wandb_project
+
+    m = config.monitor
     dashboards = {
         "metrics for Prometheus, address below": m.prometheus_port is not None,
         f"tensorboard --logdir {shown_path(run_dir.path / 'tensorboard')}": "tensorboard" in m.sinks,
@@ -152,11 +164,6 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
     }
     dashboard = "; ".join(text for text, is_on in dashboards.items() if is_on)
     return {
-        "run": f"{config.run.name}, {plural(config.train.num_steps, 'step')}, attempt {run_dir.attempt}, "
-        f"{time.strftime('%Y-%m-%d %H:%M:%S')}",
-        "model": config.model.path,
-        "trainer": f"{plural(config.parallel.size, 'rank')}: {layout}",
-        "engines": engines if engine_kind(r.engine).samples else "none: recorded rollouts",
         "logs": shown_path(run_dir.log_dir),
         "report": f"{shown_path(run_dir.path / 'report.html')}",
         "dashboard": dashboard or "none; set monitor.sinks or monitor.prometheus_port",
@@ -348,7 +355,7 @@ class Console:
             return _stage_line(self._action(), self._began_s)
         num_done = int(self._rows[-1]["step"]) if self._rows else 0
         to_go = self._to_go_s()
-        left = f"{short_duration(to_go)} to go" if math.isfinite(to_go) else "first step"
+        left = f"{short_duration(to_go)} to go" if math.isfinite(to_go) else self._name_of(step)
         now = [*([left] if num_done < self._num_steps else []), *([span] if span is not None else [])]
         line = Table.grid(padding=(0, 1), expand=True)
         line.width = self._screen.width - _ECHO_COLUMNS
@@ -356,6 +363,9 @@ class Console:
             line.add_column(no_wrap=True, ratio=ratio)
         line.add_row(f"{num_done}/{self._num_steps}", ProgressBar(self._num_steps, num_done), ", ".join(now))
         return line
+
+    def _name_of(self, step: int) -> str:
+        return f"step {step}" if self._rows else "first step"
 
     def _action(self) -> str:
         beat = self.heartbeat.beats().get(TRAINER)
@@ -365,7 +375,7 @@ class Console:
         """Show the stages of the start and of the first step as lines, and later a line after each silent minute."""
         while not self._is_closed.wait(_STAGE_POLL_S):
             step, span, is_start = self.heartbeat.step, self.heartbeat.span, not self._columns
-            name = "first step" if is_start else f"step {step}"
+            name = self._name_of(step)
             stage = self._action() if step == 0 else f"{name}, {span}" if span is not None else name
             is_stage = is_start and stage != name  # otherwise between two spans
             if (line := self._stages.line(stage, self.heartbeat.clock(), is_start=is_stage)) is not None:

@@ -22,7 +22,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError, escaped, escaped_lines, plural
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import MAX_METRIC_CHARS, MAX_REWARD_PARTS, RewardParts, reduce_updates
-from bapo_megatron.monitor.alarms import AlarmLog
+from bapo_megatron.monitor.alarms import AlarmLog, first_impressions
 from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
 from bapo_megatron.preflight.checks.slurm import check_time
@@ -38,7 +38,7 @@ from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runs.summary import is_pass_rate, reward_metric
 from bapo_megatron.runtime.files import JsonlWriter, truncate_after, write_atomically
 from bapo_megatron.runtime.straggler import StragglerAlarm
-from bapo_megatron.types import Ended, Given, Group, Sample, Segment, total
+from bapo_megatron.types import Batch, Ended, Given, Group, Sample, Segment, total
 
 if TYPE_CHECKING:
     from bapo_megatron.monitor.prometheus import PrometheusEndpoint
@@ -127,8 +127,8 @@ class Recorder:
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         """Continue after `first_step` finished steps, and remove all records of later ones."""
         assert rollouts is not None, "rank 0 makes the batches"
-        for path in (self._run_dir.metrics_path, self._run_dir.samples_path):
-            truncate_after(path, first_step)
+        truncate_after(self._run_dir.samples_path, first_step)
+        num_lost = truncate_after(self._run_dir.metrics_path, first_step)
         history = read_metrics(self._run_dir.metrics_path)
         self._metrics = JsonlWriter(self._run_dir.metrics_path)
         self._samples = JsonlWriter(self._run_dir.samples_path)
@@ -142,11 +142,14 @@ class Recorder:
         if self._endpoint is not None:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
+        run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
+        again = f"; {plural(num_lost, 'step')} were not saved and are done again" if num_lost else ""
+        if num_lost and not first_step:
+            self._console.note(f"{run} has no checkpoint and begins again at step 1 of {num_steps}{again}")
         if first_step:
-            run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
             parent = read_parent(self._run_dir.path)
             of = f", a branch of {shown_path(Path(parent.run))} after step {parent.step}," if parent else ""
-            self._console.note(f"resuming {run}{of} after step {first_step} of {num_steps}")
+            self._console.note(f"resuming {run}{of} after step {first_step} of {num_steps}{again}")
             for changed in changed_inputs(self._run_dir.inputs_path, self._config):
                 self.warn(
                     f"{shown_path(Path(changed))} has changed since this run last started, so it does not continue as "
@@ -166,14 +169,16 @@ class Recorder:
         self._run_dir.mark_training(first_step)
         self._tell_status(first_step)
 
-    def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
+    def keep_samples(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
         """Save the first responses of a step's batch for people and, with rollout.record, all of them for training."""
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
         assert self._rollouts is not None
+        advantages = turn_advantages(groups, batch) if self._config.advantage.compares_responses else {}
         samples = [s for g in groups for s in g.samples]
         for sample in samples[: self._config.monitor.samples_per_step]:
-            self._samples.write(sample_record(step, sample, self._rollouts.decode))
+            record = sample_record(step, sample, self._rollouts.decode, advantages.get(sample.sample_id))
+            self._samples.write({**record, "of": len(samples)})
 
     def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
         """Write and show step number `step`, counted from 1; `parts` are its metrics."""
@@ -207,6 +212,9 @@ class Recorder:
             num_responses = metrics["rollout/num_samples" if name == "reward/mean" else "reward/judged"]
             what = "pass rate" if is_pass_rate(metrics) else "mean reward"
             self._console.note(f"untrained {what} {metrics[name]:.2f} ({plural(round(num_responses), 'response')})")
+            c = self._config
+            for line in first_impressions(metrics, c.environment, c.rollout.max_response_tokens):
+                self.warn(line)
         self._console.step(metrics)
         for alarm in self._alarms.observe(metrics):
             self._console.warn(alarm.text())
@@ -291,7 +299,7 @@ class SilentRecorder:
     def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
         pass
 
-    def keep_samples(self, step: int, groups: Sequence[Group]) -> None:
+    def keep_samples(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
         pass
 
     def record(self, step: int, version: int, *parts: Mapping[str, float]) -> None:
@@ -331,13 +339,30 @@ def _explained(sample: Sample) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def turn_advantages(groups: Sequence[Group], batch: Batch) -> dict[str, list[float | None]]:
+    """Return the advantage of each turn of the trained samples, by sample; None for a turn without a token.
+
+    A batch has the groups' tokens in order, and all tokens of a turn have one advantage.
+    """
+    advantages_R = iter(batch.advantages_T[batch.sampled_T].tolist())
+    return {
+        sample.sample_id: [
+            next(iter([next(advantages_R) for _ in turn]), None) for t in sample.trajectories for turn in t.turns
+        ]
+        for group in groups
+        for sample in group.valid
+    }
+
+
+def sample_record(
+    step: int, sample: Sample, decode: Callable[[Sequence[int]], str], advantages: Sequence[float | None] | None = None
+) -> dict[str, Any]:
     """Return the line of `samples.jsonl` for a trained response; `decode` must keep special tokens.
 
     Segments are decoded separately, so a character that is split over two of them becomes a replacement character.
     `segments` and `response`, which is decoded as a whole, are the last trajectory's. If there are any, `branches` has
     the segments of the others with sampled tokens, and `turn_rewards` the rewards that came with an environment's
-    answers.
+    answers. `advantage` is a number, or a list with one for each turn if they differ; `of` counts the step's samples.
     """
     prompt_ids = list(sample.prompt.token_ids)
     told = [t for t in sample.trajectories if t.num_sampled_tokens] or sample.trajectories[-1:]
@@ -355,6 +380,7 @@ def sample_record(step: int, sample: Sample, decode: Callable[[Sequence[int]], s
         "answer": sample.prompt.answer,
         "response": decode([i for s in segments if s.origin != Given("prompt") for i in s.token_ids.tolist()]),
         "reward": sample.reward,
+        **({"advantage": advantages[0] if len({*advantages}) == 1 else [*advantages]} if advantages else {}),
         **_explained(sample),
         "finish_reason": sample.finish_reason,
         "num_tokens": sample.num_sampled_tokens,

@@ -12,6 +12,7 @@ import asyncio
 import faulthandler
 import io
 import os
+import re
 import socket
 import sys
 import threading
@@ -184,15 +185,21 @@ def hanging_ranks(folder: Path, num_ranks: int, max_age_s: float) -> str | None:
     return "; ".join([*_by_place(busy), *_without_report(heads, num_ranks)])
 
 
+_REMARK = re.compile(r"(?<![a-z])(?:INFO|DEBUG)\b")
+_MAX_PREFIX = 80  # characters in which a log line has its time, name and level
+
+
 def last_words(log: Path) -> str:
-    """Return the line of a dead rank's log that says why: the end of its last traceback, or else its last line."""
+    """Return the line of a dead rank's log that may say why: the end of its last traceback, or else its last line, but
+    no library's remark."""
     try:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     except OSError:
         return ""
     begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    after = lines[begins[-1] + 1 :] if begins else []
-    return next((line for line in after if not line[0].isspace()), lines[-1] if lines else "").strip()
+    after = [line for line in (lines[begins[-1] + 1 :] if begins else []) if not line[0].isspace()]
+    others = [line for line in lines if not line[0].isspace() and not _REMARK.search(line[:_MAX_PREFIX])]
+    return (after[:1] or (lines if begins else others)[-1:] or [""])[0].strip()
 
 
 def _heads(folder: Path, since: float = 0.0) -> dict[int, str]:

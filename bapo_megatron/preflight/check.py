@@ -1,5 +1,6 @@
 """A configuration from the command line, checked for this machine or for the cluster that it names."""
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.checkpoint.folder import read_index
 from bapo_megatron.config.base import Severity, Violation, overlap, warning
 from bapo_megatron.config.engines import ENGINE_CHECK, engine_kind
 from bapo_megatron.config.families import own_family
@@ -15,8 +17,8 @@ from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.losses import stand_in
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import sglang_kernels
-from bapo_megatron.errors import ConfigError, UserError, escaped
-from bapo_megatron.hf.shape import load_hf_config, unknown_family
+from bapo_megatron.errors import CheckpointError, ConfigError, TornCheckpointError, UserError, escaped
+from bapo_megatron.hf.shape import load_hf_config, model_shape, unknown_family
 from bapo_megatron.learner import REMOVE_ENGINE
 from bapo_megatron.learner.precision import this_machine
 from bapo_megatron.preflight.checks.all import check_settings
@@ -41,6 +43,8 @@ from bapo_megatron.preflight.software_checks import (
     update_driver,
 )
 from bapo_megatron.preflight.trial import try_loss
+from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runs.resuming import has_results, num_steps_saved
 from bapo_megatron.runtime.environment import has_gpu_driver
 from bapo_megatron.runtime.files import located
 
@@ -213,6 +217,7 @@ def violations_of(
         Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: read_inputs(config, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
         Check(lambda: try_loss(config, hf_config, elsewhere=elsewhere) if memory else ()),
+        Check(lambda: _check_resume(config, hf_config) if memory and not unread else (), needs=("model",)),
         Check(lambda: check_open_files(config) if nodes == 1 and not elsewhere else ()),
         Check(
             lambda: check_room(config, hf_config) if starts_here and nodes == 1 and memory and hf_config else (),
@@ -240,6 +245,26 @@ def violations_of(
             for violation in one.find():
                 (untold if violation.depends_on(unread) else found).append(violation)
     return found
+
+
+def _check_resume(config: Config, hf_config: dict[str, Any] | None) -> Iterator[Violation]:
+    """Check that an earlier run of this name, if there is one, can be resumed with these settings and this model."""
+    path, named = Path(config.run.dir) / config.run.name, ("run.name", "run.dir")
+    if not has_results(path):
+        return
+    try:
+        RunDir.preview(config)
+        saved, own = num_steps_saved(path), own_family(config.model.family)
+        if saved and hf_config is not None and unknown_family(hf_config, own) is None:
+            with contextlib.suppress(TornCheckpointError):  # a resume skips it
+                model = read_index(path / "checkpoints" / f"step-{saved:06d}" / "learner")
+                model.check_model(model_shape(hf_config, own=own))
+    except ConfigError as error:
+        yield Violation(named, str(error))
+    except CheckpointError as error:
+        yield Violation(("model.path", *named), str(error))
+    except UserError as error:  # it is running
+        yield warning(named, str(error))
 
 
 def _check_driver(config: Config) -> Iterator[Violation]:

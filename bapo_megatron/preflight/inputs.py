@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from bapo_megatron.rewards.judges import Verdict
 
 NUM_ROWS = 256
-"""How many prompts of each source are tokenised."""
+"""How many prompts of each source have their answers read."""
+_MAX_TOKENISED = 2000  # of many more rows, some are tokenised: a minute of waiting is too long
 
 Findings = dict[str, list[Violation]]
 """Findings by what was read, so that the tasks of a sweep read everything only once."""
@@ -55,7 +56,11 @@ def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: b
     if engine_kind(config.rollout.engine).samples:
         sections = (config.data, config.reward, config.environment, config.eval)
         values = [section.model_dump_json() for section in sections]
-        rollout = (config.rollout.prompts_per_step, config.rollout.ignore_stop_tokens)
+        rollout = (
+            config.rollout.prompts_per_step,
+            config.rollout.ignore_stop_tokens,
+            config.rollout.max_response_tokens,
+        )
         key = json.dumps([config.run.seed, config.model.path, *rollout, *values, here])
         if key not in memory:
             memory[key] = list(dict.fromkeys(_prompts_and_judge(config, model, here)))
@@ -196,17 +201,24 @@ _NO_TEMPLATE: dict[str, Any] = {"system_prompt": None, "template_options": {}}
 def _lengths(
     config: Config, model: Path | None, source: PromptSource, first: list[Question], settings: tuple[str, ...]
 ) -> Iterator[Violation]:
-    """Check that the first prompts have the right lengths, and that the tokenizer can encode them.
+    """Check that the prompts have the right lengths and forms, that the tokenizer can encode them, and that a response
+    has room for the answer.
 
     Args:
         config: a configuration with the prompts of this source.
         settings: the settings that describe the source.
     """
-    data = config.data
+    data, limit = config.data, config.rollout.max_response_tokens
+    questions = source.questions if isinstance(source, RowSource) else first
+    read = _telling(questions) if isinstance(source, RowSource) else None
+    answers = [str(q.answer) for q in first if isinstance(q.answer, str | int | float)] if config.has_judge else []
     # No token of a shipped model is shorter than a byte; loading a tokenizer takes seconds.
-    is_short = all(0 < len(question.text.encode()) <= data.max_prompt_tokens for question in first)
-    if model is None or (config.model.path in SHIPPED_MODELS and is_short and not data.chat_template):
+    is_short = all(0 < len(question.text.encode()) <= data.max_prompt_tokens for question in questions)
+    is_short = is_short and any(len(answer.encode()) <= limit for answer in answers or [""])
+    is_plain = not (data.chat_template or any(question.messages or question.tools for question in questions))
+    if model is None or (config.model.path in SHIPPED_MODELS and is_short and is_plain):
         return
+    from bapo_megatron.prompts.encoding import words_ids
     from bapo_megatron.prompts.stream import PromptStream
 
     tokenizer = _tokenizer(config, model)
@@ -222,20 +234,42 @@ def _lengths(
         yield Violation(template, str(error))
         return
     try:
-        stream.check(NUM_ROWS)
+        stream.check(read)
     except UserError as error:
         how = ("data.max_prompt_tokens", "data.on_bad_prompt", "data.chat_template", "data.system_prompt", "model.path")
         yield Violation((*settings, *how), str(error))
         return
+    if answers and limit < (shortest := min(len(words_ids(tokenizer, answer)) for answer in answers)):
+        yield warning(
+            ("rollout.max_response_tokens", *settings, "model.path"),
+            f"{data.origin}: the shortest answer has {plural(shortest, 'token')}, and rollout.max_response_tokens="
+            f"{limit} cuts every response before it",
+            f"set rollout.max_response_tokens to more than {shortest}",
+        )
     if stream.left_out:
         fields = ", ".join(
-            f"{name} (in {num} of the first {plural(len(first), 'prompt')})" for name, num in stream.left_out.items()
+            f"{name} (in {num} of the {plural(len(read or first), 'prompt')} read)"
+            for name, num in stream.left_out.items()
         )
         yield warning(
             (*settings, "model.path", "data.template_options"),
             f"{data.origin}: the model's chat template does not show {fields}",
             "what the policy should read belongs into the messages' text",
         )
+
+
+def _telling(questions: Sequence[Question]) -> list[int]:
+    """Return the places of questions to tokenise: all, or if they are many, the first, the longest and one of each form
+    of conversation. A run that takes them takes nearly always all."""
+    if len(questions) <= _MAX_TOKENISED:
+        return [*range(len(questions))]
+    sizes = [len(one.text) + sum(len(message["content"]) for message in one.messages) for one in questions]
+    longest = sorted(range(len(questions)), key=sizes.__getitem__)[-NUM_ROWS:]
+    forms = {
+        (*((*message, message["role"]) for message in one.messages), bool(one.tools)): number
+        for number, one in enumerate(questions)
+    }
+    return sorted({*range(NUM_ROWS), *longest, *[*forms.values()][:NUM_ROWS]})
 
 
 def _tokenizer(config: Config, model: Path) -> Any:

@@ -207,6 +207,12 @@ def _read(data: Path, given: Table) -> tuple[Table, RowSource]:
             problems.append(error)
             continue
         return {**source, **(settings if settings["fields"] else read_as)}, found
+    usual = {"prompt": (*PROMPT_COLUMNS, *_ASKED), "answer": ANSWER_COLUMNS}
+    unnamed = [field for field in usual if field not in fields]
+    if rows and len(unnamed) == 2 and not any(has(rows[0].values, name) for names in usual.values() for name in names):
+        columns = ", ".join(map(repr, rows[0].values))
+        how = " ".join(f"data.fields.{field}=COLUMN" for field in unnamed)
+        raise DataError(f"{what} has neither prompts nor answers under a usual name; give {how}, out of {columns}")
     raise problems[0]
 
 

@@ -14,13 +14,15 @@ Control tokens that a message spells stay text. The template gets them between h
 
 import bisect
 import itertools
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
-from bapo_megatron.prompts.encoding import CLOCK, Options, chat_text, rendered_ids, words_ids
+from bapo_megatron.prompts.encoding import CLOCK, Options, chat_text, rendered_ids, shows_tools, words_ids
 from bapo_megatron.prompts.json_values import MAX_DEPTH, depth
 
 _TURN, _WORDS = (f"{word}{secrets.token_hex(8)}" for word in ("turn", "words"))  # in no template, and nobody's words
@@ -29,6 +31,12 @@ _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # control tokens that are not 
 _QUESTION = {"role": "user", "content": "q"}
 _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")
 _NUM_AROUND = 5  # levels around the arguments of a call: messages, message, calls, call, function
+
+_TOOL = {"type": "function", "function": {"name": _WORDS, "description": _WORDS, "parameters": {"type": "object"}}}
+_HOW_TO_CALL = """\
+You may call tools. A call is JSON in this form, and the turn ends after it:
+<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}</tool_call>
+These are the tools, each as JSON schema:"""
 
 Message = Mapping[str, Any]
 
@@ -57,10 +65,13 @@ class Continuation:
         self._before = self._end if self._end in keeps_space else next(iter(keeps_space), self._end)
         self._refusals = {role: self._refused(role) for role in ("user", "tool")}
 
-    @property
+    @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template shows the policy what tools there are."""
-        return "tools" in str(self._tokenizer.chat_template)
+        """Whether the template itself shows the policy what tools there are, or fails with its own reason."""
+        try:
+            return shows_tools(self._tokenizer, [_TOOL], self._options)
+        except Exception:  # a template may fail in any way
+            return True
 
     @property
     def end_id(self) -> int | None:
@@ -135,15 +146,30 @@ class Continuation:
     def text(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """Return a conversation in the chat template as text, up to the opening of the policy's turn.
 
+        A template that does not show tools gets them in words, in the system message; or in the first message, if it
+        shows no system message.
+
         Raises:
             ValueError: the template does not take these messages.
         """
+        if tools and not self.shows_tools:
+            messages, tools = self._with_words(messages, tools), ()
         options = {**self._options, "tools": [*tools]} if tools else self._options
         try:
             return chat_text(self._tokenizer, [*map(dict, messages)], options, opens_turn=True)
         except Exception as problem:  # a template may fail in any way
             reason = " ".join(str(problem).split()) or type(problem).__name__
             raise ValueError(f"the chat template refuses these messages: {reason}") from problem
+
+    def _with_words(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+        """Return messages with a description of the tools, and of the form in which they are called."""
+        schemas = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+        words, first = f"{_HOW_TO_CALL}\n{schemas}", messages[0]
+        if first["role"] in ("system", "developer"):
+            return [{**first, "content": f"{first['content']}\n\n{words}"}, *messages[1:]]
+        if self._shows_system:
+            return [{"role": "system", "content": words}, *messages]
+        return [{**first, "content": f"{words}\n\n{first['content']}"}, *messages[1:]]
 
     def takes(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> bool:
         """Return whether the template takes a conversation."""
@@ -162,6 +188,13 @@ class Continuation:
         _, turn, after = text.rpartition(_TURN)
         found = self._pattern.search(after) if turn else None
         return found[0] if found else ""
+
+    @cached_property
+    def _shows_system(self) -> bool:
+        try:
+            return _WORDS in self._text([{"role": "system", "content": _WORDS}, _QUESTION], opens_turn=True)
+        except Exception:  # a template may fail in any way
+            return False
 
     def _shows_questions(self) -> bool:
         """Return whether the template shows what a user says, or fails with its own reason."""

@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired
 
 from typing_extensions import TypedDict
@@ -133,21 +133,25 @@ class PromptStream:
             "refused by the chat template)"
         )
 
-    def check(self, num_rows: int | None = None) -> None:
+    def check(self, places: Iterable[int] | None = None) -> None:
         """Look for bad prompts before a run starts: in all rows, or in a sample of a procedural source.
 
         Args:
-            num_rows: check only this many prompts, from the start of the source.
+            places: check only these prompts.
 
-        Raises DataError with the first bad prompts and the number of all, if data.on_bad_prompt = "error".
+        Raises DataError with the first bad prompts and the number of all, if data.on_bad_prompt = "error" or all are
+        bad; or if a prompt is a conversation or has tools, and this run cannot show them.
         """
-        if self.data.on_bad_prompt == "skip":
+        every = range(len(self.source))
+        for i in every if self.data.has_rows else ():
+            self._tools_of(self.source[i])
+        if self.data.on_bad_prompt == "skip" and places is None:
             return
-        size = min(len(self.source), num_rows or len(self.source))
-        step = 1 if self.data.has_rows else math.ceil(size / NUM_CHECKED)
-        problems = [p for i in range(0, size, step) if (p := self._tokenise(self.source[i])[1]) is not None]
-        if problems:
-            others = f" ({len(problems)} of {len(range(0, size, step))} prompts are empty, too long or refused)"
+        step = 1 if self.data.has_rows else math.ceil(len(self.source) / NUM_CHECKED)
+        read = [*(every[::step] if places is None else places)]
+        problems = [p for i in read if (p := self._tokenise(self.source[i])[1]) is not None]
+        if problems and (self.data.on_bad_prompt == "error" or len(problems) == len(self.source)):
+            others = f" ({len(problems)} of {len(read)} prompts are empty, too long or refused)"
             first = "; ".join(problems[:_MAX_NAMED])
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
 
@@ -227,9 +231,6 @@ class PromptStream:
         """Return the prompt's token ids and its problem, if any; no ids for an empty or refused prompt."""
         if not question.text.strip():
             return (), f"{question.where}: the prompt is empty"
-        if (question.messages or question.tools) and self._chat is None:
-            what = "is a conversation" if question.messages else "has tools"
-            raise DataError(f"{question.where}: the prompt {what}; set data.chat_template = true")
         limit, tools = self.data.max_prompt_tokens, self._tools_of(question)
         try:
             token_ids = tuple(question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, tools))
@@ -244,7 +245,12 @@ class PromptStream:
         return token_ids, None
 
     def _tools_of(self, question: Question) -> Sequence[Message]:
-        """Return a row's own tools, or the environment's."""
+        """Return a row's own tools, or the environment's. Raises DataError for what this run cannot show."""
+        if (question.messages or question.tools) and self._chat is None:
+            what, how = "is a conversation" if question.messages else "has tools", "set data.chat_template = true"
+            if not self.tokenizer.chat_template:
+                how = "the model has no chat template: write it as one text, or choose a model that was trained to chat"
+            raise DataError(f"{question.where}: the prompt {what}; {how}")
         if question.tools and self._tools:
             raise DataError(
                 f"{question.where}: the prompt has tools of its own, and environment.options.tools offers others; "

@@ -53,24 +53,20 @@ class ToolOptions:
         return cls.of(environment.options) if environment.kind == "tools" else None
 
     def shown(self, tokenizer: Any, template_options: Options) -> list[dict[str, Any]]:
-        """Return the schemas for the chat template of a tokenizer; none if the prompts have them.
+        """Return the schemas for the prompts of a tokenizer; none if `in_prompt`, since the prompts have them.
 
-        Raises:
-            UserError: like `schemas_of`; or the template does not show tools.
+        A chat template that does not show them gets them in words: see `Continuation.text`.
+
+        Raises UserError if the template fails with them.
         """
         if self.in_prompt:
             return []
         schemas = schemas_of(self.tools)
         try:
-            is_shown = shows_tools(tokenizer, schemas, template_options)
+            shows_tools(tokenizer, schemas, template_options)
         except Exception as error:  # a template may fail in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"the model's chat template fails with tools: {reason}") from error
-        if not is_shown:
-            raise UserError(
-                "the model's chat template does not show tools: describe them and the form of a call in "
-                "data.system_prompt, and set environment.options.in_prompt = true"
-            )
         return schemas
 
 

@@ -116,7 +116,7 @@ def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
         missing=missing if run.rows else [],
         samples=choose_samples(samples),
         num_samples=len(samples),
-        keeps_samples=run.settings.get("monitor.samples_per_step") != 0,
+        num_kept=run.settings.get("monitor.samples_per_step"),
         table_steps=[int(row["step"]) for row in run.rows[-_NUM_TABLE_STEPS:]],
         table_rows=[
             (name, [_cell(row.get(name, math.nan)) for row in run.rows[-_NUM_TABLE_STEPS:]]) for name in _TABLE_METRICS
@@ -258,7 +258,7 @@ def _facts(run: History) -> list[tuple[str, str, str]]:
     if "time" in run.environment:
         commit = run.environment.get("git_commit")
         remark = f"commit {commit[:10]}" if commit else str(run.environment.get("host", ""))
-        facts.append(("Started", run.environment["time"][:10], remark))
+        facts.append(("Started", run.environment["time"][:16].replace("T", " "), remark))
     return facts
 
 

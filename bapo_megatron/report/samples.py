@@ -48,6 +48,7 @@ class ShownSample:
     key: str  # unique in the report
     step: int | None
     reward: float | None
+    advantage: str  # one, or one for each turn; "" if it was not recorded
     num_tokens: int | None
     age: int | None  # updates between the weights that sampled its first token and those it trained
     version: int | None  # version of the weights that sampled its last token
@@ -101,6 +102,7 @@ def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, in
         key=key,
         step=step,
         reward=_number(record.get("reward")),
+        advantage=_advantage(record.get("advantage")),
         num_tokens=None if num_tokens is None else int(num_tokens),
         age=trained - versions[0] if trained is not None and versions else None,
         version=versions[-1] if versions else None,
@@ -110,6 +112,11 @@ def _sample(key: str, record: Mapping[str, Any], version_before: Mapping[int, in
         reason=_reason(record),
         branches=[_words(segments, turn_rewards) for segments in branches],
     )
+
+
+def _advantage(value: Any) -> str:
+    numbers = map(_number, value if isinstance(value, list) else [value])
+    return ", ".join(f"{number:+.2f}" for number in numbers if number is not None)
 
 
 def _words(segments: Sequence[Mapping[str, Any]], turn_rewards: Any = None) -> list[ShownWords]:

@@ -298,7 +298,6 @@ class AgentDriver(SampleDriver):
     by_group: bool = field(default=False, init=False)
     first_need: Need = field(default=NeedsEnvironment(None), init=False)
     _sessions: dict[str, Session] = field(default_factory=dict, init=False)  # by sample id
-    _has_warned: bool = field(default=False, init=False)
 
     @property
     def deadline_s(self) -> float:
@@ -384,12 +383,6 @@ class AgentDriver(SampleDriver):
             session.limit = "turns" if isinstance(refusal, TurnsError) else "length" if is_too_long else None
             session.inbox.refuse(request, refusal)
             return None
-        if request.asked.tools and not self.chat.shows_tools and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "agents: a program offers tools, but the model's chat template does not show them to the policy; "
-                "describe them in the program's messages"
-            )
         session.request, session.limit = request, None
         return grown
 

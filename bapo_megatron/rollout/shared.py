@@ -74,10 +74,10 @@ class SharedRollouts:
         self,
         config: Config,
         first: Rollouts | None,
-        keep: Callable[[int, Sequence[Group]], None],
+        keep: Callable[[int, Sequence[Group], Batch], None],
         shares: BatchShares,
     ) -> None:
-        """`first` makes the batches on rank 0, None elsewhere; `keep` gets each step's number, from 1, and groups."""
+        """`first` makes the batches on rank 0, None elsewhere; `keep` gets a step's number, from 1, groups, batch."""
         self._config = config
         self._first = first
         self._keep = keep
@@ -133,7 +133,7 @@ class SharedRollouts:
         if (made := first.next_batch(step, version)) is NEEDS_WEIGHTS:
             return NEEDS_WEIGHTS
         batch, groups = made
-        self._keep(step + 1, groups)
+        self._keep(step + 1, groups, batch)
         return batch
 
 

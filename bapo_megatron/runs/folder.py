@@ -34,7 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.runs.provenance import describe_environment, git_state
 from bapo_megatron.runs.resuming import (
     check_resumable,
@@ -44,6 +44,7 @@ from bapo_megatron.runs.resuming import (
     num_steps_saved,
     with_pins,
 )
+from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 
 if TYPE_CHECKING:
@@ -265,6 +266,18 @@ class RunDir:
     def num_steps_saved(self) -> int:
         """Return the step of the checkpoint from which a resume would start, or 0."""
         return num_steps_saved(self.path) or 0
+
+    def what_is_saved(self, num_steps: int) -> str:
+        """Say from where a resume would start, and what is lost. Example: "saved: step 20 of 60; 5 later steps lost".
+
+        Args:
+            num_steps: train.num_steps.
+        """
+        rows, num_saved = read_metrics(self.metrics_path), self.num_steps_saved()
+        num_lost = max(0, int(rows[-1]["step"]) - num_saved) if rows else 0
+        saved = f"saved: step {num_saved} of {num_steps}"
+        told = saved if num_saved else "nothing is saved yet; the next start begins at step 1"
+        return f"{told}; {plural(num_lost, 'later step' if num_saved else 'step')} lost" if num_lost else told
 
     def close(self) -> None:
         """Release the lock. Safe to call twice."""

@@ -42,7 +42,7 @@ from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError, plural
-from bapo_megatron.monitor.console import Screen, header
+from bapo_megatron.monitor.console import Screen, header, outputs
 from bapo_megatron.preflight.placement import place
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, write_restart
@@ -215,7 +215,7 @@ def _run_first_rank(
             f"bapo: restart {restart.number} of {config.run.max_restarts} in {restart.delay_s:g} s: {restart.problem}"
         )
         time.sleep(restart.delay_s)
-    Screen(sys.stdout).facts(header(config, run_dir))
+    Screen(sys.stdout).facts(header(config, run_dir) | outputs(config, run_dir))
     host = node_address(config)
     if not meeting.has(RUN):
         meeting.share_key(new_key())

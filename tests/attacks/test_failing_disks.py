@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import bapo_megatron.hf.writer
+from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
@@ -122,7 +123,7 @@ def run(config: Config, saved: list[int]) -> None:
         assert model.value == first
         recorder.begin(first, Decoder())  # type: ignore[arg-type]
         for step in range(first + 1, NUM_STEPS + 1):
-            recorder.keep_samples(step, [GROUP])
+            recorder.keep_samples(step, [GROUP], BatchBuilder(config).build([GROUP], {}))
             model.weight += 1
             recorder.record(step, step, metrics_of(step))
             store.save(step, {"learner": model}, {"rollout": "x" * 3000})

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.paths import schema
+from bapo_megatron.config.schema import EnvironmentConfig
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.monitor.alarms import RULES, Alarm, AlarmLog, Rule
+from bapo_megatron.monitor.alarms import RULES, Alarm, AlarmLog, Rule, first_impressions
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.runs.folder import RunDir
@@ -157,6 +160,43 @@ def spiking(*counts: int, num_updates: int = 4) -> list[str]:
             for i, c in enumerate(counts, start=1)
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "is_large"),
+    [
+        ({"loss/approx_kl": 1.0}, True),
+        ({"loss/approx_kl": 0.99}, False),
+        ({"loss/approx_kl": math.nan}, False),
+        ({"optimizer/lr": 0.02}, True),
+        ({"optimizer/lr": 0.019}, False),
+        ({"optimizer/lr": 100.0, "loss/approx_kl": math.nan}, True),
+        ({"loss/approx_kl": 9.0, "mismatch/alarms": 1.0}, False),  # then the sampler was another one
+    ],
+)
+def test_updates_that_replace_the_policy_are_told_at_the_first_step(row: Metrics, is_large: bool) -> None:
+    assert ("large updates" in names({**WELL, **row})) == is_large
+
+
+TURNS = {kind: EnvironmentConfig(kind=kind) for kind in ("none", "tools", "agent", "guess")}
+TURNS["one turn"] = EnvironmentConfig(kind="guess", max_turns=1)
+
+
+@given(st.integers(1, 400), st.integers(0, 400), st.integers(0, 400), st.sampled_from(sorted(TURNS)))
+def test_the_first_step_says_what_nearly_all_responses_lack(num: int, cut: int, answered: int, kind: str) -> None:
+    cut, answered = min(cut, num), min(answered, num)
+    row = {"rollout/num_samples": float(num), "rollout/truncated_share": cut / num}
+    if kind != "none":
+        row["environment/answered_share"] = answered / num
+    lines = first_impressions(row, TURNS[kind], 7)
+    begins = [line.partition(":")[0] for line in lines]
+    expected = [f"{cut} of the {num} responses were cut at rollout.max_response_tokens=7"] if cut >= 0.95 * num else []
+    if kind in ("tools", "guess") and answered / num <= 1 - 0.95:
+        did = "called a tool" if kind == "tools" else "continued after the first turn"
+        never = "and a policy that never does so does not learn to (docs/turns.md)"
+        expected.append(f"{answered} of the {num} responses {did}, {never}")
+    assert begins == expected
+    assert first_impressions({}, TURNS[kind], 7) == []
 
 
 def test_spikes_are_an_alarm_if_they_are_many() -> None:
@@ -347,6 +387,12 @@ def test_a_part_with_a_wrong_name_is_left_out_with_one_warning(tmp_path: Path) -
     ]
 
 
+def test_the_first_step_of_a_run_is_told_once(tmp_path: Path) -> None:
+    told = "warning: 64 of the 64 responses were cut at rollout.max_response_tokens=48: raise it"
+    assert record(tmp_path, 0, [{**CUT, "reward/judged": 64.0}] * 3).count(told) == 1
+    assert told not in record(tmp_path, 3, [CUT] * 2)
+
+
 def test_on_gpus_the_steps_that_compile_have_no_mfu_and_no_slow_rank(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("bapo_megatron.monitor.record.device_peak_flops", lambda dtype: 4e12)
@@ -366,7 +412,7 @@ def test_an_alarm_is_told_once_on_the_terminal_and_kept_in_status_json(tmp_path:
     lines = [line[10:] for line in screen.splitlines()]
     at = lines.index(f"warning: all responses cut, step 5: {saw}")
     assert lines[at + 1 : at + 3] == [f"  usual cause: {rule.cause}", f"  change: {rule.change}"]
-    assert screen.count("warning: ") == 1
+    assert screen.count("warning: ") == 2, "the first step has said it before"
     status = status_of(tmp_path)
     assert (status["state"], status["attempt"], status["step"], status["planned_steps"]) == ("finished", 1, 8, 20)
     alarm = {"name": rule.name, "first_step": 5, "last_step": 8, "saw": saw, "cause": rule.cause, "change": rule.change}

@@ -16,6 +16,7 @@ from bapo_megatron.errors import escaped, install_command
 from bapo_megatron.preflight import inputs
 from bapo_megatron.preflight.checks.monitor import check_monitor
 from bapo_megatron.rollout.recorded import write_groups
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 from tests.distributed import HANG_S
 
@@ -267,11 +268,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content ~ eos_token }}{% endfor %}"
     [
         (SHOWN + TEMPLATE, "environment.options.tools=['calculator','python']", ""),
         (TEMPLATE, "environment.options.tools=['calculator'] environment.options.in_prompt=true", ""),
-        (
-            TEMPLATE,
-            "environment.options.tools=['calculator']",
-            "the model's chat template does not show tools: describe",
-        ),
+        (TEMPLATE, "environment.options.tools=['calculator']", "tokens with its tools, more than data.max_prompt"),
         (
             SHOWN + TEMPLATE,
             "data.chat_template=false environment.options.tools=['calculator']",
@@ -343,6 +340,51 @@ def test_a_reference_that_its_own_judge_gives_0_is_told(
     lines = answer(capsys, "data.source=jsonl", f"data.path={path}", f"reward.timeout_s={HANG_S}", *settings)
     assert len(lines) == (said is not None)
     assert all(str(said) in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "part"),
+    [
+        ({"prompt": [{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]}, [], "is a conversation; "),
+        ({"prompt": [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]},
+         ["data.on_bad_prompt=skip"], "is a conversation; the model has no chat template"),
+        ({"prompt": "1+1=", "tools": [{"type": "function", "function": {"name": "f"}}]}, [], "has tools; the model"),
+        ({"prompt": "1" * 17}, [], "prompts.jsonl:3001: the prompt has 17 tokens, more than"),
+    ],
+)  # fmt: skip
+def test_a_row_that_training_would_refuse_is_told_wherever_it_stands(
+    row: dict[str, object], settings: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_rows(tmp_path / "prompts.jsonl", [*(ROWS * 1500), {**row, "answer": "1"}])
+    (line,) = answer(capsys, "data.source=jsonl", f"data.path={path}", *settings)
+    assert part in line
+
+
+def test_a_limit_that_cuts_every_answer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1+1=", "answer": text} for text in ("1234", 12345)] * 8)
+    for limit, part in ((3, "the shortest answer has 4 tokens, and rollout.max_response_tokens=3 cuts"), (4, None)):
+        settings = [f"rollout.max_response_tokens={limit}", "rollout.tokens_per_round=none"]
+        lines = answer(capsys, "data.source=jsonl", f"data.path={path}", *settings)
+        assert len(lines) == (part is not None)
+        assert all(str(part) in line for line in lines)
+    (line,) = answer(capsys, "rollout.max_response_tokens=1", "rollout.tokens_per_round=none")
+    assert "cuts every response after its first token" in line
+
+
+def test_an_earlier_run_that_cannot_be_resumed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = [f"run.dir={tmp_path}", "run.name=mine"]
+    with RunDir.open(load_config(["demo"], where)) as run_dir:
+        run_dir.metrics_path.write_text('{"step": 1}\n')
+        (line,) = answer(capsys, *where)
+        assert line.startswith("warning: the run ")
+        assert "is in use by process" in line
+    assert answer(capsys, *where) == []
+    assert any("optimizer.lr: 0.0003 -> 0.001" in line for line in answer_of_error(capsys, *where, "optimizer.lr=1e-3"))
+
+
+def answer_of_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert cli.main(["check", "demo", *arguments]) == 2
+    return capsys.readouterr().err.splitlines()
 
 
 def test_fewer_prompts_than_a_step_takes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,7 @@ MISTAKES = (
     mistake("loss.importance_cap=3", "loss.importance_cap loss.proximal"),
     mistake("bapo.rho0=1.4", "bapo.rho0 bapo.contribution bapo.preset"),
     mistake("bapo.smoothing_updates=3", "bapo.smoothing_updates bapo.scope"),
+    mistake("optimizer.lr=100", "optimizer.lr"),
     mistake("optimizer.warmup_updates=1000",
             f"optimizer.warmup_updates optimizer.schedule optimizer.total_updates {UPDATES}"),
     mistake("optimizer.min_lr_ratio=0.1", "optimizer.min_lr_ratio optimizer.schedule"),

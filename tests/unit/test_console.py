@@ -195,17 +195,17 @@ class Seen(Heartbeat):
     def span(self, span: str | None) -> None: ...
 
 
-def test_stages_of_the_first_step_are_lines_without_a_terminal() -> None:
+def test_stages_of_an_attempts_first_step_are_lines_without_a_terminal() -> None:
     stream, heartbeat = io.StringIO(), Seen("rollout", None, "train", None)
     heartbeat.step = 12
     with Console("auto", 100, history=[{"step": 11.0}], stream=stream, heartbeat=heartbeat) as console:
         deadline = time.monotonic() + HANG_S
-        while "first step, train\n" not in stream.getvalue():
+        while "step 12, train\n" not in stream.getvalue():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         console.step(STEP)
     first, second, *_ = stream.getvalue().splitlines()
-    assert (first[10:], second[10:]) == ("first step, rollout", "first step, train")
+    assert (first[10:], second[10:]) == ("step 12, rollout", "step 12, train")
 
 
 def test_a_bar_counts_the_row_above_it(monkeypatch: pytest.MonkeyPatch) -> None:

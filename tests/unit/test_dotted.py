@@ -310,7 +310,7 @@ def test_a_mistyped_option_is_answered_with_a_suggestion(
         ("NO_NAME", 'needs a key like "loss/cut_share", of at most 100 letters'),
         ("LONG_NAME", 'needs a key like "loss/cut_share", of at most 100 letters'),
         ("LAST", "its metric loss/mine needs tokens="),
-        ("NO_SECTION", "its metric loss/mine needs a panel like"),
+        ("NO_SECTION", 'which must be "SECTION / FIGURE", of the report or new ones'),
         ("LATE_MASKS", 'its rule masks tokens, which needs reads="update", not "earlier updates"'),
         ("KEPT", "stream mine: a step computes rows of sampled tokens, of all layers"),
         ("TWICE", "stream mine: the name is taken"),

@@ -6,15 +6,19 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from math import comb
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.errors import UserError
 from bapo_megatron.estimates import bootstrap, majority_at_k, pass_at_k, powers_up_to, wilson_interval
 from bapo_megatron.evaluation import results
-from bapo_megatron.evaluation.results import Answered, Evaluation, Problem
+from bapo_megatron.evaluation.results import Answered, Evaluation, Problem, compared
+from bapo_megatron.evaluation.run import compare
 
 RIGHT = "right"
 votes = st.lists(st.sampled_from([RIGHT, "a", "b", "c", None]), min_size=1, max_size=7)
@@ -195,3 +199,73 @@ def test_wilson_agrees_with_its_definition() -> None:
                 assert abs(share - edge) == pytest.approx(1.959964 * (edge * (1 - edge) / num) ** 0.5, rel=1e-6)
     assert wilson_interval(1.0, 8)[1] == pytest.approx(1.0)
     assert wilson_interval(0.0, 8)[0] == pytest.approx(0.0)
+
+
+def evaluation_of(rewards: Sequence[Sequence[float]], names: Sequence[str], **facts: object) -> dict[str, Any]:
+    problems = tuple(
+        Problem(i, name, "4", tuple(Answered(r, None, 10, False, None, {"half": r / 2}) for r in row))
+        for i, (name, row) in enumerate(zip(names, rewards, strict=True))
+    )
+    return Evaluation(facts, problems, has_answers=False, seed=0).to_json()
+
+
+def test_parts_of_the_reward_are_estimates_and_a_missing_one_counts_as_0() -> None:
+    responses = (
+        Answered(1.2, None, 5, False, None, {"right": 1.0, "form": 0.2}),
+        Answered(0.0, None, 5, False, "error"),
+    )
+    evaluation = Evaluation({}, (Problem(0, "q", "4", responses),), has_answers=False, seed=0)
+    assert {name: e.value for name, e in evaluation.estimates.items()}["reward/right"] == 0.5
+    assert evaluation.estimates["reward/form"].value == pytest.approx(0.1)
+    assert "reward/form" in evaluation.table()
+    assert evaluation.to_json()["problems"][0]["parts"] == [{"right": 1.0, "form": 0.2}, {}]
+    (plain,) = Evaluation({}, (Problem(0, "q", "4", responses[1:]),), has_answers=False, seed=0).to_json()["problems"]
+    assert "parts" not in plain
+
+
+rewards_of = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), rewards_of, rewards_of), min_size=1, max_size=8), st.randoms())
+def test_a_comparison_pairs_the_same_questions(drawn: list[Any], generator: random.Random) -> None:
+    """The second evaluation has another order and another question; questions asked twice keep their order."""
+    before = evaluation_of([row for _, row, _ in drawn], [name for name, *_ in drawn], temperature=1.0)
+    letters = [*{name for name, *_ in drawn}]
+    generator.shuffle(letters)
+    moved = [one for letter in letters for one in drawn if one[0] == letter]
+    after = evaluation_of(
+        [[9.0, 9.0], *[row for *_, row in moved]], ["other", *[name for name, *_ in moved]], temperature=0.6
+    )
+    text = compared(before, after)
+    avg = next(line.split() for line in text.splitlines() if line.startswith("avg "))
+    means = [statistics.fmean(statistics.fmean(one[i]) for one in drawn) for i in (1, 2)]
+    assert [float(x) for x in avg[1:4]] == pytest.approx([*means, means[1] - means[0]], abs=1e-3)
+    signs = [statistics.fmean(after) - statistics.fmean(before) for _, before, after in drawn]
+    assert avg[-1] == f"{sum(s > 0 for s in signs)}/{sum(s < 0 for s in signs)}"
+    assert f"of both evaluations (of {len(drawn)} and {len(drawn) + 1})" in text
+    assert "they were asked differently: temperature 1.0 and 0.6" in text
+    if len(drawn) > 1:
+        low, high = (float(x.strip("[],")) for x in avg[4:6])
+        assert low - 1e-3 <= means[1] - means[0] <= high + 1e-3
+
+
+def test_paired_differences_are_more_precise_than_either_evaluation() -> None:
+    levels = [random.Random(3).random() for _ in range(40)]
+    one, other = ([[level + d] for level in levels] for d in (0.0, 0.1))
+    names = [str(i) for i in range(40)]
+    avg = next(
+        line for line in compared(evaluation_of(one, names), evaluation_of(other, names)).splitlines() if "avg" in line
+    )
+    assert "+0.100   [+0.100, +0.100]" in avg
+    assert avg.endswith("40/0")
+
+
+def test_evaluations_that_share_nothing_are_not_compared(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no problem in common"):
+        compared(evaluation_of([[1.0]], ["a"]), evaluation_of([[1.0]], ["b"]))
+    for content in (None, "{", "[]", '{"problems": []}', "\udc00"):
+        if content is not None:
+            (tmp_path / "result.json").write_bytes(content.encode(errors="surrogatepass"))
+        with pytest.raises(UserError, match=r"is not the folder of an evaluation: .*result.json.* give folders that"):
+            compare(tmp_path, tmp_path)

@@ -117,6 +117,11 @@ def test_options_of_a_function_without_any_are_refused(checked: Checked) -> None
         ),
         ("Fatal Python error: Segmentation fault\n\n", "Fatal Python error: Segmentation fault"),
         ("Traceback (most recent call last):\n  cut off", "  cut off".strip()),
+        ("it is full\n2026-11-26 21:11:07,512 INFO megatron.core: Detected Megatron Core, using FSDP.\n", "it is full"),
+        ("it is full\n[INFO|a.py:3] 2026 >> ready\na.py:7: UserWarning: old\n  warn(\n", "a.py:7: UserWarning: old"),
+        ("INFO: 1 ready\nDEBUG:b:2\n", ""),
+        ("the word INFORMATION stays\n", "the word INFORMATION stays"),
+        ("x" * 80 + " INFO\n", "x" * 80 + " INFO"),
         ("", ""),
         (None, ""),
     ],
@@ -132,6 +137,7 @@ def test_a_rank_that_fails_tells_why_on_the_terminal(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=root, check=False)
     assert done.returncode == 1
-    ended, words = done.stderr.splitlines()[-2:]
+    ended, words, *_, saved, _ = done.stderr.splitlines()[-5:]
+    assert saved == "bapo: nothing is saved yet; the next start begins at step 1"
     assert ended.startswith("bapo: trainer rank 0 ended with exit code 1; its log: ")
     assert words == r"bapo: it ends with: RuntimeError: no such\tthing"

@@ -1,6 +1,7 @@
 """The registry of metrics against its documentation, the files that hold them, and the sums drawn from them."""
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -9,11 +10,15 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bapo_megatron.buffer.batch import batch_metrics
+from bapo_megatron.buffer.batch import BatchBuilder, batch_metrics
+from bapo_megatron.config.load import load_config
 from bapo_megatron.metrics import METRIC_FAMILIES, METRICS, declared, metrics_page, reduce_updates
-from bapo_megatron.monitor.record import sample_record
+from bapo_megatron.monitor.record import sample_record, turn_advantages
 from bapo_megatron.runs.numbers import count, duration
 from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runs.summary import summarize_run
@@ -148,6 +153,51 @@ def test_parts_of_the_reward_are_metrics_and_stand_next_to_the_sample() -> None:
     with_parts, without = (sample_record(3, sample, lambda ids: "x") for sample in samples)
     assert (with_parts["parts"], with_parts["reason"]) == ({"correct": 1.0, "format": 0.5}, "as it should be")
     assert {"parts", "reason"}.isdisjoint(without)
+
+
+@given(st.data(), st.sampled_from(["grpo", "dr_grpo", "rloo", "grpo_turns", "gae"]), st.booleans())
+def test_each_recorded_sample_has_the_advantages_that_were_trained(
+    data: st.DataObject, kind: str, whitens: bool
+) -> None:
+    number = itertools.count()
+
+    def sample(group: int, index: int) -> Sample:
+        name, prompt = f"{group}.{index}", Prompt(group, (1,), "q", "a", "chains")
+        trajectories, rewards = [], []
+        for _ in range(data.draw(st.integers(1, 2))):
+            segments = [Segment.given("prompt", (1,))]
+            for _ in range(data.draw(st.integers(0, 3))):
+                num = data.draw(st.integers(1, 3))
+                segments.append(Segment.sampled(0, 1, (next(number),) * num, (-0.1,) * num))  # its own token
+                segments.append(Segment.given("environment", (2,)))
+                rewards.append(float(data.draw(st.integers(0, 3))))
+            trajectories.append(Trajectory(tuple(segments)))
+        is_failed = data.draw(st.booleans()) and index > 0
+        end = Ended("failed", None) if is_failed else Ended("stop", sum(rewards))
+        return Sample(name, prompt, tuple(trajectories), end, turn_rewards=tuple(rewards))
+
+    groups = [
+        Group(Prompt(g, (1,), "q", "a", "chains"), tuple(sample(g, i) for i in range(data.draw(st.integers(1, 4)))))
+        for g in range(data.draw(st.integers(1, 3)))
+    ]
+    hypothesis.assume(any(s.num_sampled_tokens for g in groups for s in g.valid))
+    settings = [f"advantage.kind={kind}", "environment.kind=guess"]
+    config = load_config(["demo"], [*settings, f"advantage.whiten_batch={str(whitens).lower()}"])
+    batch = BatchBuilder(config).build(groups, {})
+    found = turn_advantages(groups, batch)
+    trained = {s.sample_id: s for g in groups for s in g.valid}
+    assert found.keys() == trained.keys()
+    tokens, advantages = batch.token_ids_T[batch.sampled_T], batch.advantages_T[batch.sampled_T]
+    by_token = dict(zip(tokens.tolist(), advantages.tolist(), strict=True))
+    for name, one in trained.items():
+        assert found[name] == [by_token[int(turn[0])] for t in one.trajectories for turn in t.turns]
+
+
+def test_an_advantage_stands_next_to_the_reward() -> None:
+    prompt = Prompt(7, (1,), "3+5=", "8", "chains")
+    one = Sample.of("7.0", prompt, (Segment.sampled(4, 2, (1,), (-0.1,)),), Ended("stop", 1.0))
+    for values, shown in ((None, None), ([], None), ([0.5], 0.5), ([0.5, 0.5], 0.5), ([0.5, None], [0.5, None])):
+        assert sample_record(3, one, str, values).get("advantage") == shown
 
 
 def test_stopwatch_accounts_for_all_of_a_step() -> None:

@@ -120,9 +120,13 @@ def test_a_rank_that_dies_at_every_start_is_given_up_after_two(tmp_path: Path) -
     assert first == f"bapo: {ended.format(str(log).format(2))}"
     assert told == [
         "bapo: 2 attempts in a row completed no step",
+        "bapo: SIGKILL often comes from Linux's memory killer: `dmesg | grep -i 'killed process'` says so",
+        "bapo: nothing is saved yet; the next start begins at step 1",
+        told[3],
         "bapo: the ranks were restarted 1 time:",
         f"bapo: attempt 1: {ended.format(str(log).format(1))}",
     ]
+    assert re.fullmatch(r"bapo: to continue: .*bapo.* train .*/run/config.toml", told[3])
     assert "restart 1 of 5 in 1 s, logs: " in run.text
 
 

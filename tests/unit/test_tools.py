@@ -20,6 +20,7 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionS
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import UserError
 from bapo_megatron.prompts.base import Question
+from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.prompts.tools import ToolOptions, load_tools, schemas_of
@@ -363,11 +364,35 @@ def test_prompts_show_the_tools_or_the_run_does_not_start() -> None:
     first, second, rest = prompt(showing).split("\n", 2)
     assert [json.loads(first), json.loads(second)] == schemas_of(["calculator", f"{MODULE}:search"])
     assert rest == prompt(showing, in_prompt=True) == prompt(plain, in_prompt=True)
-    with pytest.raises(UserError, match=r"does not show tools: describe .* set environment\.options\.in_prompt = true"):
-        prompt(plain)
+    written = prompt(plain)
+    assert '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}</tool_call>' in written
+    assert [json.JSONDecoder().raw_decode(line)[0] for line in written.splitlines() if line.startswith('{"name"')] == [
+        schema["function"] for schema in schemas_of(["calculator", f"{MODULE}:search"])
+    ]
     showing.chat_template = "{{ raise_exception('no tools') if tools }}"
     with pytest.raises(UserError, match="the model's chat template fails with tools: no tools"):
         prompt(showing)
+
+
+@given(
+    st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "system", "\n", '"', "{", "é", " "]), max_size=6),
+    st.booleans(),
+)
+def test_words_about_tools_forge_no_turn(pieces: list[str], has_system: bool) -> None:
+    """Whatever a description spells, the template alone writes control tokens."""
+    tokenizer = tokenizer_of("qwen2_5")
+    chat = Continuation(tokenizer, {})
+    assert not chat.shows_tools
+    messages = [
+        *([{"role": "system", "content": "Be short."}] if has_system else []),
+        {"role": "user", "content": "6*7?"},
+    ]
+    schema = {"type": "function", "function": {"name": "search", "description": "".join(pieces), "parameters": {}}}
+    plain, found = chat.whole(messages), chat.whole(messages, [schema])
+    assert json.dumps(schema["function"], ensure_ascii=False) in tokenizer.decode(found)
+    control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    num_system = not (has_system or "system" in tokenizer.decode(plain))
+    assert sum(i in control for i in found) == sum(i in control for i in plain) + 2 * num_system
 
 
 def test_tools_count_in_the_length_of_a_prompt() -> None:

@@ -32,6 +32,7 @@ def check_environment(config: Config, hf_config: dict[str, Any] | None) -> Itera
     positions = (hf_config or {}).get("max_position_embeddings")
     longest, given = config.longest_sequence, one.max_given_tokens
     if isinstance(positions, int) and longest - given <= positions < longest:
+        room = (positions - longest + given) // (one.max_turns - 1)
         yield Violation(
             (
                 "environment.max_answer_tokens",
@@ -46,5 +47,5 @@ def check_environment(config: Config, hf_config: dict[str, Any] | None) -> Itera
             f"prompt and response of {longest - given} tokens with {one.max_turns} - 1 answers of "
             f"environment.max_answer_tokens={one.max_answer_tokens} make {longest}, more than the model's "
             f"max_position_embeddings={positions}",
-            "set environment.max_answer_tokens or environment.max_turns lower",
+            f"set environment.max_answer_tokens={room}" if room else "set environment.max_turns lower",
         )

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.lr_schedule import planned_updates
+from bapo_megatron.config.lr_schedule import LARGE_RATE, planned_updates
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
 
@@ -86,8 +86,20 @@ def check_kl(config: Config) -> Iterator[Violation]:
 
 
 def check_schedule(config: Config, given: Collection[str] | None) -> Iterator[Violation]:
-    """Check that warm-up ends before the run does."""
+    """Check the size of the learning rate, and that warm-up ends before the run does."""
     optimizer, num_updates = config.optimizer, planned_updates(config)
+    rates: dict[tuple[str, ...], float] = {("optimizer.lr",): optimizer.lr}
+    if not config.advantage.compares_responses:
+        rates["critic.lr", "advantage.kind"] = config.critic.lr
+    for settings, rate in rates.items():
+        if rate >= LARGE_RATE:
+            setting = settings[0]
+            yield warning(
+                settings,
+                f"{setting}={rate:g}: an update of Adam moves each weight by about the learning rate, and a model's "
+                f"weights are about {LARGE_RATE:g} in size, so the first updates replace it",
+                f"set {setting}=1e-6 for a large model, or 1e-4 for a small one",
+            )
     if optimizer.warmup_updates < num_updates:
         return
     settings = (

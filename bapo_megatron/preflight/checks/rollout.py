@@ -21,6 +21,12 @@ def check_rollout(config: Config) -> Iterator[Violation]:
             f"{r.max_response_tokens}",
             "set it below that, or leave it out to sample responses to their end",
         )
+    if r.max_response_tokens == 1:
+        yield warning(
+            ("rollout.max_response_tokens",),
+            "rollout.max_response_tokens=1 cuts every response after its first token",
+            "set it to the longest answer that you expect, such as rollout.max_response_tokens=512",
+        )
     groups = ("rollout.groups_in_flight", "rollout.prompts_per_step")
     if r.groups_in_flight is not None and r.groups_in_flight < r.prompts_per_step:
         yield Violation(
