@@ -486,7 +486,7 @@ def test_the_tenth_that_fails_changes_nothing_for_the_others(kind: str, seed: in
         assert getattr(batch, name).equal(getattr(alone, name)), name
     assert batch.metrics == alone.metrics
     assert batch.num_sequences == 40 - len(failed)
-    assert len(batch.advantages_T.unique()) > 5, "otherwise nothing is compared"
+    assert len(batch.advantages_T.unique()) > 3, "otherwise nothing is compared"
 
 
 @pytest.mark.parametrize("num_left", [0, 1])
