@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -27,7 +27,7 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.engines import num_started
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.key import KEY_VARIABLE, new_key
+from bapo_megatron.engines.key import handed_over, new_key
 from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
@@ -367,15 +367,22 @@ def _ranks(
         try:
             for rank in range(count):
                 own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if rank == 0:
-                    own[KEY_VARIABLE] = key
-                ranks.append(
-                    standby.take(Orders(own, urls))
-                    or subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | own, start_new_session=True)
-                )
+                secret = key if rank == 0 else None
+                ranks.append(standby.take(Orders(own, urls, secret)) or _start_rank(command, own, secret))
             yield ranks
         finally:
             _end(ranks)
+
+
+def _start_rank(command: Sequence[str], variables: Mapping[str, str], key: str | None) -> subprocess.Popen[bytes]:
+    with handed_over(key) as (secret, descriptors):
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | variables | secret,
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
 
 
 def _threads_of_a_rank(config: Config) -> dict[str, str]:

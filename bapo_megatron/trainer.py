@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.errors import UserError, escaped
 from bapo_megatron.runs.folder import RunDir
-from bapo_megatron.runtime import starting
+from bapo_megatron.runtime import raise_open_files, starting
 from bapo_megatron.runtime.environment import bind_to_gpu, has_gpu_driver, trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.output import ESCAPING, lasting, show_traceback
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         os.environ |= orders.environment
         urls = orders.urls
+        if orders.key is not None:
+            os.environ[KEY_VARIABLE] = orders.key  # /proc shows the environment that a process began with, not this
     run_dir = RunDir.attach(options.run_dir)  # an attempt may have begun meanwhile
     return run_rank(run_dir, urls, run_dir.stop_file)
 
@@ -74,6 +77,7 @@ def run_rank(run_dir: RunDir, urls: list[str], stop_file: Path | None = None) ->
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end immediately, also inside a collective; checkpoints are atomic
     _exit_with_parent()
+    raise_open_files()
     rank = int(os.environ.get("RANK", "0"))
     terminal = redirect_output(run_dir.log_path("trainer", rank))
     try:

@@ -1,11 +1,15 @@
 """The key that a run shares with its engines. Without it an engine answers nothing.
 
-The process that starts the engines makes it. The engines and trainer rank 0 get it through their environment, the nodes
-of a SLURM job through a file in the meeting folder; it is in no command line, log, configuration or checkpoint.
+The process that starts the engines makes it. The engines and trainer rank 0 inherit a socket that holds it, the nodes
+of a SLURM job read it from a file in the meeting folder; it is in no environment, command line, log, configuration or
+checkpoint. Nobody can open a socket by /proc/PID/fd, as they can a pipe.
 """
 
+import contextlib
 import os
 import secrets
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from bapo_megatron.config.engines import engine_kind
@@ -14,6 +18,8 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.runtime.files import regular_file
 
 KEY_VARIABLE = "BAPO_ENGINE_KEY"
+"""The key of an engine that you start yourself."""
+_SOCKET_VARIABLE = "BAPO_ENGINE_KEY_SOCKET"  # in processes of a run: the number of the socket
 
 _NUM_BYTES = 32
 _MAX_BYTES = 4096
@@ -24,9 +30,25 @@ def new_key() -> str:
     return secrets.token_hex(_NUM_BYTES)
 
 
+@contextlib.contextmanager
+def handed_over(key: str | None) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """Yield the variables and the descriptors with which a process that the block starts finds the key."""
+    if key is None:
+        yield {}, ()
+        return
+    mine, other = socket.socketpair()
+    with other:
+        with mine:
+            mine.sendall(key.encode())
+        yield {_SOCKET_VARIABLE: str(other.fileno())}, (other.fileno(),)
+
+
 def take_key() -> str | None:
-    """Return the key from this process's environment, if any, and hide it from the processes that this one starts."""
-    return os.environ.pop(KEY_VARIABLE, None) or None
+    """Return the key that this process was given, if any, and hide it from the processes that this one starts."""
+    if (number := os.environ.pop(_SOCKET_VARIABLE, None)) is None:
+        return os.environ.pop(KEY_VARIABLE, None) or None
+    with open(int(number), "rb") as holder:
+        return holder.read().decode()
 
 
 def client_key(rollout: RolloutConfig) -> str | None:

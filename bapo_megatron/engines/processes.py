@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from bapo_megatron.engines.key import handed_over
 from bapo_megatron.errors import EngineError, UserError
 
 LOOPBACK = "127.0.0.1"
@@ -40,18 +41,24 @@ class EngineShare:
     num_ranks: int = 0  # trainer ranks on the same cores
 
 
-def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, key: str | None = None
+) -> subprocess.Popen[bytes]:
     """Start an engine that ends when its standard input closes, so that even kill -9 of this process leaves none.
 
     It leads its own session: Ctrl-C reaches only this process, which ends the trainer ranks first.
+
+    Args:
+        key: what it finds with `take_key`.
     """
-    with log.open("wb") as output:
+    with log.open("wb") as output, handed_over(key) as (secret, descriptors):
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | (environment or {}),
+            env=os.environ | (environment or {}) | secret,
+            pass_fds=descriptors,
             start_new_session=True,
         )
 

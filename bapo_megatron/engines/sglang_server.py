@@ -23,7 +23,7 @@ from bapo_megatron.engines.key import take_key
 from bapo_megatron.engines.processes import LOOPBACK
 from bapo_megatron.engines.update_group import host_store
 from bapo_megatron.errors import UserError
-from bapo_megatron.runtime import starting
+from bapo_megatron.runtime import raise_open_files, starting
 
 _STORE_TIMEOUT_S = 300.0  # for the store's own requests; torch's default
 
@@ -50,8 +50,9 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     threading.Thread(target=_end_when_stdin_closes, name="parent-watch", daemon=True).start()
-    load_plugins()
     key = take_key()
+    raise_open_files()
+    load_plugins()
     arguments = prepare_server_args([*serving.arguments, *sys.argv[1:]])
     if refusal := serving.refusal(Path(arguments.model_path)):
         print(refusal, file=sys.stderr)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_megatron.engines import processes
-from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.errors import UserError
 
 _POLL_S = 0.2
@@ -45,7 +44,7 @@ class EngineSpec:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     key: str | None = field(default=None, repr=False)
-    """The key that the engine asks its clients for, passed to it as BAPO_ENGINE_KEY."""
+    """The key that the engine asks its clients for; it finds it with `take_key`."""
 
 
 @contextlib.contextmanager
@@ -156,8 +155,7 @@ class _Engine:
         self.log = self.spec.log
 
     def start(self) -> None:
-        secret = {} if self.spec.key is None else {KEY_VARIABLE: self.spec.key}
-        self.process = processes.start(self.spec.command, self.log, {**self.spec.environment, **secret})
+        self.process = processes.start(self.spec.command, self.log, self.spec.environment, self.spec.key)
 
     def look_after(self) -> None:
         """Restart it when needed, until the run ends or no restart is left."""

@@ -1,7 +1,6 @@
 """Checks of this machine: disk space and open files for a run (`bapo check`), ports (`bapo doctor`)."""
 
 import re
-import resource
 import shutil
 import socket
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import checkpoint_bytes, host_bytes, routes_host_bytes
 from bapo_megatron.preflight.plan import LAYOUT
-from bapo_megatron.runtime import memory_bytes, num_cores
+from bapo_megatron.runtime import memory_bytes, num_cores, raise_open_files
 
 Grade = Literal["ok", "absent", "warning", "error"]
 
@@ -129,18 +128,15 @@ def open_files_needed(config: Config) -> int:
 
 
 def check_open_files(config: Config) -> Iterator[Violation]:
-    """Compare this process's limit of open files with what the run needs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = open_files_needed(config)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    """Compare the most files that a process may open with what the run needs."""
+    allowed, needed = raise_open_files(), open_files_needed(config)
+    if allowed >= needed:
         return
-    how = f"run `ulimit -n {needed}` before it"
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        how = (
-            f"raise it to {needed}, and the hard limit of {hard} too: in /etc/security/limits.conf, with LimitNOFILE= "
-            "for a service, or with --ulimit nofile= for a container"
-        )
-    problem = f"a process may have {soft} files open here (ulimit -n), and trainer rank 0 needs up to {needed}"
+    how = (
+        f"raise that hard limit to {needed}: in /etc/security/limits.conf, with LimitNOFILE= for a service, or with "
+        "--ulimit nofile= for a container"
+    )
+    problem = f"a process may have {allowed} files open here (ulimit -Hn), and trainer rank 0 needs up to {needed}"
     yield Violation(_OPEN_FILES, problem, how)
 
 

@@ -22,12 +22,21 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from bapo_megatron.prompts.encoding import CLOCK, Options, chat_text, rendered_ids, shows_tools, words_ids
+from bapo_megatron.prompts.encoding import (
+    CLOCK,
+    Options,
+    chat_text,
+    rendered_ids,
+    shows_tools,
+    surely_exceeds,
+    words_ids,
+)
 from bapo_megatron.prompts.json_values import MAX_DEPTH, depth
 
 _TURN, _WORDS = (f"{word}{secrets.token_hex(8)}" for word in ("turn", "words"))  # in no template, and nobody's words
 _CALL_ID = "call00000"  # nine letters and digits: Mistral's templates refuse others
 _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # control tokens that are not marked as special, by their form
+_NO_LIMIT = 2**31  # tokens
 _QUESTION = {"role": "user", "content": "q"}
 _NO_ARGUMENTS: tuple[Any, ...] = ({}, "{}")
 _NUM_AROUND = 5  # levels around the arguments of a call: messages, message, calls, call, function
@@ -39,6 +48,10 @@ You may call tools. A call is JSON in this form, and the turn ends after it:
 These are the tools, each as JSON schema:"""
 
 Message = Mapping[str, Any]
+
+
+class TooLongError(ValueError):
+    """Messages that have more tokens than a limit."""
 
 
 class Continuation:
@@ -100,47 +113,73 @@ class Continuation:
         Raises:
             ValueError: the template does not take these messages, or has more tokens than `max_tokens` without them.
         """
-        for role in dict.fromkeys(str(message["role"]) for message in messages):
-            if (refusal := self.refusal(role)) is not None:
-                other = 'return them with the role "user", or ' if role != "user" and self._end else ""
-                raise ValueError(f"{refusal}; {other}return text")
-        is_ended = not is_cut and bool(turn) and turn[-1] in self._special.values()
-        end = [] if is_ended else [self._special[self._end]]
 
-        def shortened(num_chars: int) -> list[int]:
-            return [*end, *self._between(_first(messages, num_chars))]
+        def fitting(num_chars: int) -> list[int] | None:
+            try:
+                token_ids = self.all_ids(_first(messages, num_chars), turn, is_cut=is_cut, max_tokens=max_tokens)
+            except TooLongError:
+                return None
+            return token_ids if len(token_ids) <= max_tokens else None
 
         def is_too_long(num_chars: int) -> bool:
-            return len(shortened(num_chars)) > max_tokens
+            return fitting(num_chars) is None
 
         whole = sum(len(message["content"]) for message in messages)
-        if len(token_ids := shortened(whole)) <= max_tokens:
+        if (token_ids := fitting(whole)) is not None:
             return token_ids, False
         high = max_tokens
         while high < whole and not is_too_long(high):
             high *= 2
         num_chars = bisect.bisect_left(range(min(high, whole)), True, key=is_too_long) - 1
         if num_chars < 0:
+            least = len(self.all_ids(_first(messages, 0), turn, is_cut=is_cut, max_tokens=_NO_LIMIT))
             raise ValueError(
-                f"environment.max_answer_tokens={max_tokens} is less than the {len(shortened(0))} tokens that the chat "
-                "template itself puts between two turns; set it higher"
+                f"environment.max_answer_tokens={max_tokens} is less than the {least} tokens that the chat template "
+                "itself puts between two turns; set it higher"
             )
-        return shortened(num_chars), True
+        token_ids = fitting(num_chars)
+        assert token_ids is not None
+        return token_ids, True
 
-    def whole(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def all_ids(
+        self, messages: Sequence[Mapping[str, Any]], turn: Sequence[int], *, is_cut: bool, max_tokens: int
+    ) -> list[int]:
+        """Return the tokens of `ids` without a cut; they may be a few more than `max_tokens`.
+
+        Raises:
+            TooLongError: they are many more. Whoever sends a long text does not get the time that its tokens take.
+            ValueError: the template does not take these messages.
+        """
+        for role in dict.fromkeys(str(message["role"]) for message in messages):
+            if (refusal := self.refusal(role)) is not None:
+                other = 'return them with the role "user", or ' if role != "user" and self._end else ""
+                raise ValueError(f"{refusal}; {other}return text")
+        is_ended = not is_cut and bool(turn) and turn[-1] in self._special.values()
+        end = [] if is_ended else [self._special[self._end]]
+        first, *others = self._pieces(lambda some, _: self._rendered(some), messages, (), max_tokens)
+        return [*end, *self._rendered_ids(first, self._end), *self._piece_ids(others)]
+
+    def whole(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+    ) -> list[int]:
         """Return the tokens of a conversation in the chat template, up to the opening of the policy's turn.
 
         Args:
             messages: as the template reads them, the policy's earlier ones included. Special tokens that they spell
                 stay text.
             tools: what the template shows to the policy as its tools.
+            max_tokens: a limit; the tokens may be a few more.
 
         Raises:
+            TooLongError: they are many more.
             ValueError: the template does not take these messages, or they are not valid Unicode.
         """
         if self._is_blind:  # templates for images expect a list of parts, and leave text out
             raise ValueError("the chat template refuses these messages: it does not show the text of a user's message")
-        first, *others = self._pieces(self.text, messages, tools)
+        first, *others = self._pieces(self.text, messages, tools, max_tokens)
         return [*rendered_ids(self._tokenizer, first), *self._piece_ids(others)]
 
     def text(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
@@ -214,22 +253,20 @@ class Continuation:
             return f"the model's chat template does not show {role!r} messages after a turn"
         return None
 
-    def _between(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens after a turn's end. Raises ValueError like `ids`."""
-        first, *others = self._pieces(lambda some, _: self._rendered(some), messages)
-        return [*self._rendered_ids(first, self._end), *self._piece_ids(others)]
-
     def _pieces(
         self,
         rendered: Callable[[Sequence[Message], Sequence[Message]], str],
         messages: Sequence[Message],
-        tools: Sequence[Message] = (),
+        tools: Sequence[Message],
+        max_tokens: int | None,
     ) -> list[str]:
         """Return what the template writes, cut around each control token that the messages and tools spell."""
         if depth([*messages, *tools]) > MAX_DEPTH + _NUM_AROUND:
             raise ValueError(f"a message or a tool is nested more than {MAX_DEPTH} levels deep")
         words = [*_strings([messages, tools])]
         whole = rendered(messages, tools)
+        if max_tokens is not None and surely_exceeds(self._tokenizer, whole, max_tokens):
+            raise TooLongError(f"they have more than {max_tokens} tokens")
         if not any(map(self._pattern.search, words)):
             return [whole]
         hole = f"hole{secrets.token_hex(8)}"  # around each spelled token: plain letters, which JSON keeps, and nobody's words

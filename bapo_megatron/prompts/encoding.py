@@ -15,6 +15,7 @@ from bapo_megatron.hf.tokenizer import CLOCK
 Options = Mapping[str, Any]
 
 
+_CHARS_PER_TOKEN = 16  # few texts have more than 8
 _PROBE = "1"  # a text that every tokenizer has tokens for
 
 
@@ -50,6 +51,20 @@ def _valid(text: str) -> str:
         half = ascii(text[problem.start])[1:-1]
         raise ValueError(f"not valid Unicode: character {problem.start + 1} of a text is {half}, half a pair") from None
     return text
+
+
+def surely_exceeds(tokenizer: Any, text: str, max_tokens: int) -> bool:
+    """Return whether a text surely has more tokens than a limit, without the time that all of its tokens would take.
+
+    A beginning with twice as many tokens is enough: where the text goes on, only the last word's tokens can change. A
+    beginning without them is followed by longer ones, because tokenizers may leave any amount of white space out.
+    """
+    num_chars = _CHARS_PER_TOKEN * max(max_tokens, 1)
+    while num_chars < len(text):
+        if len(rendered_ids(tokenizer, text[:num_chars])) > 2 * max_tokens:
+            return True
+        num_chars *= 4
+    return False
 
 
 def is_template_option(tokenizer: Any, name: str) -> bool:

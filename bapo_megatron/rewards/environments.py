@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "guess": guess}
 MAX_ANSWER_BYTES = 1_000_000  # of JSON
-_MAX_DEPTH = 100  # levels of a state, which checkpoints hold inside others
 _WORDS = {
     "text": "a string",
     "token_ids": "a list of integers",
@@ -128,8 +126,6 @@ def as_answer(value: Any) -> StepAnswer:
         raise TypeError(f"a step returns JSON; it {problem}: {value!r:.200}")
     if (size := len(json.dumps(value, ensure_ascii=False).encode())) > MAX_ANSWER_BYTES:
         raise ValueError(f"a step returns at most {MAX_ANSWER_BYTES} bytes of JSON, not {size}")
-    if _is_deep(value.get("state")):
-        raise ValueError(f"a step returns a state of at most {_MAX_DEPTH} levels of lists and objects")
     reward = _reward(value["reward"]) if value.get("reward") is not None else None
     if "failed" in keys:
         return Failed(str(value["failed"]))
@@ -141,19 +137,6 @@ def as_answer(value: Any) -> StepAnswer:
     if reward is None:
         raise TypeError(f"a step ends a sample with a reward, not {value!r:.200}")
     return End(reward)
-
-
-def _is_deep(value: Any) -> bool:
-    """Return whether lists and objects are nested more than _MAX_DEPTH levels deep."""
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        inside = (one.values() if isinstance(one, Mapping) else one for one in level if _holds_others(one))
-        level = [*itertools.chain.from_iterable(inside)]
-    return any(map(_holds_others, level))
-
-
-def _holds_others(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple)
 
 
 def _is_word(name: str, given: Any) -> bool:

@@ -10,7 +10,6 @@ that would need another effect is refused, unless its value asks for nothing.
 import asyncio
 import json
 import secrets
-import socket
 import time
 import uuid
 from collections import deque
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from pydantic import Field, field_validator
 
 from bapo_megatron.engines.embedded.openai import (
@@ -33,6 +31,7 @@ from bapo_megatron.engines.embedded.openai import (
 from bapo_megatron.engines.embedded.protocol import BadRequestError, parse
 from bapo_megatron.prompts.json_values import json_problem, read_json
 from bapo_megatron.rollout.conversations import Asked, Message
+from bapo_megatron.runtime.site import Site, listen
 from bapo_megatron.runtime.web import Guard
 
 MODEL = "policy"
@@ -252,8 +251,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self._inboxes: dict[str, Inbox] = {}  # by key
-        self._guard = Guard(_HOST)
-        self._runner: web.AppRunner | None = None
+        self._site: Site | None = None
         self._port = 0
         self._started_s = int(time.time())
 
@@ -264,26 +262,25 @@ class Endpoint:
 
     async def start(self) -> None:
         """Listen on a free port, unless it does already."""
-        if self._runner is not None:
+        if self._site is not None:
             return
-        listening = socket.create_server((_HOST, 0))  # before anything is awaited: others start programs meanwhile
-        self._port = listening.getsockname()[1]
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
+        self._site = Site(Guard(_HOST, self._inboxes.keys()))
+        sockets = listen(_HOST, 0)  # before anything is awaited: others start programs meanwhile
+        self._port = sockets[0].getsockname()[1]
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._site.guarded])
         app.add_routes(
             [
                 web.get("/v1/models", openai_errors(self._models)),
                 web.post("/v1/chat/completions", openai_errors(self._chat)),
             ]
         )
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listening).start()
+        await self._site.start(app, sockets, _SHUTDOWN_S)
 
     async def close(self) -> None:
         """Stop to listen."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._site is not None:
+            await self._site.close()
+            self._site = None
 
     def open(self) -> Inbox:
         """Return a new inbox, whose key lets a program in."""
@@ -295,12 +292,6 @@ class Endpoint:
         """Let the inbox's program in no more."""
         del self._inboxes[inbox.key]
         inbox.close()
-
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if (refusal := self._guard.refusal(request.method, request.headers)) is not None:
-            return web.Response(status=refusal.status, text=refusal.to_json(), content_type="application/json")
-        return await handler(request)
 
     def _inbox(self, request: web.Request) -> Inbox:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -25,7 +25,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -289,7 +291,7 @@ class AgentDriver(SampleDriver):
     """The driver of samples whose programs ask for turns."""
 
     programs: AgentPrograms
-    chat: Continuation
+    chat: Continuation  # called in a thread of its own, so that long texts stop no other sample: nobody shares it
     decode: Callable[[Sequence[int]], str]  # the text of a turn, without special tokens
     max_response_tokens: int  # sampled tokens over all turns
     max_given_tokens: int  # the program's, in one trajectory
@@ -298,6 +300,7 @@ class AgentDriver(SampleDriver):
     by_group: bool = field(default=False, init=False)
     first_need: Need = field(default=NeedsEnvironment(None), init=False)
     _sessions: dict[str, Session] = field(default_factory=dict, init=False)  # by sample id
+    _tokeniser: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "tokeniser"), init=False)
 
     @property
     def deadline_s(self) -> float:
@@ -306,6 +309,7 @@ class AgentDriver(SampleDriver):
     def close(self) -> None:
         """End all programs, and the judge's processes. Safe to call twice."""
         self.programs.close()
+        self._tokeniser.shutdown(wait=False, cancel_futures=True)
         self.answers.close()
 
     def _forget(self, sample: Sample) -> None:
@@ -337,7 +341,7 @@ class AgentDriver(SampleDriver):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.programs.timeout_s):
                 while isinstance(found := await session.next(), Request):
-                    if (grown := self._asked(sample, session, found)) is not None:
+                    if (grown := await self._asked(sample, session, found)) is not None:
                         return grown
                 exit_code = found
         return await self._ended(sample, session, exit_code)
@@ -370,14 +374,15 @@ class AgentDriver(SampleDriver):
         num_before = sample.turn.num_tokens - len(turn)
         request.reply.set_result(Reply(message, parsed.thought, reason, num_before, len(turn)))
 
-    def _asked(self, sample: Sample, session: Session, request: Request) -> Sample | None:
+    async def _asked(self, sample: Sample, session: Session, request: Request) -> Sample | None:
         """Return the sample, which needs the turn that a request asks for; or refuse the request, and return None."""
         try:
             if (num_turns := sum(len(t.turns) for t in sample.trajectories)) >= self.max_turns:
                 raise TurnsError(f"this sample has taken the {plural(num_turns, 'turn')} of environment.max_turns")
             if sample.num_sampled_tokens >= self.max_response_tokens:
                 raise ContextError(f"this sample has all {self.max_response_tokens} tokens that its turns may have")
-            grown = session.conversations.continued(sample, request.asked)
+            loop = asyncio.get_running_loop()
+            grown = await loop.run_in_executor(self._tokeniser, session.conversations.continued, sample, request.asked)
         except BadRequestError as refusal:
             is_too_long = isinstance(refusal, ContextError)
             session.limit = "turns" if isinstance(refusal, TurnsError) else "length" if is_too_long else None

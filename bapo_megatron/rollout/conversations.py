@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.errors import plural
-from bapo_megatron.prompts.continuation import Continuation
+from bapo_megatron.prompts.continuation import Continuation, TooLongError
 from bapo_megatron.types import Given, NeedsEnvironment, NeedsTokens, Sample, Segment, Trajectory
 
 Message = Mapping[str, Any]
@@ -79,7 +79,8 @@ class Conversations:
         index = len(sample.trajectories)
         try:
             if place is None:
-                grown = Trajectory((Segment.given("prompt", self.chat.whole(asked.messages, asked.tools)),))
+                token_ids = self.chat.whole(asked.messages, asked.tools, self.max_given_tokens)
+                grown = Trajectory((Segment.given("prompt", token_ids),))
             else:
                 grown = sample.trajectories[place.trajectory]
                 if grown.num_tokens == place.num_tokens and place.turn is not None:
@@ -88,15 +89,12 @@ class Conversations:
                     grown = grown.branch(place.num_tokens)
                 if place.turn is not None:
                     grown = grown.extended([Segment.given("environment", self._between(place, asked))])
+        except TooLongError as problem:
+            raise self._too_long() from problem
         except ValueError as problem:
             raise BadRequestError(f"messages: {problem}") from problem
-        num_given = sum(s.num_tokens for s in grown.segments if _is_given(s))
-        if num_given > self.max_given_tokens:
-            raise ContextError(
-                f"messages: they are {plural(num_given, 'token')} without the policy's turns, more than the "
-                f"{self.max_given_tokens} of data.max_prompt_tokens + (environment.max_turns - 1) x "
-                "environment.max_answer_tokens"
-            )
+        if sum(s.num_tokens for s in grown.segments if _is_given(s)) > self.max_given_tokens:
+            raise self._too_long()
         if not grown.num_tokens:
             raise BadRequestError("messages: the chat template writes nothing for them")
         if place is None:
@@ -121,14 +119,16 @@ class Conversations:
         return max(found, key=rank, default=None)
 
     def _between(self, place: _Place, asked: Asked) -> Sequence[int]:
-        """Return the tokens of the messages after a turn. Raises ContextError, ValueError."""
+        """Return the tokens of the messages after a turn. Raises ValueError."""
         assert place.turn is not None
         new = [_named(message, asked.messages) for message in asked.messages[len(place.messages) :]]
-        token_ids, _ = self.chat.ids(new, place.turn, is_cut=place.is_cut, max_tokens=_NO_LIMIT)
-        return token_ids
+        return self.chat.all_ids(new, place.turn, is_cut=place.is_cut, max_tokens=self.max_given_tokens)
 
-
-_NO_LIMIT = 2**31
+    def _too_long(self) -> ContextError:
+        return ContextError(
+            f"messages: without the policy's turns they have more than the {plural(self.max_given_tokens, 'token')} of "
+            "data.max_prompt_tokens + (environment.max_turns - 1) x environment.max_answer_tokens"
+        )
 
 
 def _is_given(segment: Segment) -> bool:

@@ -1,5 +1,6 @@
 """Turns between tokens and text, and the tokens of an environment's answer."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,7 @@ def turn_driver(
         assert tokens.chat is not None, "preflight/checks/environment.py checks this"
         max_given_tokens = config.data.max_prompt_tokens + limits.max_given_tokens
         most = (max_response_tokens, max_given_tokens, limits.max_turns)
-        return AgentDriver(environment, tokens.chat, tokens.decode, *most, answers)
+        chat = chat_of(config, copy.deepcopy(tokens.tokenizer))
+        return AgentDriver(environment, chat, tokens.decode, *most, answers)
     most = (max_response_tokens, limits.max_answer_tokens, limits.max_turns)
     return StepDriver(environment, tokens.encode, tokens.decode, *most, answers)

@@ -5,6 +5,7 @@ Does not import torch.
 
 import gc
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,22 @@ def num_cores() -> int:
 def memory_bytes() -> int:
     """Return the memory that this process may use: the machine's, or less in a container."""
     return int(min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup_limits().memory_bytes))
+
+
+_MAX_OPEN_FILES = 2**16  # programs that a process starts inherit its limit, and some visit every number below it
+
+
+def raise_open_files() -> int:
+    """Let this process have as many files and connections open as the system allows it, up to 65,536; return how many.
+
+    Most systems begin with a soft limit of 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_OPEN_FILES
+    allowed = max(soft, _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 def python_module(name: str) -> list[str]:

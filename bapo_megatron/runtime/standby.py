@@ -25,8 +25,9 @@ from bapo_megatron.runtime import python_module
 class Orders:
     """What a standby process needs to become a trainer rank."""
 
-    environment: Mapping[str, str] = field(repr=False)  # its own variables; the first rank's include the engines' key
+    environment: Mapping[str, str]  # its own variables
     urls: list[str]  # the engines'
+    key: str | None = field(default=None, repr=False)  # the engines', for the first rank
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"

@@ -4,14 +4,14 @@ A browser sends any page's requests to any port of this machine. It names the pa
 unless the page's own name resolves to this machine (DNS rebinding): then `Host` gives it away.
 """
 
-import hmac
+import contextlib
 import ipaddress
 import json
 import logging
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,7 +36,10 @@ class Refusal:
     message: str
 
     def to_json(self) -> str:
-        return json.dumps({"success": False, "message": self.message}) + "\n"
+        """Return the body of the answer, in SGLang's form and in OpenAI's."""
+        code = "invalid_api_key" if self.status == HTTPStatus.UNAUTHORIZED else None
+        error = {"message": self.message, "type": "invalid_request_error", "param": None, "code": code}
+        return json.dumps({"success": False, "message": self.message, "error": error}) + "\n"
 
 
 class Guard:
@@ -45,14 +48,20 @@ class Guard:
     Example: Guard("127.0.0.1").refusal("GET", {"Host": "evil.example"}).status == 403
     """
 
-    def __init__(self, host: str, key: str | None = None) -> None:
+    def __init__(self, host: str, keys: Collection[str] | None = None) -> None:
         """Allow requests to `host`, where the server listens, to any IP address, and to this machine's names.
 
         Args:
-            key: what clients must send as `Authorization: Bearer KEY`. None means that they need no key.
+            keys: clients must send one of them as `Authorization: Bearer KEY`. None means that they need no key.
         """
+        assert not isinstance(keys, str), "each character would be a key"
         self._names = {name.lower().rstrip(".") for name in (host, "localhost", socket.gethostname())}
-        self._authorization = None if key is None else f"Bearer {key}".encode()
+        self._keys = keys
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether an allowed request has shown a key."""
+        return self._keys is not None
 
     def refusal(self, method: str, headers: Mapping[str, str]) -> Refusal | None:
         """Return why a request is refused, or None if it is allowed. `headers` must ignore case."""
@@ -68,8 +77,8 @@ class Guard:
             return Refusal(403, f"a page of {_shown(origin)} may not use this server; programs may")
         if site not in ("none", "same-origin"):
             return Refusal(403, "a page of another site may not use this server; type its address into the browser")
-        key = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if self._authorization is not None and not hmac.compare_digest(key, self._authorization):
+        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        if self._keys is not None and (scheme != "Bearer" or key not in self._keys):
             return Refusal(401, "the key is missing or wrong; send it as Authorization: Bearer KEY")
         kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
         has_body = headers.get("Content-Length", "0").strip() != "0" or "Transfer-Encoding" in headers
@@ -131,16 +140,35 @@ class GuardedHandler(BaseHTTPRequestHandler):
 class GuardedServer(ThreadingHTTPServer):
     """An HTTP server for requests that its `guard` allows. A slow or vanished client costs one debug line.
 
+    Each connection has a thread; above `max_open` of them, the oldest one is hung up on.
+
     Raises:
         OSError: it cannot listen at the address.
     """
 
+    max_open = 64
+
     def __init__(self, host: str, port: int, handler: Any) -> None:
         self.guard = Guard(host)
+        self._open: dict[socket.socket, None] = {}  # oldest first
         self.address_family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         super().__init__(address, handler)  # type: ignore[arg-type]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread."""
+        for oldest in [*self._open][: len(self._open) + 1 - self.max_open]:
+            self._open.pop(oldest, None)
+            with contextlib.suppress(OSError):  # its thread has just closed it
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a broken connection; our own bugs keep their traceback."""

@@ -34,6 +34,7 @@ from tests.unit.test_turn_tokens import byte_level
 
 IN_CHAT = Config.model_validate({"data": {"chat_template": True, "max_prompt_tokens": 1_000_000}})
 HALF = "a\ud83d"
+_ENGINE = SimpleNamespace(max_context=1_000_000)
 
 
 class OneQuestion:
@@ -55,7 +56,7 @@ class Doors:
     def __init__(self, name: str) -> None:
         self.tokenizer, self.chat, self.source = tokenizer_of(name), continuation_of(name), OneQuestion()
         self._stream = PromptStream(IN_CHAT, self.tokenizer, self.source)  # type: ignore[arg-type]
-        self._served = TextModel(None, self.tokenizer, name, self.chat, ())  # type: ignore[arg-type]
+        self._served = TextModel(_ENGINE, self.tokenizer, name, self.chat, ())  # type: ignore[arg-type]
 
     def trained(self, messages: list[dict[str, str]]) -> list[int]:
         self.source.question = Question(messages[-1]["content"], "", "rows.jsonl:7", tuple(messages))  # type: ignore[arg-type]
@@ -201,7 +202,7 @@ def test_text_that_is_not_unicode_reaches_no_tokenizer() -> None:
     with pytest.raises(DataError, match=f"rows.jsonl:7: {reason}"):
         plain.check()
     with pytest.raises(BadRequestError, match=f"the prompt: {reason}"):
-        TextModel(None, doors.tokenizer, "", None, ()).encode(HALF)  # type: ignore[arg-type]
+        TextModel(_ENGINE, doors.tokenizer, "", None, ()).encode(HALF)  # type: ignore[arg-type]
     for function in (words_ids, prompt_ids):
         with pytest.raises(ValueError, match=reason):
             function(doors.tokenizer, HALF)

@@ -179,7 +179,8 @@ class OpenAIRoutes:
             given = [given]
         if not given or len(given) * body.n > _MAX_CHOICES:
             raise BadRequestError(f"prompt: prompts x n must be 1 to {_MAX_CHOICES}, got {len(given) * body.n}")
-        prompts = [self._model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+        encode = self._model.encode
+        prompts = await self._model.in_thread(lambda: [encode(one) if isinstance(one, str) else one for one in given])
         limits = [min(body.max_tokens or _DEFAULT_COMPLETION_TOKENS, self._model.room(ids)) for ids in prompts]
 
         def choice(text: str) -> dict[str, Any]:
@@ -190,7 +191,8 @@ class OpenAIRoutes:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = parse(_ChatBody, await request.read())
         self._check_name(body.model)
-        prompt_ids = self._model.encode_chat([message.plain() for message in body.messages])
+        messages = [message.plain() for message in body.messages]
+        prompt_ids = await self._model.in_thread(lambda: self._model.encode_chat(messages))
         room = self._model.room(prompt_ids)
         limit = min(body.max_completion_tokens or body.max_tokens or room, room)
 

@@ -12,11 +12,9 @@ import argparse
 import asyncio
 import faulthandler
 import json
-import logging
 import os
 import shlex
 import signal
-import socket
 import sys
 import threading
 import time
@@ -36,8 +34,10 @@ from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.engines.key import take_key
-from bapo_megatron.errors import UserError, escaped, plural
+from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.tokenizer import end_token_ids
+from bapo_megatron.runtime import raise_open_files
+from bapo_megatron.runtime.site import Site, listen
 from bapo_megatron.runtime.web import Guard
 from bapo_megatron.tokens import TokenStream
 
@@ -45,12 +45,8 @@ if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
 
 _MAX_BODY_BYTES = 16 * 2**20  # parsing this much blocks the event loop for a second
-_MAX_LINE = 500  # characters logged about a malformed request
 _UPDATE_TIMEOUT_S = 300.0
 _GIL_SWITCH_S = 2e-4  # the decode loop takes the interpreter lock between operators, and should get it back soon
-
-
-log = logging.getLogger(__name__)
 
 
 class Server:
@@ -71,13 +67,13 @@ class Server:
             guard: decides which requests to admit. None admits requests without a key, to addresses of this machine.
         """
         self.engine = engine
-        self._guard = guard or Guard("localhost")
+        self.site = Site(guard or Guard("localhost"))
         self._text = text
         self.updater = WeightUpdater(engine, timeout_s=update_timeout_s)
         self._model_path = model_path
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded, _errors_as_json])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json, self.site.guarded])
         app.add_routes(
             [
                 web.get("/health", self.health),
@@ -114,18 +110,12 @@ class Server:
         )
         return app
 
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if (refusal := self._guard.refusal(request.method, request.headers)) is None:
-            return await handler(request)
-        return web.Response(text=refusal.to_json(), status=refusal.status, content_type="application/json")
-
     async def generate(self, request: web.Request) -> web.Response:
         body = protocol.parse(protocol.GenerateBody, await request.read())
         if (asked := body.to_score) is not None:
             return await self._score(*asked)
         started = time.monotonic()
-        sequences, is_single = self._sequences(body)
+        sequences, is_single = self._sequences(body, await self._token_ids(body))
         self.engine.submit(sequences)
         try:
             await asyncio.gather(*(asyncio.wrap_future(s.done) for s in sequences))
@@ -292,9 +282,10 @@ class Server:
     async def _command(self, command: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self.engine.call(command))
 
-    def _sequences(self, body: protocol.GenerateBody) -> tuple[list[Sequence], bool]:
+    def _sequences(
+        self, body: protocol.GenerateBody, given: list[int] | list[list[int]]
+    ) -> tuple[list[Sequence], bool]:
         """Return one sequence per prompt and sample, and whether the reply is a single object."""
-        given = self._token_ids(body)
         is_batch = isinstance(given[0], list)
         prompts: list[list[int]] = given if is_batch else [given]  # type: ignore[assignment,list-item]
         params = (
@@ -328,15 +319,16 @@ class Server:
             raise BadRequestError(f"return_rows: this model has no stream {unknown[0]!r}; it has {[*known]}")
         return tuple(known[name] for name in names)
 
-    def _token_ids(self, body: protocol.GenerateBody) -> list[int] | list[list[int]]:
+    async def _token_ids(self, body: protocol.GenerateBody) -> list[int] | list[list[int]]:
         if body.text is None:
             assert body.input_ids is not None, "the body has been checked"
             return body.input_ids
-        if self._text is None:
+        if (model := self._text) is None:
             raise BadRequestError("text: this server has no tokenizer; send input_ids, or start it with `bapo serve`")
-        if isinstance(body.text, str):
-            return self._text.encode(body.text)
-        return [self._text.encode(text) for text in body.text]
+        text = body.text
+        if isinstance(text, str):
+            return await model.in_thread(lambda: model.encode(text))
+        return await model.in_thread(lambda: [model.encode(one) for one in text])
 
     def _reply(self, sequence: Sequence, body: protocol.GenerateBody, latency_s: float) -> dict[str, Any]:
         meta: dict[str, Any] = {
@@ -383,15 +375,6 @@ def _success(message: str, **facts: Any) -> web.Response:
     return web.json_response({"success": True, "message": message} | facts)
 
 
-class _OneLine(logging.Filter):
-    """Turns aiohttp's log of a malformed request, with its traceback, into one debug line."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        problem = record.exc_info[1] if record.exc_info else None
-        log.debug("%s", escaped(f"{record.getMessage()}: {problem!r}")[:_MAX_LINE])
-        return False
-
-
 async def serve_engine(
     server: Server, *, host: str, port: int, ready_file: Path | None, exit_with_parent: bool
 ) -> None:
@@ -402,17 +385,13 @@ async def serve_engine(
         loop.add_signal_handler(number, stop.set)
     if exit_with_parent:
         threading.Thread(target=_exit_when_stdin_closes, daemon=True).start()
-    logging.getLogger("aiohttp.server").addFilter(_OneLine())
-    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    site = web.TCPSite(runner, host, port)
     try:
-        await site.start()
-    except OSError as problem:
-        why = os.strerror(problem.errno) if problem.errno else str(problem)
-        print(f"cannot listen on {host}:{port}: {why}", file=sys.stderr, flush=True)
+        sockets = listen(host, port)
+    except UserError as problem:
+        print(problem, file=sys.stderr, flush=True)
         os._exit(2)  # skip Python's shutdown, which fails with the thread that reads stdin
-    address = runner.addresses[0]
+    await server.site.start(server.app(), sockets, shutdown_timeout_s=1.0)
+    address = sockets[0].getsockname()
     name = f"[{address[0]}]" if ":" in address[0] else address[0]
     print(server.banner(f"http://{name}:{address[1]}"), flush=True)
     if ready_file is not None:
@@ -422,7 +401,7 @@ async def serve_engine(
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((stopped, asyncio.wrap_future(server.engine.ended)), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    await runner.cleanup()  # answers open requests
+    await server.site.close()
 
 
 def _exit_when_stdin_closes() -> None:
@@ -433,17 +412,13 @@ def _exit_when_stdin_closes() -> None:
 
 def check_address(host: str, port: int) -> None:
     """Raise UserError if nothing can listen there. Loading a model takes long: check first."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as listening:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host") from error
+    for listening in listen(host, port):
+        listening.close()
 
 
 def serve_text(text: TextModel, *, host: str, port: int) -> NoReturn:
     """Serve token ids, texts and OpenAI's routes until a signal. OpenAI's clients send a key; any works."""
+    raise_open_files()
     guard = Guard(host)
     server = Server(text.engine, model_path=text.name, update_timeout_s=_UPDATE_TIMEOUT_S, text=text, guard=guard)
     sys.setswitchinterval(_GIL_SWITCH_S)
@@ -469,6 +444,8 @@ def main(argv: list[str] | None = None, *, model_type: type[Model] = Model) -> N
     parser.add_argument("--exit-with-parent", action="store_true", help="exit when stdin closes")
     args = parser.parse_args(argv)
 
+    key = take_key()
+    raise_open_files()
     faulthandler.register(signal.SIGUSR1)  # a supervisor asks for the stacks of a hung engine
     torch.set_num_threads(1)  # for this thread: see BatchingEngine
     sys.setswitchinterval(_GIL_SWITCH_S)
@@ -486,7 +463,7 @@ def main(argv: list[str] | None = None, *, model_type: type[Model] = Model) -> N
         end_ids=end_ids,
         num_threads=args.threads,
     )
-    guard = Guard(args.host, take_key())
+    guard = Guard(args.host, None if key is None else {key})
     server = Server(engine, model_path=args.model_path, update_timeout_s=args.update_timeout_s, guard=guard)
     asyncio.run(
         serve_engine(

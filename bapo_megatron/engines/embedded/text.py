@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -23,9 +25,11 @@ from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
-from bapo_megatron.prompts.continuation import Continuation
-from bapo_megatron.prompts.encoding import prompt_ids
+from bapo_megatron.prompts.continuation import Continuation, TooLongError
+from bapo_megatron.prompts.encoding import prompt_ids, surely_exceeds
 from bapo_megatron.prompts.stop_tokens import chat_of, stop_token_ids
+
+T = TypeVar("T")
 
 
 class TextModel:
@@ -50,6 +54,8 @@ class TextModel:
         self.name = name
         self.template = template
         self.chat_stop_ids = chat_stop_ids
+        self._encoder = copy.deepcopy(tokenizer)  # threads must not share one: what an encoding asks for changes it
+        self._thread = ThreadPoolExecutor(1, "encoder")
 
     @classmethod
     def load(
@@ -85,7 +91,7 @@ class TextModel:
         end_ids = end_token_ids(folder, tokenizer, own)
         data = config.data.model_copy(update={"chat_template": bool(tokenizer.chat_template)})
         config = config.model_copy(update={"data": data})
-        template = chat_of(config, tokenizer) if data.chat_template else None
+        template = chat_of(config, copy.deepcopy(tokenizer)) if data.chat_template else None
         stop_ids = stop_token_ids(config, tokenizer, end_ids)
         plain = [i for i in stop_ids if i in end_ids or template is None or i != template.end_id]
         model = Model.from_pretrained(folder, max_len=context, dtype=dtype, own=own)
@@ -100,10 +106,16 @@ class TextModel:
             ) from error
         return cls(engine, tokenizer, name, template, stop_ids)
 
+    async def in_thread(self, encode: Callable[[], T]) -> T:
+        """Call a function that encodes, in the one thread for it: a long text does not stop the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a plain prompt, as training encodes it. Raises BadRequestError."""
         try:
-            return prompt_ids(self.tokenizer, text)
+            if surely_exceeds(self._encoder, text, self.engine.max_context):
+                raise self._no_room(f"more than {self.engine.max_context}")
+            return prompt_ids(self._encoder, text)
         except ValueError as problem:
             raise BadRequestError(f"the prompt: {problem}") from problem
 
@@ -115,12 +127,14 @@ class TextModel:
             tools: JSON schemas for the template.
 
         Raises:
-            BadRequestError: the template refuses the conversation.
+            BadRequestError: the template refuses the conversation, or it is too long.
         """
         if self.template is None:
             return self.encode(messages[-1]["content"])
         try:
-            return self.template.whole(messages, tools)
+            return self.template.whole(messages, tools, self.engine.max_context)
+        except TooLongError as problem:
+            raise self._no_room(f"more than {self.engine.max_context}") from problem
         except ValueError as problem:
             raise BadRequestError(f"messages: {problem}") from problem
 
@@ -130,11 +144,13 @@ class TextModel:
             raise BadRequestError("the prompt is empty")
         left = self.engine.max_context - len(prompt_ids)
         if left < 1:
-            raise BadRequestError(
-                f"the prompt has {plural(len(prompt_ids), 'token')}, which leaves no room in a context of "
-                f"{self.engine.max_context}"
-            )
+            raise self._no_room(str(len(prompt_ids)))
         return left
+
+    def _no_room(self, num_tokens: str) -> BadRequestError:
+        return BadRequestError(
+            f"the prompt has {num_tokens} tokens, which leaves no room in a context of {self.engine.max_context}"
+        )
 
 
 class Reply:
