@@ -269,7 +269,7 @@ class Continuation:
             raise TooLongError(f"they have more than {max_tokens} tokens")
         if not any(map(self._pattern.search, words)):
             return [whole]
-        hole = f"hole{secrets.token_hex(8)}"  # around each spelled token: plain letters, which JSON keeps, and nobody's words
+        hole = f"hole{secrets.token_hex(8)}"  # around each spelled token: letters, which JSON keeps
 
         def replaced(instead: str) -> str:
             return rendered(self._replaced(messages, instead), self._replaced(tools, instead))

@@ -24,7 +24,7 @@ from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import WorkersError
 from bapo_megatron.rollout.agent_endpoint import MODEL, Asked, Endpoint, Inbox, Reply
-from bapo_megatron.rollout.agents import AgentDriver, AgentPrograms, Program, Session, inherited
+from bapo_megatron.rollout.agents import AgentDriver, AgentPrograms, Session, inherited
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S
