@@ -153,7 +153,7 @@ def train(
         updates.stop_on_mismatch(step + 1, store)
         with phases.saving(), watch.span("checkpoint"):
             store.poll()
-            if stop.is_asked() or _is_save_due(config, step + 1):
+            if stop.is_asked() or config.checkpoint.is_due(step + 1, config.train.num_steps):
                 parts = {"bounds": finder.state_dict(), "updates": learner.state_dict()}
                 store.save(step + 1, models, {"rollout": rollouts.state_dict(), **parts})
         profiler.end()
@@ -171,13 +171,3 @@ def _restore(state: dict[str, Any] | None, learner: Learner, rollouts: SharedRol
     learner.load_state_dict(state["updates"])
     rollouts.load_state_dict(state["rollout"])
     return int(state["step"])
-
-
-def _is_save_due(config: Config, num_done: int) -> bool:
-    """Return whether to save after `num_done` steps: at each interval and at the end; before the first interval after
-    1, 2, 4, 8, ... steps, so that a crash loses less than half of a young run."""
-    interval = config.checkpoint.interval_steps
-    if interval is None:
-        return False
-    is_early = num_done < interval and num_done.bit_count() == 1
-    return is_early or num_done % interval == 0 or num_done == config.train.num_steps

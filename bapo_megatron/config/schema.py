@@ -829,6 +829,15 @@ class CheckpointConfig(Section):
     next save) and write them while training continues; the checkpoint is valid from the first step boundary at which
     all ranks have written theirs."""
 
+    def is_due(self, num_done: int, num_steps: int) -> bool:
+        """Return whether to save after `num_done` of `num_steps` steps: at each interval and at the end; before the
+        first interval after 1, 2, 4, 8, ... steps, so that a crash loses less than half of a young run."""
+        interval = self.interval_steps
+        if interval is None:
+            return False
+        is_early = num_done < interval and num_done.bit_count() == 1
+        return is_early or num_done % interval == 0 or num_done == num_steps
+
 
 SinkName = Literal["tensorboard", "wandb"]
 

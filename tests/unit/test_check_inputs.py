@@ -268,7 +268,6 @@ TEMPLATE = "{% for m in messages %}{{ m.content ~ eos_token }}{% endfor %}"
     [
         (SHOWN + TEMPLATE, "environment.options.tools=['calculator','python']", ""),
         (TEMPLATE, "environment.options.tools=['calculator'] environment.options.in_prompt=true", ""),
-        (TEMPLATE, "environment.options.tools=['calculator']", "tokens with its tools, more than data.max_prompt"),
         (
             SHOWN + TEMPLATE,
             "data.chat_template=false environment.options.tools=['calculator']",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.restarts import next_restart, num_restarts, restart_of
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
@@ -83,6 +84,39 @@ def test_restarts_end_after_two_attempts_in_vain_or_too_many_without_progress(
             (run_dir.log_dir / "restart.json").write_text(json.dumps(asdict(found)))
             assert restart_of(run_dir) == found
             assert num_restarts(Path(folder)) == number
+
+
+@given(interval=st.integers(1, 100), num_steps=st.integers(1, 200))
+def test_a_crash_loses_less_than_half_of_a_young_run_and_less_than_an_interval(interval: int, num_steps: int) -> None:
+    due = CheckpointConfig(interval_steps=interval).is_due
+    saved = [step for step in range(1, num_steps + 1) if due(step, num_steps)]
+    assert saved[-1] == num_steps
+    for step in range(1, num_steps + 1):
+        num_lost = step - max(n for n in saved if n <= step)
+        assert num_lost < interval
+        assert num_lost < step / 2
+    assert [n for n in saved if n >= interval] == [
+        n for n in range(interval, num_steps + 1) if n % interval == 0 or n == num_steps
+    ]
+    assert not any(CheckpointConfig(interval_steps=None).is_due(step, num_steps) for step in range(1, num_steps + 1))
+
+
+@given(num_done=st.integers(0, 30), num_saved=st.integers(0, 30))
+def test_a_run_says_what_is_saved_and_lost(num_done: int, num_saved: int) -> None:
+    num_saved = min(num_done, num_saved)
+    with TemporaryDirectory() as folder:
+        run_dir = RunDir(Path(folder), 1)
+        run_dir.checkpoints_dir.mkdir()
+        if num_saved:
+            save(run_dir, num_saved)
+        run_dir.metrics_path.write_text("".join(json.dumps({"step": n + 1}) + "\n" for n in range(num_done)))
+        saved = (
+            f"saved: step {num_saved} of 40" if num_saved else "nothing is saved yet; the next start begins at step 1"
+        )
+        num_lost = num_done - num_saved
+        what = "later step" if num_saved else "step"
+        lost = f"; {num_lost} {what}{'s' if num_lost > 1 else ''} lost" if num_lost else ""
+        assert run_dir.what_is_saved(40) == saved + lost
 
 
 def ran(folder: Path, kind: str, max_restarts: int, *settings: str) -> Launched:

@@ -131,7 +131,7 @@ def test_mistakes_leave_no_file(
     Path("long.jsonl").write_text(json.dumps(PLAIN | {"prompt": "1+" * 600 + "1="}) + "\n")
     for arguments, message in (
         (["demo", "none.jsonl"], "there is no file"),
-        (["demo", "bad.jsonl"], "bad.jsonl:1: "),
+        (["demo", "bad.jsonl"], "give data.fields.prompt=COLUMN data.fields.answer=COLUMN, out of 'foo'"),
         (["demo", "long.jsonl"], "the longest prompt has 1202 tokens, which leaves no room"),
         (["models/none", str(data)], "there is no folder"),
         (["demo", str(data), "-o", "no/such/folder.toml"], "cannot write no/such/folder.toml"),
