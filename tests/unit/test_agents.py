@@ -8,11 +8,13 @@ import select
 import sys
 import textwrap
 from collections import Counter
+import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from aiohttp import web
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
@@ -21,6 +23,7 @@ from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.environment import check_environment
 from bapo_megatron.preflight.checks.idle import idle_settings
+from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import WorkersError
 from bapo_megatron.rollout.agent_endpoint import MODEL, Asked, Endpoint, Inbox, Reply
@@ -449,6 +452,45 @@ def test_another_model_another_key_and_web_pages_are_refused(tmp_path: Path) -> 
         assert "BAPO_ENGINE_KEY" not in os.environ
         ask(FIRST)
         report(reward=1)
+        """
+    samples = Agents(tmp_path, program, samples_per_prompt=1).samples()
+    assert [s.reward for s in samples] == [1]
+
+
+def test_the_endpoint_answers_while_a_long_text_becomes_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are ready only once another request has been answered."""
+    program = """
+        import threading
+        asking = threading.Thread(target=ask, args=(FIRST,))
+        asking.start()
+        assert post(None, path="/models")[0] == 200
+        asking.join()
+        print(json.dumps({"reward": 1}))
+        """
+    is_answered = threading.Event()
+    models, whole = Endpoint._models, Continuation.whole
+
+    async def answered(self: Endpoint, request: web.Request) -> web.StreamResponse:
+        is_answered.set()
+        return await models(self, request)
+
+    def slow(self: Continuation, *arguments: Any) -> list[int]:
+        assert is_answered.wait(HANG_S)
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(Endpoint, "_models", answered)
+    monkeypatch.setattr(Continuation, "whole", slow)
+    samples = Agents(tmp_path, program, samples_per_prompt=1).samples()
+    assert [s.reward for s in samples] == [1]
+
+
+def test_a_long_text_is_refused_and_the_program_goes_on(tmp_path: Path) -> None:
+    program = """
+        long = "the cat sat on the mat " * 100_000
+        for messages in ([user(long)], [*FIRST, ask(FIRST), user(long)]):
+            status, reply = post({"messages": messages})
+            assert (status, reply["error"]["code"]) == (400, "context_length_exceeded"), reply
+        print(json.dumps({"reward": 1}))
         """
     samples = Agents(tmp_path, program, samples_per_prompt=1).samples()
     assert [s.reward for s in samples] == [1]

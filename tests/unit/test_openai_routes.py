@@ -13,7 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded import chat as terminal
 from bapo_megatron.engines.embedded import openai as routes
 from bapo_megatron.engines.embedded import server as server_module
+from bapo_megatron.engines.embedded import text as text_module
 from bapo_megatron.engines.embedded.openai import _ChatBody as ServedChat
 from bapo_megatron.engines.embedded.protocol import BadRequestError, RequestBody, SamplingParams, parse
 from bapo_megatron.engines.embedded.server import Server, check_address
@@ -302,6 +303,49 @@ def test_an_address_in_use_is_an_error_before_the_model_is_loaded(
         f"bapo: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host\n"
     )
     check_address("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("generate", {"text": PROMPT}),
+        ("generate", {"text": [PROMPT]}),
+        ("v1/completions", {"model": "demo", "prompt": PROMPT}),
+        ("v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": PROMPT}]}),
+    ],
+)
+def test_a_server_is_healthy_while_a_long_text_becomes_tokens(
+    route: str, body: dict[str, object], url: str, model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are ready only once another request has been answered."""
+    begins, is_healthy, encode = threading.Event(), threading.Event(), model.encode
+
+    def slow(text: str) -> list[int]:
+        begins.set()
+        assert is_healthy.wait(HANG_S)
+        return encode(text)
+
+    monkeypatch.setattr(model, "encode", slow)
+    with ThreadPoolExecutor(1) as pool:
+        replying = pool.submit(post, f"{url}/{route}", body)
+        assert begins.wait(HANG_S)
+        with urllib.request.urlopen(f"{url}/health", timeout=HANG_S) as health:
+            assert health.status == 200
+        is_healthy.set()
+        assert replying.result(HANG_S)[0] == 200
+
+
+def test_a_text_that_is_too_long_is_refused(url: str, model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "3+5*2=" * 500_000
+    monkeypatch.setattr(text_module, "prompt_ids", lambda *_: pytest.fail("all of it became tokens"))
+    told = f"has more than {model.engine.max_context} tokens, which leaves no room"
+    status, reply = post(f"{url}/v1/completions", {"model": "demo", "prompt": long})
+    assert (status, told in str(reply["error"])) == (400, True), reply
+    monkeypatch.setattr(model.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(model, "template", Continuation(model.tokenizer, {}))
+    asked = {"model": "demo", "messages": [{"role": "user", "content": long}]}
+    status, reply = post(f"{url}/v1/chat/completions", asked)
+    assert (status, told in str(reply["error"])) == (400, True), reply
 
 
 def test_generate_takes_text(url: str, model: TextModel) -> None:
