@@ -108,7 +108,8 @@ class Site:
         """Refuse what the guard refuses; otherwise the connection does not wait while its request is answered."""
         if (refusal := self._guard.refusal(request.method, request.headers)) is not None:
             return web.Response(text=refusal.to_json(), status=refusal.status, content_type="application/json")
-        transport = request.transport
+        if (transport := request.transport) is None:  # the client has left
+            return web.Response()
         if self._guard.asks_for_key:
             self._waiting.pop(transport, None)
             return await handler(request)

@@ -113,11 +113,11 @@ class TextModel:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a plain prompt, as training encodes it. Raises BadRequestError."""
         try:
-            if surely_exceeds(self._encoder, text, self.engine.max_context):
-                raise self._no_room(f"more than {self.engine.max_context}")
-            return prompt_ids(self._encoder, text)
+            if not surely_exceeds(self._encoder, text, self.engine.max_context):
+                return prompt_ids(self._encoder, text)
         except ValueError as problem:
             raise BadRequestError(f"the prompt: {problem}") from problem
+        raise self._no_room(f"more than {self.engine.max_context}")
 
     def encode_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the ids of a conversation in the chat template, as training encodes it, or of its last message if
