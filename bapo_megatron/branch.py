@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -34,11 +35,12 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.writer import atomic_folder
 from bapo_megatron.monitor.console import shown_path
 from bapo_megatron.preflight.check import tell, violations_of
-from bapo_megatron.prompts.mixture import prompts_of
+from bapo_megatron.prompts.mixture import PromptMixture, prompts_of
+from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.runs.branching import Parent, write_parent
 from bapo_megatron.runs.folder import RunDir
-from bapo_megatron.runs.inputs import changed_inputs, record_inputs, settings_of_files
+from bapo_megatron.runs.inputs import changed_inputs, module_digests, settings_of_input
 from bapo_megatron.runs.resuming import different_settings, steps_saved, with_pins
 from bapo_megatron.runtime.files import reading, truncate_after, write_atomically
 from bapo_megatron.tokens import JoinedRows
@@ -84,7 +86,6 @@ class Branch:
             write_atomically(folder / "config.toml", dump_config(self.config))
             write_atomically(folder / "run-id.txt", f"{self.state['run']}\n")
             write_parent(folder, self.parent)
-            record_inputs(folder / "inputs.json", self.config)
             for name in ("own_metrics.json", *_RECORDS):
                 if (parent / name).exists():
                     shutil.copyfile(parent / name, folder / name)
@@ -134,18 +135,31 @@ def plan_branch(run: Path, new: Path, settings: Sequence[str], step: int | None 
     config = with_pins(_checked(found))
     state = _state(parent, checkpoint)
     changed = _changes(old, config)
-    named = settings_of_files(config)
-    files = {one: named[Path(one)] for one in changed_inputs(parent.inputs_path, config)}
-    of_files = {setting for settings in files.values() for setting in settings}
+    inputs = {one: settings_of_input(one, old) for one in changed_inputs(parent.inputs_path, _inputs(old))}
+    of_inputs = {setting for settings in inputs.values() for setting in settings}
     branch = Branch(
         path, config, Parent(str(parent.path), step, changed), checkpoint, state, kept=[], left=[], notes=[]
     )
-    _Change(old, config, [*changed, *sorted(of_files)], of_files, branch).apply()
-    branch.notes += [f"{file} has other contents than in {parent.path.name}" for file in files]
+    _Change(old, config, [*changed, *sorted(of_inputs)], of_inputs, branch).apply()
+    branch.notes += [f"{one} has other contents than in {parent.path.name}" for one in inputs]
     if parent.rollouts_dir.is_dir():
         branch.notes.append(f"recorded rollouts stay in {shown_path(parent.rollouts_dir)}")
     state["run"] = secrets.token_hex(8)
     return branch
+
+
+def _inputs(config: Config) -> dict[str, str]:
+    """Return the digests of what a run of these settings would read, as far as it is there."""
+    found = module_digests(config)
+    if engine_kind(config.rollout.engine).samples:
+        with contextlib.suppress(UserError):  # such as a file that is gone, which the branch replaces
+            found |= _prompts(config).digests()
+    return found
+
+
+def _prompts(config: Config) -> PromptStream | PromptMixture:
+    model = resolve_model_path(config.model.path)
+    return prompts_of(config, load_tokenizer(model, own_family(config.model.family)))
 
 
 def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -226,15 +240,15 @@ class _Change:
     """The change of a checkpoint's state from one configuration to another; it tells the branch what it does.
 
     Args:
-        changed: settings that differ in value, or name a file that differs.
-        of_files: the latter.
+        changed: settings that differ in value, or name an input that differs.
+        of_inputs: the latter.
     """
 
     def __init__(
-        self, old: Config, new: Config, changed: Sequence[str], of_files: Collection[str], branch: Branch
+        self, old: Config, new: Config, changed: Sequence[str], of_inputs: Collection[str], branch: Branch
     ) -> None:
         self._old, self._new, self._branch, self._state = old, new, branch, branch.state
-        self._changed, self._has_same_rows = changed, not any(name.startswith("data.") for name in of_files)
+        self._changed, self._of_inputs = changed, of_inputs
         self._because: dict[Part, list[str]] = {}
         for setting in changed:
             for part in parts_left_by(setting):
@@ -310,14 +324,14 @@ class _Change:
         branch.kept.append("the ledger")
 
     def _same_sources(self) -> set[str]:
-        """Return the tables of prompt sources that are the same in both configurations, with the same files."""
+        """Return the tables of prompt sources that are the same in both configurations, with the same rows."""
         old, new = self._old.prompt_sources, self._new.prompt_sources
 
         def is_same(table: str) -> bool:
             names = SourceConfig.model_fields
             return table in old and all(getattr(old[table], name) == getattr(new[table], name) for name in names)
 
-        return {table for table in new if is_same(table) and (self._has_same_rows or not new[table].has_rows)}
+        return {table for table in new if is_same(table) and f"{table}.path" not in self._of_inputs}
 
     def _drop(self, rollout: dict[str, Any], same: set[str]) -> None:
         """Drop the groups that cannot follow, and book them in the ledger."""
@@ -363,8 +377,7 @@ class _Change:
     def _restart_prompts(self, rollout: dict[str, Any], same: set[str]) -> None:
         """Begin the sources that differ anew, with new ids; the others keep their position."""
         config, before = self._new, rollout["prompts"] or {}
-        model = resolve_model_path(config.model.path)
-        prompts = prompts_of(config, load_tokenizer(model, own_family(config.model.family)))
+        prompts = _prompts(config)
         given = [one["next_id"] for one in before.get("streams", {"": before}).values()] if before else [0]
         prompts.begin_after(sum(given))
         state = rollout["prompts"] = prompts.state_dict()

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,12 +11,19 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 
 def save_hybrid(
-    folder: Path, seed: int, max_context: int, *, vocab_size: int = 96, published: bool = False
+    folder: Path,
+    seed: int,
+    max_context: int,
+    *,
+    vocab_size: int = 96,
+    published: bool = False,
+    rope: dict[str, Any] | None = None,
 ) -> Qwen3_5ForCausalLM:
     """Save and return a random model of two layers with linear attention and two with full attention.
 
     Args:
         published: save it as the published models are, as the text part of one that also knows images.
+        rope: `rope_parameters` other than the default.
     """
     torch.manual_seed(seed)
     config = Qwen3_5TextConfig(
@@ -37,6 +45,7 @@ def save_hybrid(
         pad_token_id=0,
         bos_token_id=None,
         initializer_range=0.02,
+        rope_parameters=rope,
     )
     model = Qwen3_5ForCausalLM(config).eval()
     with torch.no_grad():

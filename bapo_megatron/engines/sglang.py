@@ -158,24 +158,22 @@ def model_overrides(config: Config, model_path: Path) -> dict[str, Any]:
         text["dual_chunk_attention_config"] = None
     is_old = hf_config.get("rope_scaling") or "rope_type" not in (hf_config.get("rope_parameters") or {})
     if shape.rope["rope_type"] != "default" or (is_hybrid and is_old):
-        text["rope_parameters"] = _told_rope(shape, hf_config)
+        # SGLang merges a table with the file's. Null for the older name, which comes first, empties both.
+        text |= {"rope_scaling": None, "rope_parameters": _told_rope(shape)}
     if "text_config" not in hf_config:
         return text
     return {"language_model_only": True} | ({"text_config": text} if text else {})
 
 
-def _told_rope(shape: ModelShape, hf_config: dict[str, Any]) -> dict[str, Any]:
+def _told_rope(shape: ModelShape) -> dict[str, Any]:
     """Return the rotary settings as SGLang's `get_rope` computes what transformers does.
 
-    SGLang prefers rope_parameters to rope_scaling in hybrids, and needs a type there. Elsewhere it reads
-    original_max_position_embeddings from inside, takes no null, and does not know attention_factor: its attn_factor
-    multiplies the factor that follows from `factor`.
+    SGLang reads original_max_position_embeddings from inside, takes no null, and does not know attention_factor: its
+    attn_factor multiplies the factor that follows from `factor`. Its YaRN with sections for images takes no mscale.
 
     Source: sglang/srt/layers/rotary_embedding, factory.py and yarn.py.
     """
-    sections = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    told = {key: value for key, value in sections.items() if key.startswith("mrope_")}
-    told |= {key: value for key, value in shape.rope.items() if value is not None and not key.startswith("mscale")}
+    told = {key: value for key, value in shape.rope.items() if value is not None and not key.startswith("mscale")}
     if told["rope_type"] == "default":
         return told
     told |= {"factor": float(told["factor"])}
@@ -184,8 +182,6 @@ def _told_rope(shape: ModelShape, hf_config: dict[str, Any]) -> dict[str, Any]:
         from_factor = 0.1 * math.log(max(told["factor"], 1.0)) + 1
         told |= {"attn_factor": rotary_frequencies(shape)[1] / from_factor, "extrapolation_factor": 1}
         told = {"beta_fast": 32, "beta_slow": 1} | told
-        if "mrope_section" not in told:
-            told |= dict.fromkeys(shape.rope.keys() & {"mscale", "mscale_all_dim"})  # they would count again
     return told
 
 

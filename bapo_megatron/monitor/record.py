@@ -31,7 +31,7 @@ from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runs.branching import read_parent
 from bapo_megatron.runs.folder import RunDir
-from bapo_megatron.runs.inputs import changed_inputs, record_inputs
+from bapo_megatron.runs.inputs import changed_inputs, module_digests, record_inputs
 from bapo_megatron.runs.numbers import duration, percent
 from bapo_megatron.runs.restarts import num_restarts, restart_of
 from bapo_megatron.runs.steps import read_metrics
@@ -144,16 +144,17 @@ class Recorder:
             self._console.note(f"metrics at {self._endpoint.url}")
         run, num_steps = shown_path(self._run_dir.path), self._config.train.num_steps
         again = f"; {plural(num_lost, 'step')} were not saved and are done again" if num_lost else ""
+        inputs = module_digests(self._config) | rollouts.prompt_digests
         if num_lost and not first_step:
             self._console.note(f"{run} has no checkpoint and begins again at step 1 of {num_steps}{again}")
         if first_step:
             parent = read_parent(self._run_dir.path)
             of = f", a branch of {shown_path(Path(parent.run))} after step {parent.step}," if parent else ""
             self._console.note(f"resuming {run}{of} after step {first_step} of {num_steps}{again}")
-            for changed in changed_inputs(self._run_dir.inputs_path, self._config):
+            for changed in changed_inputs(self._run_dir.inputs_path, inputs):
                 self.warn(
                     f"{shown_path(Path(changed))} has changed since this run last started, so it does not continue as "
-                    "an uninterrupted run would; restore the file, or stop this run and continue it with `bapo branch`"
+                    "an uninterrupted run would; restore it, or stop this run and continue it with `bapo branch`"
                 )
             since = history if parent is None else [row for row in history if row["step"] > parent.step]
             if (rise := rise_of_rate(since, self._config)) is not None:
@@ -162,7 +163,7 @@ class Recorder:
                     f'"{self._config.optimizer.schedule}" falls until the end of the run, and train.num_steps='
                     f"{num_steps} has moved it; a run that may become longer needs optimizer.total_updates"
                 )
-        record_inputs(self._run_dir.inputs_path, self._config)
+        record_inputs(self._run_dir.inputs_path, inputs)
         if self._steps_to_compile:
             self._console.note(f"the first {self._steps_to_compile} steps also compile kernels for the GPU")
         self._peak_flops = device_peak_flops(self._config.model.dtype)

@@ -210,7 +210,7 @@ def _lengths(
     """
     data, limit = config.data, config.rollout.max_response_tokens
     questions = source.questions if isinstance(source, RowSource) else first
-    read = _telling(questions) if isinstance(source, RowSource) else None
+    read = _telling(questions) if isinstance(source, RowSource) else [*range(len(first))]
     answers = [str(q.answer) for q in first if isinstance(q.answer, str | int | float)] if config.has_judge else []
     # No token of a shipped model is shorter than a byte; loading a tokenizer takes seconds.
     is_short = all(0 < len(question.text.encode()) <= data.max_prompt_tokens for question in questions)
@@ -233,10 +233,10 @@ def _lengths(
         template = ("data.chat_template", "data.template_options", "environment.options", "model.path")
         yield Violation(template, str(error))
         return
+    how = ("data.max_prompt_tokens", "data.on_bad_prompt", "data.chat_template", "data.system_prompt", "model.path")
     try:
-        stream.check(read)
+        bad = stream.check(read)
     except UserError as error:
-        how = ("data.max_prompt_tokens", "data.on_bad_prompt", "data.chat_template", "data.system_prompt", "model.path")
         yield Violation((*settings, *how), str(error))
         return
     if answers and limit < (shortest := min(len(words_ids(tokenizer, answer)) for answer in answers)):
@@ -246,10 +246,12 @@ def _lengths(
             f"{limit} cuts every response before it",
             f"set rollout.max_response_tokens to more than {shortest}",
         )
+    if bad:
+        what = f"{len(bad)} of {plural(len(read), 'prompt')} read are left out, as data.on_bad_prompt asks"
+        yield warning((*settings, *how), f"{data.origin}: {what}; the first: {bad[0]:.600}", "correct them")
     if stream.left_out:
         fields = ", ".join(
-            f"{name} (in {num} of the {plural(len(read or first), 'prompt')} read)"
-            for name, num in stream.left_out.items()
+            f"{name} (in {num} of the {plural(len(read), 'prompt')} read)" for name, num in stream.left_out.items()
         )
         yield warning(
             (*settings, "model.path", "data.template_options"),

@@ -34,9 +34,9 @@ from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.encoding import many_prompt_ids
-from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows
+from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows, value_at
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
-from bapo_megatron.prompts.stream import question_ids
+from bapo_megatron.prompts.stream import question_ids, too_many_chars
 from bapo_megatron.runtime import memory_bytes
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
@@ -159,6 +159,12 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
     read_as, source = _read(data, given.get("data", {}))
     questions = source.questions
     tokenizer = load_tokenizer(folder)
+    for one in questions[:_MAX_MEASURED]:
+        if num_chars := too_many_chars(one, shape.max_positions):
+            raise UserError(
+                f"{one.where}: the prompt has {num_chars:,} characters, too many for the {shape.max_positions} tokens "
+                f"that {model} can read; shorten it"
+            )
     prompts = _put(questions[:_MAX_MEASURED], tokenizer, given.get("data", {}), data)
     longest = max(map(len, prompts))
     prompt_tokens = _rounded_up(longest)
@@ -251,7 +257,9 @@ def _named_columns(rows: Sequence[Row], fields: Table) -> list[Table]:
         return []
     (row,) = rows
     prompt = fields.get("prompt") or next((name for name in PROMPT_COLUMNS if has(row.values, name)), None)
-    answer = fields.get("answer") or next((name for name in ANSWER_COLUMNS if has(row.values, name)), None)
+    answer = fields.get("answer") or next(
+        (n for n in ANSWER_COLUMNS if has(row.values, n) and not isinstance(value_at(row.values, n), bool | None)), None
+    )
     if prompt is None or answer is None or prompt == answer:
         return []
     name = "math" if prompt in _ASKED else "plain"

@@ -14,10 +14,7 @@ from typing import Any
 
 from bapo_megatron.config.sources import SOURCE
 from bapo_megatron.errors import UserError, plural
-from bapo_megatron.prompts.rows import Row, as_row
-
-MAX_ROWS = 5_000_000
-"""The most rows that are read; a function that gives more is assumed never to end."""
+from bapo_megatron.prompts.rows import MAX_ROWS, Row, as_row
 
 
 def function_rows(path: str, options: Mapping[str, Any], table: str) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import SourceConfig
-from bapo_megatron.errors import DataError, plural
+from bapo_megatron.errors import DataError, escaped, plural
 from bapo_megatron.prompts.base import Message, Question
 from bapo_megatron.prompts.function_rows import function_rows
 from bapo_megatron.prompts.hub_rows import hub_rows
@@ -31,11 +31,19 @@ ANSWER_COLUMNS = (
     "solution",
     "target",
     "output",
+    "correct_answer",
+    "correct",
 )
 """Usual names of columns, likelier ones first; a dotted name means a value inside an object."""
 _EXPLAINED = {column.rpartition(".")[2] for column in ANSWER_COLUMNS} | {"rationale", "explanation", "solutions"}
+_ABOUT = {"type", "source", "sourcename", "category", "subject", "subfield", "topic", "level", "url", "license"}
+"""Columns that explain the answer, and columns about the row."""
 _CHOICE = re.compile(r"(?i)[a-j]|(?:option|choice)s?[ _-]?\w?")
 _MAX_SHOWN = 5  # problems of a file, and rows with the same problem
+_MAX_PROBLEMS = 1000  # different ones; then the rest of the file is not read
+_MAX_PROBLEM_CHARS = 600
+_MAX_NAMES = 20  # columns that a message names, each by its beginning
+_MAX_COMPARED = 1000  # columns whose names may be meant by another one
 _BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 _PROGRAM = (
     "Complete this Python function. Answer with one ```python block that holds the whole program, with its imports."
@@ -75,7 +83,10 @@ class RowSource:
         self.unused: dict[str, int] = {}
         empty: list[str] = []
         problems: dict[str, list[str]] = {}  # problem -> places that have it
-        for row in rows:
+        num_read = 0
+        for num_read, row in enumerate(rows, start=1):  # noqa: B007 (the number of rows after the loop)
+            if len(problems) > _MAX_PROBLEMS:
+                break
             try:
                 if row.problem:
                     raise DataError(row.problem)
@@ -94,7 +105,7 @@ class RowSource:
         if problems:
             if empty and not skips_empty:
                 problems["the prompt is empty"] = empty
-            raise DataError(_listed(problems, len(rows)))
+            raise DataError(_listed(problems, num_read, len(rows)))
         if not rows:
             raise DataError(f"{what} has no prompts; expected rows like {EXAMPLE}")
 
@@ -106,8 +117,8 @@ class RowSource:
     @property
     def not_used(self) -> str:
         """The unused columns, in words; "" if there are none."""
-        told = f"not used: {', '.join(self.unused)}" if self.unused else ""
-        said = ", ".join(self.worth_a_look)
+        told = f"not used: {_named([*map(escaped, self.unused)])}" if self.unused else ""
+        said = _named([*map(escaped, self.worth_a_look)])
         return f"{told}; most rows have words in {said}, and the model does not see them" if said else told
 
     def __len__(self) -> int:
@@ -166,17 +177,18 @@ def named_rows(one: SourceConfig, table: str) -> tuple[str, Iterator[Row]]:
     return f'{table}.source="{one.source}": the function', function_rows(one.source, one.options, table)
 
 
-def _listed(problems: Mapping[str, Sequence[str]], num_rows: int) -> str:
+def _listed(problems: Mapping[str, Sequence[str]], num_read: int, num_rows: int) -> str:
     """Return a line for each of the first problems, with the first rows that have it."""
     lines = []
     for problem, places in list(problems.items())[:_MAX_SHOWN]:
         others = [place.rpartition(" ")[2].rpartition(":")[2] for place in places[1:_MAX_SHOWN]]
         more = len(places) - 1 - len(others)
         also = f" (also {', '.join(others)}{f' and {more} more' if more else ''})" if others else ""
-        lines.append(f"{places[0]}: {problem}{also}")
+        lines.append(f"{places[0]}: {problem:.{_MAX_PROBLEM_CHARS}}{also}")
     if len(problems) > _MAX_SHOWN:
         num_bad = sum(map(len, problems.values()))
-        lines.append(f"and more: {num_bad} of {plural(num_rows, 'row')} are bad")
+        first = "the first " if num_read < num_rows else ""
+        lines.append(f"and more: {num_bad} of {first}{plural(num_read, 'row')} are bad")
     return "\n".join(lines)
 
 
@@ -247,10 +259,9 @@ class NamedColumns:
                     )
                 self.used.add(column)
                 return column, value_at(self.row.values, column)
-        names = list(self.row.values)
-        present = f"(fields: {', '.join(sorted(map(repr, names))) or 'none'})"
+        present = f"(fields: {_named(sorted(map(repr, self.row.values))) or 'none'})"
         if field in self.fields:
-            close = difflib.get_close_matches(asked[0], _all_columns(self.row.values), n=1)
+            close = difflib.get_close_matches(asked[0], _all_columns(self.row.values)[:_MAX_COMPARED], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise DataError(f"field {asked[0]!r}, which {self.setting}.{field} names, is missing {present}{hint}")
         wanted = " or ".join(map(repr, asked if "messages" not in asked else asked[:1]))
@@ -264,6 +275,12 @@ class NamedColumns:
         raise DataError(
             f"field {wanted} is missing {present}{neither}; does data.format fit this file? {hint}".rstrip()
         )
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return the first of some names of columns, and how many others there are."""
+    more = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(f"{name:.60}" for name in names[:_MAX_NAMES]) + more
 
 
 def has(values: Mapping[str, Any], column: str) -> bool:
@@ -301,14 +318,14 @@ def _unused(values: Mapping[str, Any], used: Collection[str]) -> Iterator[tuple[
 
 def _holds_words(column: str, value: Any) -> bool:
     """Return whether a value may be a part of the question: several words, a list of texts, or a choice."""
-    if column.rpartition(".")[2].lower() in _EXPLAINED:
+    if column.rpartition(".")[2].lower() in _EXPLAINED | _ABOUT:
         return False
     if _CHOICE.fullmatch(column):
         return value not in ("", [], {})
     if isinstance(value, str):
         return len(value.split()) > 1 and any(map(str.isalpha, value))
     if isinstance(value, dict):
-        value = [*value.values()]
+        value = [item for key, item in value.items() if key.lower() not in _ABOUT]
     return isinstance(value, list) and any(
         isinstance(one, str | list | dict) and one not in ("", [], {}) for one in value
     )

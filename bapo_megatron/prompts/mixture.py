@@ -72,6 +72,11 @@ class PromptMixture:
         for stream in self._streams.values():
             stream.check()
 
+    def digests(self) -> dict[str, str]:
+        """Return the digests of every source; see `PromptStream.digests`."""
+        tables = {f"data.sources.{name}": stream for name, stream in self._streams.items()}
+        return {name: digest for table, stream in tables.items() for name, digest in stream.digests(table).items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value from which a mixture continues with the very next prompt."""
         return {

@@ -8,19 +8,23 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets.hub import is_hub_name
-from bapo_megatron.errors import DataError, install_command, plural
+from bapo_megatron.errors import DataError, escaped, install_command, plural
 from bapo_megatron.prompts.json_values import KeyTwiceError, without_twins
 from bapo_megatron.runtime.files import regular_file
 
 EXAMPLE = '{"prompt": "...", "answer": ...}'
 _MAX_CSV_CHARS = 1 << 30  # limit of one value; csv's own limit is 131,072
-_MAX_UNPACKED_BYTES = 4 << 30  # limit for gzip: a few kilobytes can stand for terabytes
+MAX_ROWS = 5_000_000  # of a Parquet file or a function; a few kilobytes can stand for billions
+_MAX_VALUES = 100_000_000  # of a Parquet file: lists have many
+_MAX_UNPACKED_BYTES = 4 << 30  # limit for gzip and Parquet: a few kilobytes can stand for terabytes
+_MAX_BATCH_ROWS, _MAX_BATCH_BYTES = 1024, 2 << 30  # of a Parquet file, which are made into values together
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _OTHERS = (
     (b"\x28\xb5\x2f\xfd", "compressed with zstd; run `zstd -d {}`"),
@@ -50,8 +54,15 @@ def read_rows(file: Path, setting: str) -> Iterator[Row]:
     Args:
         setting: what errors call the path.
 
-    Raises DataError for a file that is missing or cannot be read as a whole.
+    Raises DataError for a file that is missing, cannot be read as a whole, or is too large.
     """
+    try:
+        yield from _rows(file, setting)
+    except MemoryError:
+        raise DataError(f"{file}: its rows do not fit this machine's memory; split the file") from None
+
+
+def _rows(file: Path, setting: str) -> Iterator[Row]:
     suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() != ".gz"]
     suffix = suffixes[-1] if suffixes else ""
     data = _bytes(file, setting)
@@ -139,8 +150,8 @@ def _csv_rows(file: Path, text: str) -> Iterator[Row]:
                 continue
             if header is None:
                 header = cells
-                if twice := next((name for name in header if header.count(name) > 1), None):
-                    raise DataError(f"{where}: the header names the column {twice!r} twice; rename one")
+                if (twice := _twice(header)) is not None:
+                    raise DataError(f"{where}: the header names the column {twice!r:.60} twice; rename one")
             elif len(cells) == len(header):
                 yield Row(where, dict(zip(header, cells, strict=True)))
             else:
@@ -159,16 +170,61 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
             f"{file}: reading Parquet needs pyarrow, which cannot be imported; run "
             f"`{install_command('parquet')}`, or convert the file to JSON lines"
         ) from None
+    number = 0
     try:
-        file_in_memory = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
-        names = file_in_memory.schema_arrow.names
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise DataError(f"{file}: the column {twice!r} is there twice; rename one")
-        rows = file_in_memory.read().to_pylist()
+        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
+        names, num_rows = table.schema_arrow.names, table.metadata.num_rows
+        if (twice := _twice(names)) is not None:
+            raise DataError(f"{file}: the column {twice!r:.60} is there twice; rename one")
+        # Batches of 0 rows meet damaged metadata with an exception; `metadata`, asked first, would abort the process.
+        list(table.reader.iter_batches(0, [*range(table.num_row_groups)]))
+        groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
+        num_values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+        if num_rows > MAX_ROWS or num_values > _MAX_VALUES:
+            held = f"{num_rows:,} rows and {num_values:,} values"
+            raise DataError(f"{file}: {held} are more than {MAX_ROWS:,} and {_MAX_VALUES:,}; split it")
+        # A value is no longer than its row group, and each row of the batch may have the longest.
+        most_rows = _MAX_BATCH_BYTES // max((group.total_byte_size for group in groups), default=1)
+        num_chars = 0
+        for batch in table.iter_batches(max(1, min(_MAX_BATCH_ROWS, most_rows))):
+            columns = [_values(column) for column in batch.columns]
+            num_chars += _num_chars(columns)
+            if num_chars > _MAX_UNPACKED_BYTES:
+                raise DataError(f"{file}: more than {_MAX_UNPACKED_BYTES >> 30} GiB in Parquet; split it")
+            for row in zip(*columns, strict=True):
+                number += 1
+                yield Row(f"{file}, row {number}", dict(zip(names, row, strict=True)))
+    except DataError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{file}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
-    for number, row in enumerate(rows, start=1):
-        yield Row(f"{file}, row {number}", row)
+        raise DataError(f"{file}: not a whole Parquet file: {str(error).splitlines()[0]:.200}") from error
+
+
+def _values(column: Any) -> list[Any]:
+    """Return the values of a Parquet column, or values whose type says what they are if Python cannot represent them.
+
+    Examples are a date beyond the year 9999 and a time zone that nobody knows: they matter only where they are read.
+    """
+    try:
+        return column.to_pylist()
+    except (LookupError, ValueError, ArithmeticError, RecursionError):
+        return [type(f"{escaped(str(column.type)):.60} that Python cannot read", (), {})()] * len(column)
+
+
+def _num_chars(value: Any) -> int:
+    """Return the length of all texts in a value."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(_num_chars, value))
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    """Return the first name that is there more than once."""
+    return next((name for name, num in Counter(names).items() if num > 1), None)
 
 
 def missing(file: Path, setting: str) -> str:

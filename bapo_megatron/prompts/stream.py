@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 import re
@@ -27,8 +29,16 @@ if TYPE_CHECKING:
 
 NUM_CHECKED = 256
 """Prompts that `PromptStream.check` makes of a procedural source."""
+_NUM_DIGESTED = 16
+"""Prompts of a procedural source that `PromptStream.digests` makes."""
 _MAX_NAMED = 5  # bad prompts that one message names
+_MAX_PROBLEM_CHARS = 600
+_DRAWS = re.compile(r"\|\s*random\b|\bmap\(\s*['\"]random['\"]|\blipsum\s*\(")
+"""What draws at random in jinja: a filter, also by its name, and a maker of texts."""
 _NUMBER = re.compile(r"\[\d+\]")  # the number that a call has in a field's name
+_MAX_TOKEN_CHARS = 512
+"""More characters than any tokenizer has in a token; a text of 60 MB would take it a minute, and 4 GiB of memory."""
+_SOME = (0,)  # stands for the tokens of a prompt that is far too long
 _ADVICE = 'correct it, or set data.on_bad_prompt = "skip"'
 
 
@@ -76,6 +86,12 @@ def question_ids(
         raise DataError(f"{question.where}: {problem}{advice}") from problem
 
 
+def too_many_chars(question: Question, max_tokens: int) -> int:
+    """Return the number of a prompt's characters if a tokenizer need not be asked whether it is too long, or 0."""
+    num_chars = max(len(question.text), sum(len(message["content"]) for message in question.messages))
+    return num_chars if num_chars > _MAX_TOKEN_CHARS * max_tokens else 0
+
+
 class PromptStream:
     """Prompts in a new random order each epoch; order and content depend only on the configuration.
 
@@ -107,6 +123,11 @@ class PromptStream:
         for name in self.data.template_options:
             if not is_template_option(tokenizer, name):
                 raise DataError(f"data.template_options: the model's chat template has no option {name!r}")
+        if self.data.chat_template and (draws := _DRAWS.search(str(tokenizer.chat_template))) is not None:
+            raise DataError(
+                f"the model's chat template draws at random ({draws[0]}), so that a resumed run would get other "
+                "prompts; remove this from the template (chat_template.jinja or tokenizer_config.json)"
+            )
         self._chat = chat_of(config, tokenizer) if self.data.chat_template else None
         tools = ToolOptions.if_used(config.environment) if self.data.chat_template else None
         self._tools = [] if tools is None else tools.shown(tokenizer, self.data.template_options)
@@ -133,11 +154,13 @@ class PromptStream:
             "refused by the chat template)"
         )
 
-    def check(self, places: Iterable[int] | None = None) -> None:
+    def check(self, places: Iterable[int] | None = None) -> list[str]:
         """Look for bad prompts before a run starts: in all rows, or in a sample of a procedural source.
 
         Args:
-            places: check only these prompts.
+            places: check only these prompts, also if bad ones are left out.
+
+        Returns why prompts of these places are left out.
 
         Raises DataError with the first bad prompts and the number of all, if data.on_bad_prompt = "error" or all are
         bad; or if a prompt is a conversation or has tools, and this run cannot show them.
@@ -146,14 +169,27 @@ class PromptStream:
         for i in every if self.data.has_rows else ():
             self._tools_of(self.source[i])
         if self.data.on_bad_prompt == "skip" and places is None:
-            return
+            return []
         step = 1 if self.data.has_rows else math.ceil(len(self.source) / NUM_CHECKED)
         read = [*(every[::step] if places is None else places)]
         problems = [p for i in read if (p := self._tokenise(self.source[i])[1]) is not None]
         if problems and (self.data.on_bad_prompt == "error" or len(problems) == len(self.source)):
             others = f" ({len(problems)} of {len(read)} prompts are empty, too long or refused)"
-            first = "; ".join(problems[:_MAX_NAMED])
+            first = "; ".join(f"{problem:.{_MAX_PROBLEM_CHARS}}" for problem in problems[:_MAX_NAMED])
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
+        return problems
+
+    def digests(self, table: str = "data") -> dict[str, str]:
+        """Return the SHA-256 of all rows, or of a sample of a procedural source, by table and origin.
+
+        A row counts as it is read: text, messages, answer and tools. Example: {"data (openai/gsm8k)": "1f0c..."}
+        """
+        size, found = len(self.source), hashlib.sha256()
+        for i in range(0, size, 1 if self.data.has_rows else math.ceil(size / _NUM_DIGESTED)):
+            question = self.source[i]
+            row = [question.text, question.answer, question.messages, question.tools]
+            found.update(json.dumps(row).encode() + b"\n")
+        return {f"{table} ({self.data.origin})": found.hexdigest()}
 
     def in_order(self, limit: int | None = None) -> list[Prompt]:
         """Return the good prompts among the source's first `limit`; a prompt's id is its index there.
@@ -232,6 +268,9 @@ class PromptStream:
         if not question.text.strip():
             return (), f"{question.where}: the prompt is empty"
         limit, tools = self.data.max_prompt_tokens, self._tools_of(question)
+        if num_chars := too_many_chars(question, limit):
+            problem = f"the prompt has {num_chars:,} characters, too many for data.max_prompt_tokens = {limit}"
+            return _SOME, f"{question.where}: {problem}"
         try:
             token_ids = tuple(question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, tools))
             not_shown = () if self._chat is None else self._not_shown(question, tools, self._chat)

@@ -16,12 +16,14 @@ from bapo_megatron.rewards.stated import (
     MAX_CHARS,
     boxes,
     letter_of,
+    measure_differently,
     said,
     single,
     spoken,
     stated_math,
     tagged,
     undecorated,
+    without_words,
 )
 
 _MAX_KEPT_CHARS = 1024  # longer answers are shortened
@@ -89,10 +91,14 @@ def _as_judged(reference: Any, response: str) -> str | None:
 
 
 def _free_text(reference: Any, response: str) -> str | None:
-    """Return the answer that the judge of mathematics reads, or the last number if none is stated."""
-    text = response[-MAX_CHARS:]
-    found = stated_math(text)
-    if not found:
+    """Return the answer that the judge of mathematics reads, or the last number if none is stated.
+
+    Words around a number, and its unit, count only if the judge takes them for another answer.
+    """
+    text, asked = response[-MAX_CHARS:], _spelled(single(reference))
+    if found := stated_math(text):
+        found = [one if measure_differently(asked, one) else without_words(one, asked) or one for one in found]
+    else:
         found = [words] if (words := tagged(text)) is not None else _NUMBER.findall(text)[-1:]
     return ";".join(map(_normalised, found)) or None
 

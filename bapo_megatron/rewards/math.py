@@ -18,27 +18,19 @@ from bapo_megatron.rewards.stated import (
     DOLLAR,
     MAX_CHARS,
     letter_of,
+    measure_differently,
     misfit,
-    quantity,
     said,
     single,
     spoken,
     stated_math,
-    undecorated,
+    without_words,
 )
 
 _DECIMALS = 6  # must agree if one of two numbers is a decimal: math-verify's default
 _TINY = 10**-_DECIMALS
 _DIGITS = 20  # of values that are compared relative to each other
 _QUOTIENT = re.compile(r"(?:/|frac)(?!.*[/{]1\}?$)")  # a division by anything but 1
-_BASE = re.compile(r"\d_\{?(\d+)\}?$")
-_CHANGES = re.compile(  # words with which a number means something else
-    r"\b(?:about|above|almost|approximately|around|at|below|between|(?:b|m|tr)illions?|by|dozen|exceeds|fewer|from|greater|"
-    r"half|hundreds?|least|less|minus|more|most|nearly|negative|never|no|not|over|per|quarter|roughly|smaller|than|third|"
-    r"thousands?|times|to|under|unknown|up|without)\b"
-)
-_APPROXIMATE = re.compile(r"\s*(?:\\approx|\\sim|\\simeq|≈)")
-_LISTS = frozenset(["and", "or", "percent", "percentage", "pct"])  # words that math-verify reads itself
 _MARKUP = re.compile(r"[`\"“”„]|(?<![\w)}])[*_]+(?=\S)|(?<=\S)[*_]+(?![\w({\\])|</?(?:b|i|u|em|strong|code|pre|p|br)>")
 
 # math-verify warns on every call that its own timeout is off; RewardScorer sets the deadline
@@ -73,8 +65,8 @@ def judge_math(answer: Any, response: str, in_thought: bool = False) -> float:
     if stated is None:
         found = _parse(DOLLAR.sub("", _MARKUP.sub(" ", text)))
     else:
-        found = _parse(_as_latex([_without_words(one, reference) for one in stated]))
-        if len(stated) == 1 and _measure_differently(reference, stated[0]):
+        found = _parse(_as_latex([without_words(one, reference) for one in stated]))
+        if len(stated) == 1 and measure_differently(reference, stated[0]):
             return 0.0
     if not found or _only_repeats(gold, found):
         return 0.0
@@ -87,29 +79,6 @@ def _as_latex(parts: list[str]) -> str:
     if not all(parts):
         return ""
     return f"\\boxed{{{parts[0]}}}" if len(parts) == 1 else " and ".join(f"$\\boxed{{{one}}}$" for one in parts)
-
-
-def _without_words(text: str, reference: str) -> str:
-    """Return the number in an answer with words, or all of it; nothing if a word or sign changes the number.
-
-    Examples: "73 dollars" -> "73"; "at least 73" -> "", unless the reference has these words too.
-    """
-    if _APPROXIMATE.match(text) and not _APPROXIMATE.match(reference):
-        return ""
-    found = quantity(text)
-    if found is None or not found.words or not _LISTS.isdisjoint(found.words):
-        return text
-    changes = {*_CHANGES.findall(" ".join(found.words))} - ({"per"} if found.unit else set())
-    if changes - {*_CHANGES.findall(reference.lower())}:
-        return ""
-    return text if changes else found.number
-
-
-def _measure_differently(reference: str, answer: str) -> bool:
-    """Return whether both have a known unit, or a base of digits, and these differ."""
-    units = {one.unit for one in (quantity(undecorated(reference)), quantity(answer)) if one and one.unit}
-    bases = {base[1] for one in (undecorated(reference), answer) if (base := _BASE.search(one))}
-    return max(len(units), len(bases)) > 1
 
 
 def _only_repeats(gold: list[Any], found: list[Any]) -> bool:

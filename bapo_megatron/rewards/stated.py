@@ -57,6 +57,14 @@ _LETTER = re.compile(r"[(\[]?([A-Za-z])(?:[)\]]?$|[)\].:](?=\s|\\|\$|$))")
 _NUMBER = r"[-+]?\s*(?:\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?|\.\d+|\\[dt]?frac\s*\{-?\d+\}\s*\{\d+\})"
 _QUANTITY = re.compile(rf"([A-Za-z][A-Za-z ,:'()-]*)?\s*({_NUMBER})\s*([A-Za-z(][A-Za-z0-9 ^/().,'{{}}-]*)?")
 _MAX_QUANTITY_CHARS = 200
+_BASE = re.compile(r"\d_\{?(\d+)\}?$")
+_CHANGES = re.compile(  # words with which a number means something else
+    r"\b(?:about|above|almost|approximately|around|at|below|between|(?:b|m|tr)illions?|by|dozen|exceeds|fewer|from|greater|"
+    r"half|hundreds?|least|less|minus|more|most|nearly|negative|never|no|not|over|per|quarter|roughly|smaller|than|third|"
+    r"thousands?|times|to|under|unknown|up|without)\b"
+)
+_APPROXIMATE = re.compile(r"\s*(?:\\approx|\\sim|\\simeq|≈)")
+_LISTS = frozenset(["and", "or", "percent", "percentage", "pct"])  # words that math-verify reads itself
 _WORD = re.compile(r"[A-Za-z]+")
 _SENTENCE = re.compile(r"(?<=\S)[.!?](?:\s|$)|,\s+(?=[a-z]{2,}\s)|\s[–—-]\s")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -234,6 +242,29 @@ def quantity(text: str) -> Quantity | None:
     return Quantity(number, words, unit) if is_plain else None
 
 
+def without_words(text: str, reference: str) -> str:
+    """Return the number in an answer with words, or all of it; nothing if a word or sign changes the number.
+
+    Examples: "73 dollars" -> "73"; "at least 73" -> "", unless the reference has these words too.
+    """
+    if _APPROXIMATE.match(text) and not _APPROXIMATE.match(reference):
+        return ""
+    found = quantity(text)
+    if found is None or not found.words or not _LISTS.isdisjoint(found.words):
+        return text
+    changes = {*_CHANGES.findall(" ".join(found.words))} - ({"per"} if found.unit else set())
+    if changes - {*_CHANGES.findall(reference.lower())}:
+        return ""
+    return text if changes else found.number
+
+
+def measure_differently(reference: str, answer: str) -> bool:
+    """Return whether both have a known unit, or a base of digits, and these differ."""
+    units = {one.unit for one in (quantity(undecorated(reference)), quantity(answer)) if one and one.unit}
+    bases = {base[1] for one in (undecorated(reference), answer) if (base := _BASE.search(one))}
+    return max(len(units), len(bases)) > 1
+
+
 def _unit(text: str) -> str | None:
     """Return one spelling of a unit, or None for an unknown one. Example: _unit("square meters") == "m^2" """
     text = text.lower().strip(" .,()")
@@ -265,5 +296,5 @@ def misfit(answer: Any) -> str | None:
     what = "an object" if isinstance(answer, dict) else f"a list of {len(answer)}"
     return (
         f"the answer {answer!r:.80} is {what}, and the judges math and text compare with one answer: make it a string "
-        "or a number, or judge by a function of your own, which gets any JSON value"
+        "or a number, or judge by a function of your own (reward.kind), which gets any JSON value"
     )

@@ -45,6 +45,7 @@ class InRunEvaluation:
 
     evaluator: Evaluator
     answers: list[RewardSource]
+    prompt_digests: dict[str, str] = field(default_factory=dict)  # see `Rollouts.prompt_digests`
 
 
 class ManagerState(BookState):
@@ -70,6 +71,11 @@ class RolloutManager:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    @property
+    def prompt_digests(self) -> dict[str, str]:
+        """The SHA-256 of the prompts of training and evaluation, by where they come from."""
+        return self.prompts.digests() | (self.evaluation.prompt_digests if self.evaluation else {})
 
     def judge_failure(self) -> Verdict | None:
         """Return the first failure of the judge or the environment on responses for the latest batch."""
@@ -248,9 +254,11 @@ def _evaluation(
     drivers: dict[str, Driver] = {}
     scorers: list[tuple[JudgeSpec, RewardScorer]] = []
     steps: list[StepDriver | AgentDriver] = []
+    digests: dict[str, str] = {}
     for table, one in config.eval_sets.items():
         alone = config.with_prompts_of(one)
         stream = PromptStream(alone, tokens.tokenizer, build_source(alone, table))
+        digests |= stream.digests(table)
         num_prompts = min(one.num_prompts, len(stream.source))
         sets.append((one, [stream.next() for _ in range(num_prompts)]))
         scorer = None
@@ -266,4 +274,4 @@ def _evaluation(
             assert scorer is not None
             drivers[one.name] = JudgeOnce(TextJudge(scorer, tokens.tokenizer))
     evaluator = Evaluator(config, engines.pool, sets, stop_ids, drivers)
-    return InRunEvaluation(evaluator, [*(scorer for _, scorer in scorers), *steps])
+    return InRunEvaluation(evaluator, [*(scorer for _, scorer in scorers), *steps], digests)

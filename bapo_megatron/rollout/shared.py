@@ -4,7 +4,7 @@ Rank 0 makes a batch in a thread and meanwhile broadcasts a sign of life; a JSON
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -34,6 +34,11 @@ class Rollouts(Protocol):
     def engines(self) -> ConnectedEngines | None:
         """The engines it samples with."""
         return None
+
+    @property
+    def prompt_digests(self) -> Mapping[str, str]:
+        """The SHA-256 of the prompts of training and evaluation, by where they come from."""
+        return {}
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, list[Group]] | None:
         """Return one step's batch, blocking, or NEEDS_WEIGHTS."""

@@ -1,15 +1,16 @@
-"""The files behind a run's settings, by digest: prompts, evaluation sets, and the modules of the user's functions.
+"""What a run reads besides its settings, by digest: prompts, evaluation sets, and the modules of the user's functions.
 
-A resume may find other contents under the same path. Then its results differ from an uninterrupted run's.
+A resume may find other contents under the same name. Then its results differ from an uninterrupted run's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,47 +20,40 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
 
 _FUNCTION = re.compile(r"(?:replay:)?([A-Za-z_][\w.]*):[A-Za-z_]\w*")
-_PROMPTS = re.compile(r"(?:data|eval)\.(?:.*\.)?path")
 
 
-def input_digests(config: Config) -> dict[str, str]:
-    """Return the SHA-256 of each file that settings name, by path. A file that cannot be read is left out."""
+def module_digests(config: Config) -> dict[str, str]:
+    """Return the SHA-256 of the file of each module that settings name, by path, without files that nobody can read."""
     found: dict[str, str] = {}
-    for path in settings_of_files(config):
-        try:
-            with path.open("rb") as file:
-                found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError:
-            continue
+    for path in filter(None, (_module(value) for _, value in _texts(config.model_dump()))):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 
-def settings_of_files(config: Config) -> dict[Path, list[str]]:
-    """Return the settings that name each file, such as "data.path"."""
-    found: dict[Path, list[str]] = {}
-    for setting, value in _texts(config.model_dump(), ""):
-        for path in _files(setting, value):
-            found.setdefault(path, []).append(setting)
-    return found
+def settings_of_input(name: str, config: Config) -> list[str]:
+    """Return the settings behind an input. Example: ["data.path"] for "data (sums.jsonl)"."""
+    if not Path(name).is_absolute():
+        return [f"{name.partition(' (')[0]}.path"]
+    return [setting for setting, value in _texts(config.model_dump()) if str(_module(value)) == name]
 
 
-def changed_inputs(record: Path, config: Config) -> list[str]:
-    """Return the files whose contents differ from those that `record_inputs` wrote, without new and missing ones."""
+def changed_inputs(record: Path, digests: Mapping[str, str]) -> list[str]:
+    """Return the inputs whose digests differ from those that `record_inputs` wrote, without new and missing ones."""
     try:
-        earlier = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the run began before these records
+        earlier = dict(json.loads(record.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # the run began before these records
         return []
-    here = input_digests(config)
-    return sorted(path for path in here.keys() & earlier.keys() if here[path] != earlier[path])
+    return sorted(name for name in digests.keys() & earlier.keys() if digests[name] != earlier[name])
 
 
-def record_inputs(record: Path, config: Config) -> None:
+def record_inputs(record: Path, digests: Mapping[str, str]) -> None:
     """Write the digests for a later resume. Raises UserError if the disk is full."""
-    write_atomically(record, json.dumps(input_digests(config), indent=2) + "\n")
+    write_atomically(record, json.dumps({**digests}, indent=2) + "\n")
 
 
-def _texts(value: Any, setting: str) -> Iterator[tuple[str, str]]:
-    """Yield all texts in a configuration, with the names of their settings."""
+def _texts(value: Any, setting: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the settings of a configuration that hold texts, and the texts."""
     if isinstance(value, str):
         yield setting, value
     elif isinstance(value, dict):
@@ -70,15 +64,14 @@ def _texts(value: Any, setting: str) -> Iterator[tuple[str, str]]:
             yield from _texts(one, setting)
 
 
-def _files(setting: str, value: str) -> Iterator[Path]:
-    if _PROMPTS.fullmatch(setting):
-        if (path := Path(value).expanduser().absolute()).is_file():
-            yield path
-    elif (function := _FUNCTION.fullmatch(value)) is not None:
-        place = Path(*function[1].split("."))
-        candidates = (
-            Path(folder or ".").absolute() / file
-            for folder in ("", *sys.path)
-            for file in (place.with_suffix(".py"), place / "__init__.py")
-        )
-        yield from (path for path in [next(filter(Path.is_file, candidates), None)] if path is not None)
+def _module(value: str) -> Path | None:
+    """Return the file of the module that a function's dotted path names."""
+    if (function := _FUNCTION.fullmatch(value)) is None:
+        return None
+    place = Path(*function[1].split("."))
+    candidates = (
+        Path(folder or ".").absolute() / file
+        for folder in ("", *sys.path)
+        for file in (place.with_suffix(".py"), place / "__init__.py")
+    )
+    return next(filter(Path.is_file, candidates), None)

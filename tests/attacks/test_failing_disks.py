@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -99,6 +99,8 @@ def safetensors_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 class Decoder:
     """Everything that a recorder asks of rollouts."""
+
+    prompt_digests: ClassVar[dict[str, str]] = {}
 
     def decode(self, token_ids: Any) -> str:
         return str(token_ids)

@@ -6,6 +6,8 @@ A response is continued from its state if nothing has dropped it; otherwise all 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,3 +160,27 @@ def test_names_of_no_weight_are_refused_before_anything_is_sent(servers: Servers
         else:
             with pytest.raises(EngineError, match=rf"{servers.url} serves another model: .*linear_attn\.(in_proj|D)"):
                 channel.connect(manifest)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+IMAGES = {"partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2], "mrope_interleaved": True}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.7}  # SGLang's class for images takes none
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "published", "rope"),
+    [("embedded", True, YARN), ("sglang", True, YARN), ("sglang", False, YARN | IMAGES | MSCALE)],
+)
+def test_longer_contexts_by_yarn_turn_a_part_of_each_head(
+    kind: str, published: bool, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    make_model = partial(save_hybrid, published=published, rope=rope)
+    with started(kind, ONE_SERVER[kind], make_model, tmp_path) as servers:
+        request = asked("yarn", n=40)  # beyond the original context
+        result = servers.loop.run(servers.engine.generate(request))
+        assert_logprobs(servers, request, result)
+        ids = [*request.token_ids, *result.token_ids]
+        with_yarn = of_transformers(servers, "a", ids)
+        servers.models["a"] = save_hybrid(tmp_path / "plain", 0, servers.max_context)
+        assert (of_transformers(servers, "a", ids) - with_yarn).abs().max() > 100 * TOLERANCE

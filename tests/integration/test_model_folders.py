@@ -47,9 +47,8 @@ def sglang_rotations(root: Path, num_cases: int) -> list[str]:
             shape = model_shape(load_hf_config(folder), folder)
         except CheckpointError:
             continue
-        takes_no_mscale = "mrope_section" in str(written(number)) and "mscale" in str(written(number))
-        if shape.activation != "silu" or takes_no_mscale:
-            continue  # the first is refused with SGLang; for the second its rotation of hybrids has no argument
+        if shape.activation != "silu":
+            continue  # SGLang's classes have no other
         told = json.loads(json.dumps(model_overrides(Config(), folder)))
         theirs = get_hf_text_config(get_config(str(folder), trust_remote_code=False, model_override_args=told))
         theta, scaling = get_rope_config(theirs)

@@ -1,5 +1,6 @@
 """A run with every option that has state of its own, stopped and resumed."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,23 @@ def test_a_resumed_run_goes_on_exactly(forked_engine: Engine, tmp_path: Path) ->
     assert len({row["reward/running_std"] for row in whole}) > 1
     assert whole[-1]["optimizer/lr"] < whole[0]["optimizer/lr"]
     assert all(row["loss/kl_reference"] > 0 for row in whole)
+
+
+@pytest.mark.slow
+def test_a_run_records_what_its_prompts_are(forked_engine: Engine, tmp_path: Path) -> None:
+    trained, held_out = tmp_path / "trained.jsonl", tmp_path / "held-out.jsonl"
+    settings = (
+        "parallel.tensor=1",
+        f'data.sources=[{{name="mine",source="jsonl",path="{trained}"}}]',
+        "eval.interval_steps=2",
+        f'eval.sets=[{{name="held-out",source="jsonl",path="{held_out}"}}]',
+    )
+    records = []
+    for num_steps in (1, 2):
+        for file in (trained, held_out):
+            file.write_text(f'{{"prompt": "1+1=", "answer": "{num_steps}"}}\n' * 4)
+        train(forked_engine, tmp_path, "run", f"train.num_steps={num_steps}", *settings)
+        records.append(json.loads((tmp_path / "run" / "inputs.json").read_text()))
+    first, second = records
+    assert [*first] == [*second] == [f"data.sources.mine ({trained})", f"eval.sets.held-out ({held_out})"]
+    assert not {*first.values()} & {*second.values()}

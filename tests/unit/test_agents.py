@@ -7,8 +7,8 @@ import re
 import select
 import sys
 import textwrap
-from collections import Counter
 import threading
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar

@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -345,6 +345,7 @@ class NoRollouts:
     """What a recorder asks of rollouts."""
 
     decode = staticmethod(str)
+    prompt_digests: ClassVar[dict[str, str]] = {}
 
 
 def record(folder: Path, first_step: int, rows: list[Metrics], error: UserError | None = None) -> str:

@@ -23,6 +23,7 @@ from bapo_megatron.monitor import alarms
 from bapo_megatron.monitor.alarms import RULES, AlarmLog, Rule
 from bapo_megatron.report.page import _facts
 from bapo_megatron.runs.history import read_history
+from bapo_megatron.runs.inputs import record_inputs
 from bapo_megatron.runs.resuming import check_resumable
 from tests.unit.branched import STEP, assert_follows, digest, make_parent, make_parents, outcome
 
@@ -150,15 +151,15 @@ def test_a_changed_file_of_prompts_counts_as_changed_prompts(tmp_path: Path) -> 
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(1, 9)))
     run = make_parent(tmp_path, "data.source=jsonl", f"data.path={file}", "reward.kind=text")
-    branching.record_inputs(run / "inputs.json", load_config([run / "config.toml"]))
+    record_inputs(run / "inputs.json", branching._inputs(load_config([run / "config.toml"])))
     assert facts(run)["leaves"] == "nothing"
     file.write_text(file.read_text() + '{"prompt": "9+1=", "answer": "10"}\n')
     told = facts(run)
     assert "the prompts' position in data, because of data.path" in told["leaves"]
-    assert f"{file} has other contents than in parent" in told["note"]
+    assert f"data ({file}) has other contents than in parent" in told["note"]
 
 
-@pytest.mark.parametrize("place", ["inputs.json", "checkpoints"])
+@pytest.mark.parametrize("place", ["parent.json", "checkpoints"])
 def test_a_crash_leaves_nothing_and_the_next_one_is_whole(
     parent: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +168,7 @@ def test_a_crash_leaves_nothing_and_the_next_one_is_whole(
 
     branch = plan_branch(parent, Path(f"full-{place}"), [])
     with monkeypatch.context() as patched:
-        patched.setattr(branching, "record_inputs" if place == "inputs.json" else "branch_checkpoint", crash)
+        patched.setattr(branching, "write_parent" if place == "parent.json" else "branch_checkpoint", crash)
         with pytest.raises(UserError, match="No space left"):
             branch.write()
     assert not [path for path in parent.parent.iterdir() if f"full-{place}" in path.name]

@@ -531,3 +531,21 @@ def test_no_code_of_a_model_folder_is_run_or_offered(
     if not is_known_family:
         (line,) = lines
         assert line.startswith("model_type 'evil' is not supported")
+
+
+@pytest.mark.parametrize("num_bad", [0, 1, 2, 3])
+def test_rows_that_a_run_will_skip_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_bad: int
+) -> None:
+    rows = [{"prompt": "1+" * 20 + "1=" if i < num_bad else "1+1=", "answer": "2"} for i in range(3)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    skipping = ("data.on_bad_prompt=skip", "rollout.prompts_per_step=1", "rollout.groups_in_flight=1")
+    told = answer(capsys, "data.source=jsonl", f"data.path={path}", *skipping)
+    if num_bad == 0:
+        assert not told
+        return
+    (line,) = told
+    what = "all 3 prompts" if num_bad == 3 else f"{num_bad} of the first 3 prompts"
+    first = f"the first: {path}:1: the prompt has 42 tokens, more than data.max_prompt_tokens = 16"
+    assert f"{path}: {what} are left out, as data.on_bad_prompt asks; {first}" in line
+    assert ("warning" in line) == (num_bad < 3)

@@ -81,12 +81,41 @@ def test_words_and_programs_are_read_outside_thoughts_too(
         ("\\boxed{7}. No: \\boxed{8}.", "8"),
         ("\\boxed{7} and \\boxed{8}", "7;8"),
         ("<think>\\boxed{7}</think>The answer is **8**.", "8"),
-        ("\\boxed{1\\,234 dollars}", "1234dollars"),
+        ("\\boxed{1\\,234 dollars}", "1234"),
         ("The answer is 8. Note: 9 fails.", "8"),
     ],
 )
 def test_a_majority_votes_with_the_answer_that_was_judged(response: str, answer: str) -> None:
     assert final_answer("math", "8", response) == answer
+
+
+NUMBERS = ("8", "73", "1\\,234", "0.5")
+WORDS = (
+    "{}",
+    "{} dollars",
+    "{}\\text{{ cm}}",
+    "{} m",
+    "{} square meters",
+    "x = {}",
+    "at least {}",
+    "{}_3",
+    "\\approx {}",
+)
+
+
+@pytest.mark.parametrize(
+    "asked", ["8", "73", "1234", "12 cm", "8 m", "73 dollars", "at least 8", "8_3", "\\frac{1}{2}"]
+)
+def test_answers_are_grouped_only_if_the_judge_takes_them_for_the_same(asked: str) -> None:
+    verdicts: dict[str | None, set[float]] = {}
+    for number in NUMBERS:
+        groups = set()
+        for words in WORDS:
+            response = f"\\boxed{{{words.format(number)}}}"
+            groups.add(group := final_answer("math", asked, response))
+            verdicts.setdefault(group, set()).add(judge_math(asked, response))
+        assert len(groups) < len(WORDS), "dollars do not change a number"
+    assert all(len(found) == 1 for found in verdicts.values()), verdicts
 
 
 @pytest.mark.parametrize("answer", [["72"], [["72"]], [72], "72", 72])

@@ -106,6 +106,7 @@ HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_
             {
                 "language_model_only": True,
                 "text_config": {
+                    "rope_scaling": None,
                     "rope_parameters": {
                         "rope_type": "yarn",
                         "rope_theta": 1e4,
@@ -117,7 +118,7 @@ HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_
                         "beta_fast": 32,
                         "beta_slow": 1,
                         "extrapolation_factor": 1,
-                    }
+                    },
                 },
             },
         ),

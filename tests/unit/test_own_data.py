@@ -19,11 +19,12 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, DataError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.preflight.starter import Hardware, write_config
-from bapo_megatron.prompts import rows
+from bapo_megatron.prompts import rows as rows_module
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rewards.answers import final_answer, judge_text
 from tests.hang import HANG_S
+from tests.unit.odd_files import outcome
 
 COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"
 TABLE = COMING_FROM.read_text(encoding="utf-8").partition("## Files of prompts")[2].partition("\n## ")[0]
@@ -441,7 +442,7 @@ def test_a_file_that_holds_no_rows_is_told_for_what_it_is(tmp_path: Path, name: 
 
 
 def test_gzip_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_MAX_UNPACKED_BYTES", len(LINES))
+    monkeypatch.setattr(rows_module, "_MAX_UNPACKED_BYTES", len(LINES))
     (tmp_path / "x.jsonl").write_bytes(packed(LINES))
     assert len(source(str(tmp_path / "x.jsonl"))) == 2
     (tmp_path / "x.jsonl").write_bytes(packed(LINES + b"\n"))
@@ -455,3 +456,97 @@ def test_a_column_of_parquet_that_is_there_twice(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "x.parquet")
     with pytest.raises(DataError, match=r"x.parquet: the column 'answer' is there twice"):
         source(str(tmp_path / "x.parquet"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_file_gives_prompts_or_a_short_error(tmp_path: Path, seed: int) -> None:
+    """docs/measured/data.toml has the counts of 2,000 such files."""
+    pytest.importorskip("pyarrow")
+    assert outcome(tmp_path, seed) in ("prompts", "error")
+
+
+@pytest.mark.parametrize("seed", [516, 1771])
+def test_damaged_metadata_of_parquet_ends_no_process(tmp_path: Path, seed: int) -> None:
+    pytest.importorskip("pyarrow")
+    assert outcome(tmp_path, seed) == "error"
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_of_limit", "rows", "problem"),
+    [
+        ("MAX_ROWS", 9, 10, "10 rows and 30 values are more than 9 and "),
+        ("_MAX_VALUES", 29, 10, "10 rows and 30 values are more than 5,000,000 and 29; split it"),
+        ("_MAX_UNPACKED_BYTES", 10 * 1002 - 1, 10, "more than 0 GiB in Parquet; split it"),
+        ("_MAX_UNPACKED_BYTES", 10 * 1002, 10, ""),
+        ("_MAX_BATCH_BYTES", 1, 10, ""),  # one row after the other
+    ],
+)
+@pytest.mark.parametrize("in_list", [False, True])
+def test_parquet_is_bounded_as_its_values_are(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    bytes_of_limit: int,
+    rows: int,
+    problem: str,
+    in_list: bool,
+) -> None:
+    """A dictionary holds a text once, however many rows have it."""
+    pyarrow = pytest.importorskip("pyarrow")
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), ["x" * 1000])
+    more = pyarrow.ListArray.from_arrays(pyarrow.array(range(rows + 1), pyarrow.int32()), text) if in_list else text
+    table = pyarrow.table({"prompt": ["?"] * rows, "answer": ["2"] * rows, "more": more})
+    file = tmp_path / "x.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(table, file)
+    monkeypatch.setattr(rows_module, name, bytes_of_limit)
+    if not problem:
+        assert len(source(str(file))) == rows
+        return
+    with pytest.raises(DataError, match=re.escape(f"{file}: {problem}")):
+        source(str(file))
+
+
+def test_a_column_that_python_cannot_read_matters_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    odd = pyarrow.array([1], pyarrow.timestamp("us", "Mars/Olympus"))
+    file = tmp_path / "x.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pyarrow.table({"prompt": ["?"], "answer": ["2"], "t": odd}), file
+    )
+    assert len(source(str(file))) == 1
+    with pytest.raises(
+        DataError, match=r"field 't' is not a JSON value but timestamp\[us, tz=Mars/Olympus\] that Python"
+    ):
+        JsonlSource(str(file), fields={"answer": "t"})
+
+
+@pytest.mark.slow
+def test_headers_and_objects_of_many_names_are_read_in_linear_time(tmp_path: Path) -> None:
+    """The name that is there twice comes last."""
+    names = [f"c{i}" for i in range(200_000)]
+    (tmp_path / "x.csv").write_text(",".join(["prompt", "answer", *names, names[-1]]) + "\n")
+    with pytest.raises(DataError, match=r"x.csv:1: the header names the column 'c199999' twice"):
+        source(str(tmp_path / "x.csv"))
+    members = ", ".join(f'"{name}": 1' for name in [*names, names[-1]])
+    (tmp_path / "x.jsonl").write_text(f"{{{members}}}\n")
+    with pytest.raises(DataError, match=r"x.jsonl:1: the key 'c199999' is twice"):
+        source(str(tmp_path / "x.jsonl"))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_prompt_that_is_far_too_long_is_not_tokenised(tmp_path: Path, chat: bool) -> None:
+    tokenizer = load_tokenizer(demo_model_path())
+    words = "1" * 100_000
+    value = [{"role": "user", "content": words}, {"role": "assistant", "content": "?"}, USER] if chat else words
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": value, "answer": "2"}))
+    data = {"source": "jsonl", "path": str(tmp_path / "x.jsonl"), "max_prompt_tokens": 16, "chat_template": chat}
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    calls: list[Any] = []
+    tokenizer.encode = lambda *a, **_: calls.append(a)
+    told = f"x.jsonl:1: the prompt has 100,00{5 * chat} characters, too many for data.max_prompt_tokens = 16"
+    with pytest.raises(DataError, match=told):
+        PromptStream(Config.model_validate({"data": data}), tokenizer).check()
+    skipping = PromptStream(Config.model_validate({"data": data | {"on_bad_prompt": "skip"}}), tokenizer)
+    with pytest.raises(DataError, match=r"0 empty, 2 over data\.max_prompt_tokens, 0 refused"):
+        skipping.next()
+    assert calls == []

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -41,6 +42,7 @@ class NoRollouts:
 
     decode = staticmethod(str)
     engine_states = staticmethod(list)
+    prompt_digests: ClassVar[dict[str, str]] = {}
 
 
 def config_with(folder: Path, *settings: str) -> Config:

@@ -207,7 +207,7 @@ def test_a_job_says_so_once_it_knows_how_long_its_steps_take(
         for job in ("", "7"):
             monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
             recorder = Recorder(config, run_dir, Console("lines", 60))
-            recorder.begin(1, SimpleNamespace(decode=str))  # type: ignore[arg-type]
+            recorder.begin(1, SimpleNamespace(decode=str, prompt_digests={}))  # type: ignore[arg-type]
             for step in (2, 3):
                 recorder.record(step, step, {"time/step_s": 200.0})
             recorder.end()

@@ -162,3 +162,35 @@ def test_a_file_in_another_folder_holds_there_too(
     monkeypatch.chdir("exp")
     assert cli.main(["check", "mine.toml", "reward.kind=chains"]) == 0
     assert "bapo:" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer", "worth_a_look"),
+    [
+        ({"question": "3+5", "options": ["A)7", "B)8"], "correct": "B", "rationale": "r"}, "question", "correct", 1),
+        (
+            {"question": "3+5", "answer": None, "label": "8", "other": {"source": "Exam of 2010"}},
+            "question",
+            "label",
+            0,
+        ),
+        ({"problem": "3+5", "solution": "8", "type": "Sums of two (easy)"}, "problem", "solution", 0),
+        ({"query": "3+5", "other": {"body": "Ann asks Bob."}, "correct_answer": 8}, "query", "correct_answer", 1),
+    ],
+)
+def test_columns_of_published_files_are_found(
+    tmp_path: Path, row: dict[str, Any], prompt: str, answer: str, worth_a_look: int
+) -> None:
+    """The first rows are those of AQuA, GAOKAO and Minerva."""
+    file = tmp_path / "x.jsonl"
+    file.write_text((json.dumps(row) + "\n") * 4)
+    written = write_config("demo", file, tmp_path / "x.toml", CPU)
+    assert written.table["data"]["fields"] == {"prompt": prompt, "answer": answer}
+    assert [told.severity for told in written.told].count("warning") == worth_a_look
+
+
+def test_a_verdict_is_no_answer(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps({"question": "3+5", "response": "8", "correct": True}))
+    with pytest.raises(UserError, match="field 'prompt' is missing"):
+        write_config("demo", file, tmp_path / "x.toml", CPU)

@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,6 +224,21 @@ def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
 RAISES = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}{{ messages[0].content }}"
 )
+
+
+@pytest.mark.parametrize(
+    ("template", "draws"),
+    [
+        ("{{ ['a', 'b'] | random }}", True),
+        ("{{ ['a', 'b']|random|upper }}", True),
+        ("{{ [['a', 'b']]|map('random')|first }}", True),
+        ("{{ lipsum(n=1) }}", True),
+        ("{{ 'random' }} words at random, {{ messages[0].content|trim }}", False),
+    ],
+)
+def test_a_template_that_draws_at_random_is_refused(template: str, draws: bool) -> None:
+    with pytest.raises(DataError, match="chat template draws at random") if draws else nullcontext():
+        PromptStream(IN_CHAT, tokenizer_with(template), OneQuestion()).check()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
