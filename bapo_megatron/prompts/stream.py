@@ -176,7 +176,8 @@ class PromptStream:
         if problems and (self.data.on_bad_prompt == "error" or len(problems) == len(self.source)):
             others = f" ({len(problems)} of {len(read)} prompts are empty, too long or refused)"
             first = "; ".join(f"{problem:.{_MAX_PROBLEM_CHARS}}" for problem in problems[:_MAX_NAMED])
-            raise DataError(f"{first}{others if len(problems) > 1 else ''}; {_ADVICE}")
+            advice = _ADVICE if self.data.on_bad_prompt == "error" else "correct them: all would be left out"
+            raise DataError(f"{first}{others if len(problems) > 1 else ''}; {advice}")
         return problems
 
     def digests(self, table: str = "data") -> dict[str, str]:

@@ -545,7 +545,8 @@ def test_rows_that_a_run_will_skip_are_counted(
         assert not told
         return
     (line,) = told
-    what = "all 3 prompts" if num_bad == 3 else f"{num_bad} of the first 3 prompts"
-    first = f"the first: {path}:1: the prompt has 42 tokens, more than data.max_prompt_tokens = 16"
-    assert f"{path}: {what} are left out, as data.on_bad_prompt asks; {first}" in line
+    first = f"{path}:1: the prompt has 42 tokens, more than data.max_prompt_tokens = 16"
+    what = f"{path}: {num_bad} of 3 prompts read are left out, as data.on_bad_prompt asks; the first: {first}"
+    assert (what if num_bad < 3 else "correct them: all would be left out") in line
+    assert first in line
     assert ("warning" in line) == (num_bad < 3)

@@ -242,7 +242,7 @@ def test_init_takes_settings_and_speaks_of_data(tmp_path: Path, capsys: pytest.C
     path, new = written(tmp_path, [{"frage": "3+5=", "antwort": "yes"}]), str(tmp_path / "new.toml")
     assert cli.main(["init", "demo", path, "-o", new]) == 2
     error = capsys.readouterr().err
-    assert 'data.fields.prompt="COLUMN"' in error
+    assert "give data.fields.prompt=COLUMN data.fields.answer=COLUMN, out of 'frage', 'antwort'" in error
     assert cli.main(["init", "demo", str(tmp_path / "none.jsonl"), "-o", new]) == 2
     assert "DATA: there is no file" in capsys.readouterr().err
     columns = ["data.fields.prompt=frage", "data.fields.answer=antwort"]
