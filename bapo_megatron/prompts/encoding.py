@@ -56,7 +56,7 @@ def _valid(text: str) -> str:
 def surely_exceeds(tokenizer: Any, text: str, max_tokens: int) -> bool:
     """Return whether a text surely has more tokens than a limit, without the time that all of its tokens would take.
 
-    A beginning with twice as many tokens is enough: where the text goes on, only the last word's tokens can change. A
+    A beginning with twice as many tokens is enough: behind it, only the last word's tokens can change. A
     beginning without them is followed by longer ones, because tokenizers may leave any amount of white space out.
     """
     num_chars = _CHARS_PER_TOKEN * max(max_tokens, 1)

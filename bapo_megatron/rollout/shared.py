@@ -36,7 +36,7 @@ class Rollouts(Protocol):
         return None
 
     @property
-    def prompt_digests(self) -> Mapping[str, str]:
+    def prompt_digests(self) -> dict[str, str]:
         """The SHA-256 of the prompts of training and evaluation, by where they come from."""
         return {}
 

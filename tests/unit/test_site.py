@@ -88,7 +88,7 @@ async def asked(session: ClientSession, port: int) -> str:
 @pytest.mark.parametrize("words", UNFINISHED.values(), ids=[*UNFINISHED])
 @pytest.mark.parametrize("keys", [None, {KEY}])
 def test_strangers_wait_in_vain_and_clients_do_not(words: bytes, keys: set[str] | None) -> None:
-    """Ten times as many as may wait come at once. All that are left are hung up on by the deadline."""
+    """Ten times as many as may wait come at the same time. All that are left are hung up on by the deadline."""
 
     async def run() -> None:
         async with serving(Guard("localhost", keys)) as port, ClientSession() as session:
