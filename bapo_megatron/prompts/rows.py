@@ -21,10 +21,10 @@ from bapo_megatron.runtime.files import regular_file
 
 EXAMPLE = '{"prompt": "...", "answer": ...}'
 _MAX_CSV_CHARS = 1 << 30  # limit of one value; csv's own limit is 131,072
-MAX_ROWS = 5_000_000  # of a Parquet file or a function; a few kilobytes can stand for billions
-_MAX_VALUES = 100_000_000  # of a Parquet file: lists have many
+MAX_ROWS = 5_000_000  # limit for Parquet and functions: a few kilobytes can stand for billions
+_MAX_VALUES = 100_000_000  # limit for Parquet, where a short file can have long lists
 _MAX_UNPACKED_BYTES = 4 << 30  # limit for gzip and Parquet: a few kilobytes can stand for terabytes
-_MAX_BATCH_ROWS, _MAX_BATCH_BYTES = 1024, 2 << 30  # of a Parquet file, which are made into values together
+_MAX_BATCH_ROWS, _MAX_BATCH_BYTES = 1024, 2 << 30  # what is made into values together
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _OTHERS = (
     (b"\x28\xb5\x2f\xfd", "compressed with zstd; run `zstd -d {}`"),
@@ -184,7 +184,7 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
             held = f"{num_rows:,} rows and {num_values:,} values"
             raise DataError(f"{file}: {held} are more than {MAX_ROWS:,} and {_MAX_VALUES:,}; split it")
         # A value is no longer than its row group, and each row of the batch may have the longest.
-        most_rows = _MAX_BATCH_BYTES // max((group.total_byte_size for group in groups), default=1)
+        most_rows = _MAX_BATCH_BYTES // max(1, *(group.total_byte_size for group in groups), 1)
         num_chars = 0
         for batch in table.iter_batches(max(1, min(_MAX_BATCH_ROWS, most_rows))):
             columns = [_values(column) for column in batch.columns]
@@ -197,7 +197,7 @@ def _parquet_rows(file: Path, data: bytes) -> Iterator[Row]:
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{file}: not a whole Parquet file: {str(error).splitlines()[0]:.200}") from error
+        raise DataError(f"{file}: not a whole Parquet file: {' '.join(str(error).split()):.200}") from error
 
 
 def _values(column: Any) -> list[Any]:

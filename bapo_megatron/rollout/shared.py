@@ -4,7 +4,7 @@ Rank 0 makes a batch in a thread and meanwhile broadcasts a sign of life; a JSON
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar

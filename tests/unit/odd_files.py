@@ -12,7 +12,7 @@ from bapo_megatron.errors import DataError
 from bapo_megatron.prompts.jsonl import JsonlSource
 
 PROMPTS, ANSWERS = ["1+1=", "1+2=", "1+3="], ["2", "3", "4"]
-MAX_CHARS = 5000  # of a message
+MAX_CHARS = 5000  # the longest message
 ZONES = ("UTC", "Mars/Olympus", "+99:99", "-00:00:01", "", "\x1b[2J", "x" * 3000)
 
 

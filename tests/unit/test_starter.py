@@ -181,7 +181,7 @@ def test_a_file_in_another_folder_holds_there_too(
 def test_columns_of_published_files_are_found(
     tmp_path: Path, row: dict[str, Any], prompt: str, answer: str, worth_a_look: int
 ) -> None:
-    """The first rows are those of AQuA, GAOKAO and Minerva."""
+    """The first three are as AQuA, GAOKAO and Minerva have them."""
     file = tmp_path / "x.jsonl"
     file.write_text((json.dumps(row) + "\n") * 4)
     written = write_config("demo", file, tmp_path / "x.toml", CPU)
