@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.checkpoint.folder import read_index
 from bapo_megatron.config.base import Severity, Violation, overlap, warning
 from bapo_megatron.config.engines import ENGINE_CHECK, engine_kind
 from bapo_megatron.config.families import own_family
@@ -256,6 +255,8 @@ def _check_resume(config: Config, hf_config: dict[str, Any] | None) -> Iterator[
         RunDir.preview(config)
         saved, own = num_steps_saved(path), own_family(config.model.family)
         if saved and hf_config is not None and unknown_family(hf_config, own) is None:
+            from bapo_megatron.checkpoint.folder import read_index  # it needs torch
+
             with contextlib.suppress(TornCheckpointError):  # a resume skips it
                 model = read_index(path / "checkpoints" / f"step-{saved:06d}" / "learner")
                 model.check_model(model_shape(hf_config, own=own))

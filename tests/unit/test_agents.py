@@ -435,7 +435,7 @@ def test_odd_json_in_a_request_is_refused_by_name(tmp_path: Path) -> None:
             assert named in reply["error"]["message"], (named, reply)
             assert len(reply["error"]["message"]) < 500
         ask(FIRST)
-        print(json.dumps({{"reward": 1}}))
+        report(reward=1)
         """
     samples = Agents(tmp_path, program, samples_per_prompt=1).samples()
     assert [s.reward for s in samples] == [1]
@@ -465,7 +465,7 @@ def test_the_endpoint_answers_while_a_long_text_becomes_tokens(tmp_path: Path, m
         asking.start()
         assert post(None, path="/models")[0] == 200
         asking.join()
-        print(json.dumps({"reward": 1}))
+        report(reward=1)
         """
     is_answered = threading.Event()
     models, whole = Endpoint._models, Continuation.whole
@@ -490,7 +490,7 @@ def test_a_long_text_is_refused_and_the_program_goes_on(tmp_path: Path) -> None:
         for messages in ([user(long)], [*FIRST, ask(FIRST), user(long)]):
             status, reply = post({"messages": messages})
             assert (status, reply["error"]["code"]) == (400, "context_length_exceeded"), reply
-        print(json.dumps({"reward": 1}))
+        report(reward=1)
         """
     samples = Agents(tmp_path, program, samples_per_prompt=1).samples()
     assert [s.reward for s in samples] == [1]
@@ -675,7 +675,7 @@ def test_what_the_policy_says_comes_back_in_a_history_and_ends_nothing(tmp_path:
             calls = first.get("tool_calls", [])
             assert bool(calls) == is_call, first
             ask([user("Summary"), first, *(tool(call, "3") for call in calls), user("So?")], tools=TOOLS)
-        print(json.dumps({{"reward": 1}}))
+        report(reward=1)
         """
     limits = {"max_response_tokens": 20_000, "max_prompt_tokens": 9000, "samples_per_prompt": 1, "max_turns": 50}
     agents = Agents(tmp_path, program, Odd([*calls]), **limits)
@@ -698,7 +698,7 @@ def test_an_error_of_one_sample_is_its_own_and_the_log_has_its_traceback_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever is raised, except for what is wrong with the run."""
-    agents = Agents(tmp_path, 'ask(FIRST); print(json.dumps({"reward": 1}))', samples_per_prompt=8)
+    agents = Agents(tmp_path, "ask(FIRST); report(reward=1)", samples_per_prompt=8)
     right, raised = AgentDriver._ended, Counter[type[Exception]]()
     kinds = [KeyError, RecursionError, MemoryError, OverflowError]
 

@@ -75,6 +75,7 @@ def test_no_sampled_text_becomes_tokens_again() -> None:
     importers = {name(f) for f in FILES if any(m.startswith("bapo_megatron.prompts.encoding.") for m in imported(f))}
     assert importers == {
         "engines/embedded/text.py",  # `bapo serve` and `bapo chat`
+        "preflight/inputs.py",  # answers, to be measured
         "preflight/starter.py",  # prompts, to be measured
         "prompts/continuation.py",  # messages of environments
         "prompts/stop_tokens.py",  # names of stop tokens
