@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
 
 _MAX_REASON_CHARS = 1000
+_MAX_NAMED = 3  # parts that a message names
 FIELDS = ("prompt", "answer", "response", "source", "in_thought")
 """Fields that a judge may ask for: the prompt's text, its answer, the response's text without special tokens, the name
 of the prompt source, and whether the chat template has opened a thought that the response begins in."""
@@ -189,10 +190,7 @@ class Judge:
 
     def verdict(self, value: Any) -> Verdict:
         """Return the verdict that the function's result states. Raises like `as_verdict`."""
-        try:
-            return as_verdict(value, self.weights)
-        except UserError as error:
-            raise UserError(f'reward.kind="{self.kind}": {error}') from None
+        return as_verdict(value, self.weights)
 
     def reply(self, value: Any) -> dict[str, Any]:
         """Return the reply that carries the function's result. Raises like `as_verdict`."""
@@ -265,8 +263,7 @@ def as_verdict(value: Any, weights: Mapping[str, float]) -> Verdict:
     """Read what a judge returned.
 
     Raises:
-        UserError: a part has no weight.
-        TypeError: a judge may not return this type, or not these parts.
+        TypeError: a judge may not return this type, or not these parts, whose names the response may have chosen.
         ValueError: a number is not finite.
     """
     reason = ""
@@ -277,10 +274,10 @@ def as_verdict(value: Any, weights: Mapping[str, float]) -> Verdict:
         if weights:
             raise TypeError(f"a judge returns the parts {_listed(weights)} by name, not {value!r:.80}")
         return Verdict(_finite(value), message=reason)
-    if missing := [str(name) for name in value if name not in weights]:
+    if missing := [f"{name!s:.40}" for name in value if name not in weights][:_MAX_NAMED]:
         example = ", ".join(f"{name} = 1.0" for name in [*weights, *missing])
-        raise UserError(
-            f"a judge returned {value!r:.200}, with parts that reward.weights does not name: {_listed(missing)}; set "
+        raise TypeError(
+            f"a judge returned {value!r:.80}, with parts that reward.weights does not name: {_listed(missing)}; set "
             f"reward.weights = {{{example}}}, where 0 only records a part"
         )
     if absent := [name for name in weights if name not in value]:

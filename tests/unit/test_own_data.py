@@ -324,9 +324,10 @@ ROW = 'expected an object like {"prompt": "...", "answer": ...}'
             [GOOD],
             ["reward.kind=my_judges:parts", "reward.weights.correct=1"],
             [
-                "reward.kind=\"my_judges:parts\": a judge returned {'correct': 1.0, 'short': 0.5}, with parts that "
-                "reward.weights does not name: 'short'; set reward.weights = {correct = 1.0, short = 1.0}, where 0 "
-                "only records a part"
+                'reward.kind="my_judges:parts" returned no reward for a first sample, a.jsonl:1: TypeError("a judge '
+                "returned {'correct': 1.0, 'short': 0.5}, with parts that reward.weights does not name: 'short'; set "
+                'reward.weights = {correct = 1.0, short = 1.0}, where 0 only records a part") (my_judges.py, line 3); '
+                "correct the judge"
             ],
             id="parts without weights",
         ),

@@ -355,16 +355,19 @@ class TestParts:
         assert "a judge returns the parts 'correct', 'format' by name, not 1.0" in failed[1].message
         assert "a judge returns a number, not str: 'good'" in failed[2].message
 
-    def test_parts_without_weights_stop_the_run(self) -> None:
-        with scorer_of("plain") as scorer, pytest.raises(UserError, match=r"\{'reward': 1.0\}, with parts") as caught:
-            scorer.score(items("table"))
-        assert str(caught.value).startswith('reward.kind="reward_hooks:plain": a judge returned')
-        assert "set reward.weights = {reward = 1.0}" in str(caught.value)
-        with (
-            scorer_of("in_parts", weights={"correct": 2.0}) as scorer,
-            pytest.raises(UserError, match="name: 'format'"),
-        ):
-            scorer.score(items("7"))
+    def test_parts_without_weights_fail_their_response_only(self) -> None:
+        with scorer_of("plain") as scorer:
+            table, good = scorer.verdicts(items("table", "1"))
+        assert (table.reward, table.problem, table.is_misfit, good.reward) == (0.0, "error", True, 1.0)
+        assert "set reward.weights = {reward = 1.0}" in table.message
+        with scorer_of("in_parts", weights={"correct": 2.0}) as scorer:
+            assert "does not name: 'format'" in scorer.verdicts(items("7"))[0].message
+
+    @given(st.dictionaries(st.text(), st.floats() | st.text(), min_size=1), st.integers(1, 3000))
+    def test_no_names_that_a_response_chooses_end_the_run(self, parts: dict[str, Any], times: int) -> None:
+        with pytest.raises(TypeError) as caught:
+            as_verdict({name * times: part for name, part in parts.items()}, {"of the user": 1.0})
+        assert len(str(caught.value)) < 3000, "a character may take ten as an escape"
 
     @pytest.mark.parametrize("other", ["reasoned", "waits"])
     def test_several_judges_add_up(self, other: str) -> None:
