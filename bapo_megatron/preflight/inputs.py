@@ -135,7 +135,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
     if model is not None:
         yield from _stop_tokens(config, model)
     if config.has_judge:
-        yield from _judge(config, questions, is_complete=is_complete)
+        yield from check_judge(config, questions, is_complete=is_complete)
 
 
 def _misfit_answer(config: Config, source: PromptSource) -> str | None:
@@ -291,7 +291,7 @@ def _tokenizer(config: Config, model: Path) -> Any:
         return Violation(("model.path",), problem)
 
 
-def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iterator[Violation]:
+def check_judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iterator[Violation]:
     """Build each judge once, and let it score its questions with sample responses: the questions' own answers, unless
     the judge's module offers others.
 
