@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -32,6 +31,7 @@ from bapo_megatron.rewards.environments import EnvironmentSpec, Failed, StepAnsw
 from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
 from bapo_megatron.runtime import num_cores, python_module
+from bapo_megatron.runtime.subreaper import below_subreaper
 
 MAX_STARTS = 3
 MAX_PROCESSES = 8
@@ -82,12 +82,12 @@ class Worker:
         with theirs:
             streams = await asyncio.open_connection(sock=ours, limit=_MAX_REPLY_BYTES)
             process = subprocess.Popen(
-                [*python_module("bapo_megatron.rewards.worker"), str(theirs.fileno())],
+                [*below_subreaper(), *python_module("bapo_megatron.rewards.worker"), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # keeps Ctrl-C away, and lets `kill` end the judge's child processes
+                start_new_session=True,  # keeps Ctrl-C away
                 env=os.environ | {"TMPDIR": scratch},
             )
         worker = cls(process, *streams)
@@ -134,8 +134,7 @@ class Worker:
         if self._is_killed:  # another process may have its id by now
             return
         self._is_killed = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.terminate()  # the subreaper ends them all
         self._writer.close()
         code = self._process.poll()
         for future in self._pending.values():

@@ -77,7 +77,7 @@ def check_tools(config: Config, tokenizer: Any) -> None:
 
 
 def environment_of(config: Config, output: int = 2) -> EnvironmentProcesses | AgentPrograms:
-    """Start the environment that [environment] names; its function prints to `output`. Raises UserError, WorkersError."""
+    """Start the environment that [environment] names; it prints to `output`. Raises UserError, WorkersError."""
     if config.environment.is_agent:
         return AgentPrograms(config)
     return EnvironmentProcesses(EnvironmentSpec.of(config), config.environment.concurrency, output)
