@@ -198,6 +198,13 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
     }
     if (judge := _judge_for([question.answer for question in questions])) != "math":
         table["reward"] = {"kind": judge}
+    turns = load_tables({"": {"environment": given.get("environment", {})}}).environment
+    if turns.max_given_tokens and response_tokens + turns.max_given_tokens > (
+        room := shape.max_positions - prompt_tokens
+    ):
+        table["rollout"]["max_response_tokens"] = min(response_tokens, room // 2)  # the answers get what is left
+        answer_tokens = (room - room // 2) // (turns.max_turns - 1)
+        table["environment"] = {"max_answer_tokens": min(turns.max_answer_tokens, max(1, answer_tokens))}
     if len(questions) > _MAX_MEASURED:
         table["data"]["on_bad_prompt"] = "skip"
     first = tokenizer.decode(prompts[0])
