@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,18 @@ def answers(url: str, timeout_s: float = 5.0, key: str | None = None) -> bool:
             return response.status == 200
     except (OSError, http.client.HTTPException):  # refused, reset, late, not HTTP, or another status
         return False
+
+
+def asks_for_a_key(url: str, timeout_s: float = 5.0) -> bool:
+    """Return whether a server refuses to sample without a key; also True if it has no such route or does not answer."""
+    request = urllib.request.Request(f"{url}/generate", b"{}", {"Content-Type": "application/json"})
+    try:
+        with _OPENER.open(request, timeout=timeout_s):
+            return False
+    except urllib.error.HTTPError as refusal:  # 400, 415, 422 and 500 come from a server that has read the request
+        return refusal.code in (401, 403, 404, 405)
+    except (OSError, http.client.HTTPException):
+        return True
 
 
 def wait_until(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:

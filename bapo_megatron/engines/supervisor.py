@@ -107,13 +107,18 @@ class StartedEngines:
         """Return whether every engine has answered; from then on they are supervised.
 
         Raises:
-            UserError: an engine refused its arguments.
+            UserError: an engine refused its arguments, or samples without the key.
             EngineError: an engine ended, or was not healthy in time.
         """
         for engine in self._engines[self._num_healthy :]:
             if not processes.answers(f"{engine.spec.url}/health", key=engine.spec.key):
                 processes.check_start(engine.process, engine.log, self._began_s, engine.startup_timeout_s)
                 return False
+            if engine.spec.key is not None and not processes.asks_for_a_key(engine.spec.url):
+                raise UserError(
+                    f"{engine}: it samples without the run's key; make it answer 401 unless a request has the header "
+                    "`Authorization: Bearer KEY`, with the key that bapo_megatron.engines.key.take_key returns"
+                )
             self._num_healthy += 1
         if not self.threads:
             self.threads = [threading.Thread(target=e.look_after, name=e.name, daemon=True) for e in self._engines]

@@ -9,7 +9,9 @@ import difflib
 import functools
 import importlib.util
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 NUM_ROWS = 256
 """How many prompts of each source have their answers read."""
+_MAX_QUOTED_BYTES = 200  # of what a function printed before its process ended
 _MAX_TOKENISED = 2000  # of many more rows, some are tokenised: a minute of waiting is too long
 
 Findings = dict[str, list[Violation]]
@@ -132,7 +135,7 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
     if model is not None:
         yield from _stop_tokens(config, model)
     if config.has_judge:
-        yield from _judge(config, questions, is_complete=is_complete)
+        yield from check_judge(config, questions, is_complete=is_complete)
 
 
 def _misfit_answer(config: Config, source: PromptSource) -> str | None:
@@ -288,7 +291,7 @@ def _tokenizer(config: Config, model: Path) -> Any:
         return Violation(("model.path",), problem)
 
 
-def _judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iterator[Violation]:
+def check_judge(config: Config, questions: list[Asked], *, is_complete: bool) -> Iterator[Violation]:
     """Build each judge once, and let it score its questions with sample responses: the questions' own answers, unless
     the judge's module offers others.
 
@@ -378,7 +381,8 @@ def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
 
     limits = ("environment.concurrency", "reward.process_memory_mib")
     try:
-        environment_of(config).close()
+        with _unseen_output() as output:
+            environment_of(config, output).close()
     except (UserError, RuntimeError) as error:  # RuntimeError: no process stays alive
         yield Violation(("environment.kind", "environment.options", *limits), str(error))
     if config.environment.is_agent and not config.has_judge and (file := prints_its_reward(config.environment.options)):
@@ -406,16 +410,25 @@ def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[V
     from bapo_megatron.rewards.worker_pool import WorkerPool
     from bapo_megatron.types import Prompt
 
-    pool = WorkerPool(spec, 1)
-    try:
-        return pool.judge(
-            [
-                fields_of(Prompt(i, (0,), question.text, question.answer, name), None)
-                for i, (name, question) in enumerate(questions)
-            ]
-        )
-    finally:
-        pool.close()
+    asked = [
+        fields_of(Prompt(i, (0,), question.text, question.answer, name), None)
+        for i, (name, question) in enumerate(questions)
+    ]
+    with _unseen_output() as output, contextlib.closing(WorkerPool(spec, 1, output)) as pool:
+        return pool.judge(asked)
+
+
+@contextlib.contextmanager
+def _unseen_output() -> Iterator[int]:
+    """Yield a descriptor for what a user's function prints; a RuntimeError of the block quotes the last line."""
+    with tempfile.TemporaryFile() as file:
+        try:
+            yield file.fileno()
+        except RuntimeError as error:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_QUOTED_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+            last = next(filter(None, map(str.strip, reversed(lines))), "")
+            raise RuntimeError(f"{error}; it printed last: {last}" if last else str(error)) from error
 
 
 def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:

@@ -7,10 +7,11 @@ machine -> GPUs, memory -------------------------+
 The file passes `bapo check`.
 """
 
+import contextlib
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from bapo_megatron.errors import ConfigError, DataError, UserError
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.preflight.check import num_visible_gpus, violations_of
+from bapo_megatron.preflight.inputs import check_judge
 from bapo_megatron.preflight.known import GIB, GPUS, kind_of
 from bapo_megatron.preflight.memory import fullest_rank, model_parameters
 from bapo_megatron.preflight.plan import make_plan, memory_problems
@@ -153,10 +155,18 @@ def _run_name(file: Path, default: str) -> str:
 
 def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) -> tuple[Table, str, RowSource]:
     """Return the settings, the first prompt as the model sees it, and the rows as they were read."""
-    folder = resolve_model_path(model, weights=False)
-    hf_config = load_hf_config(folder)
-    shape = model_shape(hf_config, folder)
-    read_as, source = _read(data, given.get("data", {}))
+    problems: list[str] = []
+    with _adding_to(problems):
+        folder = resolve_model_path(model, weights=False)
+        hf_config = load_hf_config(folder)
+        shape = model_shape(hf_config, folder)
+    with _adding_to(problems):
+        read_as, source = _read(data, given.get("data", {}))
+    if problems:  # otherwise the check calls the judge with a prompt
+        with _adding_to(problems):
+            alone = load_tables({"": {"reward": given.get("reward", {})}})
+            problems += [v.message for v in check_judge(alone, [], is_complete=True) if v.severity == "error"]
+        raise UserError("\n".join(problems))
     questions = source.questions
     tokenizer = load_tokenizer(folder)
     for one in questions[:_MAX_MEASURED]:
@@ -188,6 +198,13 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
     }
     if (judge := _judge_for([question.answer for question in questions])) != "math":
         table["reward"] = {"kind": judge}
+    turns = load_tables({"": {"environment": given.get("environment", {})}}).environment
+    if turns.max_given_tokens and response_tokens + turns.max_given_tokens > (
+        room := shape.max_positions - prompt_tokens
+    ):
+        table["rollout"]["max_response_tokens"] = min(response_tokens, room // 2)  # the answers get what is left
+        answer_tokens = (room - room // 2) // (turns.max_turns - 1)
+        table["environment"] = {"max_answer_tokens": min(turns.max_answer_tokens, max(1, answer_tokens))}
     if len(questions) > _MAX_MEASURED:
         table["data"]["on_bad_prompt"] = "skip"
     first = tokenizer.decode(prompts[0])
@@ -197,6 +214,14 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
     else:
         table = _on_cpu(table, shape, hardware, len(questions))
     return merge(table, given), first, source
+
+
+@contextlib.contextmanager
+def _adding_to(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as problem:
+        problems.append(str(problem))
 
 
 def _read(data: Path, given: Table) -> tuple[Table, RowSource]:

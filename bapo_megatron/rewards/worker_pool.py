@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -32,6 +31,7 @@ from bapo_megatron.rewards.environments import EnvironmentSpec, Failed, StepAnsw
 from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
 from bapo_megatron.runtime import num_cores, python_module
+from bapo_megatron.runtime.subreaper import below_subreaper
 
 MAX_STARTS = 3
 MAX_PROCESSES = 8
@@ -70,8 +70,8 @@ class Worker:
         self._tasks = [asyncio.create_task(self._watch())]
 
     @classmethod
-    async def start(cls, spec: Spec, scratch: str) -> Worker:
-        """Start a process and build its function; its temporary files are kept below `scratch`.
+    async def start(cls, spec: Spec, scratch: str, output: int) -> Worker:
+        """Start a process that prints to `output`, and build its function; temporary files are kept below `scratch`.
 
         Raises:
             UserError: the function cannot be built from `spec`.
@@ -82,11 +82,12 @@ class Worker:
         with theirs:
             streams = await asyncio.open_connection(sock=ours, limit=_MAX_REPLY_BYTES)
             process = subprocess.Popen(
-                [*python_module("bapo_megatron.rewards.worker"), str(theirs.fileno())],
+                [*below_subreaper(), *python_module("bapo_megatron.rewards.worker"), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # judges print to the log
+                stdout=output,
+                stderr=output,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # keeps Ctrl-C away, and lets `kill` end the judge's child processes
+                start_new_session=True,  # keeps Ctrl-C away
                 env=os.environ | {"TMPDIR": scratch},
             )
         worker = cls(process, *streams)
@@ -133,8 +134,7 @@ class Worker:
         if self._is_killed:  # another process may have its id by now
             return
         self._is_killed = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.terminate()  # the subreaper ends them all
         self._writer.close()
         code = self._process.poll()
         for future in self._pending.values():
@@ -187,9 +187,14 @@ class Worker:
 class WorkerPool:
     """Pool of worker processes; `judge` and `ask` are thread-safe."""
 
-    def __init__(self, spec: Spec, concurrency: int | None) -> None:
-        """Start a first process, so that a broken judge fails now. Raises UserError, WorkersError."""
+    def __init__(self, spec: Spec, concurrency: int | None, output: int = 2) -> None:
+        """Start a first process, so that a broken judge fails now. Raises UserError, WorkersError.
+
+        Args:
+            output: the descriptor that gets what the function prints; by default the log of a rank.
+        """
         self._spec = spec
+        self._output = output
         delete_abandoned(tempfile.gettempdir(), *_PREFIXES)
         self._resources = contextlib.ExitStack()
         self._scratch = self._resources.enter_context(scratch_folder(_PREFIXES[0]))
@@ -352,13 +357,14 @@ class WorkerPool:
             if self._is_closed:
                 raise WorkersError("the judge processes were closed")
             try:
-                worker = await Worker.start(self._spec, self._scratch)
+                worker = await Worker.start(self._spec, self._scratch, self._output)
             except WorkerLost as loss:
                 reasons.append(str(loss))
                 continue
             self._workers = {w for w in self._workers if not w.has_exited} | {worker}
             return worker
-        raise WorkersError(f"no process that {self._spec.does} could be started: {'; '.join(reasons)}")
+        what, why = f"{self._spec.does} ({self._spec.kind})", "; ".join(dict.fromkeys(reasons))
+        raise WorkersError(f"no process that {what} could be started: {why}")
 
     async def _end_all(self) -> None:
         me = asyncio.current_task()
@@ -372,11 +378,11 @@ class WorkerPool:
 class EnvironmentProcesses:
     """An environment whose step function runs in worker processes."""
 
-    def __init__(self, spec: EnvironmentSpec, concurrency: int | None = None) -> None:
-        """Start a first process. Raises UserError, WorkersError."""
+    def __init__(self, spec: EnvironmentSpec, concurrency: int | None = None, output: int = 2) -> None:
+        """Start a first process, which prints to `output`. Raises UserError, WorkersError."""
         # From when a process takes the question, which may be asked twice. In any such time, some answer comes.
         self.deadline_s = 2 * (spec.timeout_s + GRACE_S)
-        self._pool = WorkerPool(spec, concurrency)
+        self._pool = WorkerPool(spec, concurrency, output)
 
     async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
         """Answer a turn. A step that raises, hangs or returns nonsense counts as `Failed`."""

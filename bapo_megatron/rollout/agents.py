@@ -4,7 +4,8 @@
 
 A sample begins as its program does. What the program asks becomes given tokens, the policy's turn becomes its reply
 (conversations.py, agent_endpoint.py), and its exit ends the sample. While the program works, the sample waits for its
-environment, as for any other. Programs are trusted; they and their children do not outlive the sample (program.py).
+environment, as for any other. Programs are trusted; they and their children do not outlive the sample
+(runtime/subreaper.py).
 
 A judge scores the sample, or the program does. Only then it learns the answer, and gives the reward, by a socket:
 
@@ -22,7 +23,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +43,7 @@ from bapo_megatron.rollout.agent_endpoint import MODEL, Endpoint, Inbox, Reply, 
 from bapo_megatron.rollout.conversations import ContextError, Conversations
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.drivers import Answers, SampleDriver, ended
-from bapo_megatron.rollout.program import REWARD_FD
+from bapo_megatron.runtime.subreaper import REWARD_FD, below_subreaper
 from bapo_megatron.types import Need, NeedsEnvironment, Prompt, Sample, TurnEnd
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ _HOST = re.compile(r"\*|(?:https?://)?[*.]*[\w-][\w.-]*(?:/\d+)?(?::\d+)?")  # a
 _END_TIMEOUT_S = 10.0  # how long to wait for a killed program
 _MAX_SCRIPT_BYTES = 1 << 20
 _NAMES_REWARD = re.compile(r"""["']reward["']\s*:""")  # {"reward": 1.0}
-_SUPERVISOR = Path(__file__).with_name("program.py")  # it becomes the parent of a program
 REWARD_VARIABLE = "BAPO_REWARD_FD"  # where a program without a judge finds its descriptor
 WRITE = f'write {{"reward": 1.0}} to the descriptor {REWARD_VARIABLE} (docs/agents.md), or let reward.kind name a judge'
 _EXPECTED = 'environment.kind="agent" needs environment.options={command=["python", "my_agent.py"]}'
@@ -81,14 +80,15 @@ class Program:
         """Start a program with these environment variables; without a judge, with an answer as JSON. Raises OSError."""
         channel, theirs = socket.socketpair() if answer is not None else (None, None)
         try:
-            fds = () if theirs is None else (theirs.fileno(),)
+            fd = None if theirs is None else theirs.fileno()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(*fds) or "-", *command),
+                *below_subreaper(fd),
+                *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
-                pass_fds=fds,
+                pass_fds=() if fd is None else (fd,),
                 env=variables,
             )
         except BaseException:

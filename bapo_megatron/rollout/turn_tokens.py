@@ -76,11 +76,11 @@ def check_tools(config: Config, tokenizer: Any) -> None:
         raise UserError(f'environment.kind = "tools": {refusal}; {remedy}')
 
 
-def environment_of(config: Config) -> EnvironmentProcesses | AgentPrograms:
-    """Start the environment that [environment] names. Raises UserError, WorkersError."""
+def environment_of(config: Config, output: int = 2) -> EnvironmentProcesses | AgentPrograms:
+    """Start the environment that [environment] names; it prints to `output`. Raises UserError, WorkersError."""
     if config.environment.is_agent:
         return AgentPrograms(config)
-    return EnvironmentProcesses(EnvironmentSpec.of(config), config.environment.concurrency)
+    return EnvironmentProcesses(EnvironmentSpec.of(config), config.environment.concurrency, output)
 
 
 def turn_driver(

@@ -25,8 +25,8 @@ from bapo_megatron.rewards.environments import MAX_ANSWER_BYTES, Continue, as_an
 from bapo_megatron.rewards.interpreter import Interpreter
 from bapo_megatron.rewards.tools import Tool, calculator
 from bapo_megatron.rewards.worker import _line, _reply
-from bapo_megatron.rollout import program as program_file
 from bapo_megatron.rollout.agents import Program
+from bapo_megatron.runtime import subreaper
 from bapo_megatron.types import Ended, Prompt, Sample
 from tests.hang import HANG_S
 from tests.unit.test_agents import TOKENIZER, Agents, Questions, Says
@@ -185,7 +185,7 @@ def test_another_user_reaches_no_program() -> None:
         look = "kill -9 $0; cat /proc/$0/environ /proc/$0/fd/*; ls /proc/$0/fd; cat /proc/$0/cmdline"
         reach = [*("sh", "-c"), look, str(program._process.pid)]
         done = subprocess.run(reach, user=65534, group=65534, extra_groups=[], capture_output=True, timeout=HANG_S)
-        assert b"program.py" in done.stdout, "the command line is public"
+        assert b"subreaper.py" in done.stdout, "the command line is public"
         assert ANSWER.encode() not in done.stdout
         assert done.stderr.count(b"denied") + done.stderr.count(b"not permitted") >= 3, done.stderr
         await program.output()
@@ -306,7 +306,7 @@ def test_a_program_and_all_that_it_started_end_with_the_process_that_started_it(
     fifo: tuple[Path, int], seed: int
 ) -> None:
     start = "import os, subprocess, sys; subprocess.run([*sys.argv[1:5], str(os.getpid()), '-', *sys.argv[5:]])"
-    command = [sys.executable, "-I", "-S", program_file.__file__, *tree(seed, fifo[0], "waits")]
+    command = [sys.executable, "-I", "-S", subreaper.__file__, *tree(seed, fifo[0], "waits")]
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", start, *command]) as process:
         assert grown(fifo[1])
         process.kill()

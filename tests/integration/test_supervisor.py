@@ -1,6 +1,7 @@
 """Engines that end or hang are restarted on the same URL, with real processes."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
@@ -54,6 +55,28 @@ Server(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 
 def stub(port: int, log: Path) -> EngineSpec:
     return EngineSpec(f"http://127.0.0.1:{port}", [sys.executable, "-c", STUB, str(port)], log)
+
+
+@pytest.mark.parametrize("status", [200, 401, 403, 404, 422, 500])
+def test_an_engine_that_samples_without_the_key_is_refused(tmp_path: Path, status: int) -> None:
+    answer = 'b"HTTP/1.0 %d X" % (int(sys.argv[2]) if sent.startswith(b"POST /generate ") else 200)'
+    text = STUB.replace("self.request.recv", "sent = self.request.recv").replace('b"HTTP/1.0 200 OK', f'{answer} + b"')
+
+    def kind(port: int, log: Path) -> EngineSpec:
+        command = [sys.executable, "-c", text, str(port), str(status)]
+        return EngineSpec(f"http://127.0.0.1:{port}", command, log, key="secret")
+
+    refused = pytest.raises(
+        UserError, match=r"engine-0 \(http.*\): it samples without the run's key; make it answer 401"
+    )
+    with refused if status in (200, 422, 500) else contextlib.nullcontext(), engines(tmp_path, [], kind=kind) as urls:
+        assert urls
+
+
+@pytest.mark.parametrize("key", ["secret", None])
+def test_an_embedded_engine_asks_for_a_key_if_it_has_one(tmp_path: Path, key: str | None) -> None:
+    with engines(tmp_path, [], kind=lambda port, log: dataclasses.replace(spec(port, log), key=key)) as (url,):
+        assert processes.asks_for_a_key(url, HANG_S) == (key is not None)
 
 
 def spec(port: int, log: Path) -> EngineSpec:

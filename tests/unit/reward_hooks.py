@@ -148,6 +148,7 @@ def act(response, answer=None):
         case "leave a child behind":
             _say("one")
             if os.fork() == 0:
+                os.setsid()
                 signal.pause()
             os._exit(1)
         case "raise":

@@ -214,21 +214,26 @@ JUDGES = {
         "IndexError",
     ),
     "sleeps": ("import signal\ndef judge(response):\n    signal.pause()", "no verdict in 1 s"),
+    "prints": ("print('seen')\ndef judge(response):\n    print('seen')\n    return 0.0", "gives 0 to the answer"),
+    "exits": (
+        "class Odd(BaseException):\n    pass\nraise Odd('on purpose')",
+        "before its judge was built; it printed last: judge_exits.Odd: on purpose",
+    ),
     "signature": ("def judge(reply):\n    return 1.0", "it asks for reply"),
 }
 
 
 @pytest.mark.parametrize("name", JUDGES)
 def test_the_judge_is_called_once(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text, part = JUDGES[name]
     (tmp_path / f"judge_{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (line,) = answer(capsys, f"reward.kind=judge_{name}:judge", f"reward.timeout_s={1 if name == 'sleeps' else HANG_S}")
-    assert f'reward.kind="judge_{name}:judge"' in line
+    (line,) = answer(capfd, f"reward.kind=judge_{name}:judge", f"reward.timeout_s={1 if name == 'sleeps' else HANG_S}")
+    assert f"judge_{name}:judge" in line
     assert part in line
-    assert line.startswith("warning: ") == (name in ("raises", "sleeps", "zero", "offers")), (
+    assert line.startswith("warning: ") == (name in ("raises", "sleeps", "zero", "offers", "prints")), (
         "another form is not a mistake"
     )
 

@@ -537,7 +537,7 @@ def test_a_judge_process_that_was_spoilt_is_replaced(scorer: RewardScorer) -> No
     """Lowered limits of a judge process must not cost honest responses their reward."""
     items = [(Prompt(0, (1,), "?", NEXT, "test"), respond(f"def f(x): return x + 1 + {i} - {i}")) for i in range(6)]
     before = scorer.num_errors
-    for child in psutil.Process().children():
+    for child in psutil.Process().children(recursive=True):
         if "bapo_megatron.rewards.worker" in child.cmdline():
             resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (3, 3))
     assert scorer.score(items) == [1.0] * 6

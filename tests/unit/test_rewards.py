@@ -260,7 +260,9 @@ class TestScorer:
 
     def test_processes_that_never_live_are_told(self, monkeypatch):
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(RuntimeError, match="no process that judges responses could be started: it ended before"):
+        with pytest.raises(
+            RuntimeError, match=r"no process that judges responses \(math\) could be started: it ended before"
+        ):
             RewardScorer(make_config(source="jsonl", path="p.jsonl"))
 
     @pytest.mark.gym

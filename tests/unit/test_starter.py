@@ -145,6 +145,26 @@ def test_mistakes_leave_no_file(
     assert sorted(path.name for path in tmp_path.glob("*.toml")) == []
 
 
+def test_all_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "units.csv"
+    file.write_text("id,task,wanted\n1,3 km in m?,3000\n")
+    with pytest.raises(UserError) as caught:
+        write_config(str(tmp_path / "none"), file, tmp_path / "x.toml", CPU, ["reward.kind=no_module:judge"])
+    model, data, judge = str(caught.value).split("\n")
+    assert "there is no folder" in model
+    assert "give data.fields.prompt=COLUMN data.fields.answer=COLUMN, out of 'id', 'task', 'wanted'" in data
+    assert 'reward.kind="no_module:judge": importing no_module failed' in judge
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 4, 30])
+def test_answers_of_an_environment_fit_the_model(tmp_path: Path, data: Path, max_turns: int) -> None:
+    settings = ["environment.kind=calculator", f"environment.max_turns={max_turns}"]
+    write_config("demo", data, tmp_path / "new.toml", CPU, settings)
+    config = load_config([tmp_path / "new.toml"], [])
+    assert config.longest_sequence <= 512
+    assert config.environment.max_answer_tokens == {1: 256, 2: 224, 4: 74, 30: 7}[max_turns]
+
+
 def test_a_file_in_another_folder_holds_there_too(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -347,7 +347,8 @@ def test_round_trip_of_other_tags(call: Call, render: Callable[[Call], str], bef
 
 @settings(max_examples=100)
 @given(
-    call=OFFERED.filter(lambda call: call.arguments),
+    # </think> in a call that is cut off may as well end a thought that the prompt has opened
+    call=OFFERED.filter(lambda call: call.arguments and "</think>" not in json.dumps(call.arguments)),
     render=st.sampled_from([mistral, mistral_with_id, in_function, in_fence, bare, mistral_decoded]),
     share=st.floats(0.0, 1.0),
     before=BEFORE,

@@ -1,8 +1,9 @@
-"""Run an agent program, and end its children with it: `python -I -S program.py PARENT REWARD_FD COMMAND...`.
+"""Run a program, and end its children with it: `python -I -S subreaper.py PARENT REWARD_FD COMMAND...`.
 
-agents.py starts this process, one for each program. Linux hands it every process that the program leaves behind (it is
-their subreaper), so none can leave by a session of its own. It ends them once the program has ended, on SIGTERM, and if
-PARENT ends; then it ends as the program did. SIGKILL ends it and the program, but not the program's children.
+There is one such process for each agent program and each worker of a judge or an environment. Linux hands it every
+process that the program leaves behind (it is their subreaper), so none can leave by a session of its own. It ends them
+once the program has ended, on SIGTERM, and if PARENT ends; then it ends as the program did. SIGKILL ends it and the
+program, but not the program's children.
 
 REWARD_FD, unless it is "-", becomes the program's descriptor 3. This program uses the standard library only and imports
 nothing from the package.
@@ -17,9 +18,15 @@ import sys
 import time
 
 REWARD_FD = 3  # in the program; the highest that every shell can name
-_END_S = 60.0  # how long killed children may take to end; agents.py waits less, and then kills this process
+_END_S = 60.0  # how long killed children may take to end; rollout/agents.py waits less, and then kills this process
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
+
+
+def below_subreaper(reward_fd: int | None = None) -> list[str]:
+    """Return the words that start this program below this process, to be followed by a command."""
+    fd = "-" if reward_fd is None else str(reward_fd)
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), fd]
 
 
 def main() -> None:
