@@ -38,8 +38,12 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
-# A busy machine must not fail a test: by default, hypothesis allows 0.2 s per example.
-hypothesis.settings.register_profile("bapo", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# A busy machine must not fail a test: by default, hypothesis allows 0.2 s per example. The same examples are tried each
+# time; `pytest --hypothesis-profile=search` tries others.
+hypothesis.settings.register_profile(
+    "search", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.register_profile("bapo", hypothesis.settings.get_profile("search"), derandomize=True)
 hypothesis.settings.load_profile("bapo")
 
 # The slowest files, longest first: workers take whole files in this order, so none of these may come last.

@@ -215,7 +215,7 @@ def test_each_mistake_alone_is_told_once(one: Mistake) -> None:
     expect(found_in(overrides_of([one])), [one])
 
 
-@hypothesis.settings(max_examples=60, derandomize=True)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(st.lists(st.sampled_from(MISTAKES), unique=True, max_size=len(MISTAKES)))
 def test_any_subset_is_told_completely(drawn: list[Mistake]) -> None:
     mistakes = independent(drawn)
@@ -242,7 +242,7 @@ def test_a_table_that_cannot_be_read_is_all_that_is_told(table: str) -> None:
     assert message.startswith(f"{table} ")
 
 
-@hypothesis.settings(max_examples=60, derandomize=True)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     st.lists(st.sampled_from(MISTAKES), unique=True),
     st.lists(st.sampled_from(sorted(UNREADABLE)), unique=True, max_size=4),
