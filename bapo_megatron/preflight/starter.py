@@ -177,8 +177,9 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
             )
     prompts = _put(questions[:_MAX_MEASURED], tokenizer, given.get("data", {}), data)
     longest = max(map(len, prompts))
-    prompt_tokens = _rounded_up(longest)
-    response_tokens = min(2048 if hardware.num_gpus else 256, shape.max_positions - prompt_tokens)
+    wanted_tokens = 2048 if hardware.num_gpus else 256
+    prompt_tokens = min(_rounded_up(longest), max(longest, shape.max_positions - wanted_tokens))
+    response_tokens = min(wanted_tokens, shape.max_positions - prompt_tokens)
     if response_tokens < 1:
         raise UserError(
             f"{data}: the longest prompt has {longest} tokens, which leaves no room for a response in the "
@@ -319,7 +320,9 @@ def _rounded_up(num_tokens: int) -> int:
 
 def _on_cpu(table: Table, shape: ModelShape, hardware: Hardware, num_prompts: int) -> Table:
     """Add a trainer of one rank and an embedded engine; a single GPU trains, since a server would need another."""
-    merge(table, {"rollout": {"prompts_per_step": min(4, num_prompts)}, "train": {"max_tokens_per_microbatch": 2048}})
+    merge(table, {"rollout": {"prompts_per_step": min(4, num_prompts)}})
+    pack_tokens = max(2048, load_tables({"": table}).longest_trained)
+    merge(table, {"train": {"max_tokens_per_microbatch": pack_tokens}})
     config = load_tables({"": table})
     trainer = fullest_rank(config, shape).total / GIB
     engine = 4 * model_parameters(shape) / GIB  # its float32 weights

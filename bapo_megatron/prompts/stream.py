@@ -178,7 +178,8 @@ class PromptStream:
         if problems and (self.data.on_bad_prompt == "error" or are_all):
             others = f" ({len(problems)} of {len(read)} prompts are empty, too long or refused)"
             first = "; ".join(problems[:_MAX_NAMED])
-            advice = "correct them or data.max_prompt_tokens: all would be left out" if are_all else _ADVICE
+            limit = " or data.max_prompt_tokens" if any("data.max_prompt_tokens" in one for one in found) else ""
+            advice = f"correct them{limit}: all would be left out" if are_all else _ADVICE
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {advice}")
         return problems
 

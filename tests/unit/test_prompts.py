@@ -223,6 +223,9 @@ class TestStream:
         none_fits = make_config(source="jsonl", path=jsonl(*lines[33:34] * 3), max_prompt_tokens=8)
         with pytest.raises(DataError, match=r"3 of 3 .*; correct them or data.max_prompt_tokens: all would be left"):
             PromptStream(none_fits, tokenizer).check()  # skipping them would not help
+        empty = make_config(source="jsonl", path=jsonl(*[{"prompt": " ", "answer": 1}] * 3))
+        with pytest.raises(DataError, match=r"3 of 3 .*; correct them: all would be left"):
+            PromptStream(empty, tokenizer).check()
         with pytest.raises(DataError, match=r"chains item .* the prompt has"):
             PromptStream(make_config(size=10**6, max_prompt_tokens=5), tokenizer).check()
 

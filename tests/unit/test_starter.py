@@ -82,6 +82,25 @@ def test_lengths_follow_the_prompts(tmp_path: Path, data: Path) -> None:
     assert config.run.name == "new"
 
 
+@pytest.mark.parametrize("num_tokens", [255, 256, 257, 302, 511])
+def test_a_prompt_that_leaves_room_is_not_refused(tmp_path: Path, data: Path, num_tokens: int) -> None:
+    data.write_text(json.dumps(PLAIN | {"prompt": "1" * num_tokens}) + "\n")
+    config = load_config([write_config("demo", data, tmp_path / "new.toml", CPU).file])
+    assert config.data.max_prompt_tokens == max(256, num_tokens)
+    assert config.rollout.max_response_tokens == 512 - max(256, num_tokens)  # the demo reads 512
+
+
+def test_a_pack_holds_the_longest_sequence(tmp_path: Path, data: Path) -> None:
+    folder = tmp_path / "long"
+    shutil.copytree(demo_model_path(), folder)
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 4096}))
+    data.write_text(json.dumps(PLAIN | {"prompt": "1" * 1900}) + "\n")
+    written = write_config(str(folder), data, tmp_path / "new.toml", CPU)
+    assert load_config([written.file]).train.max_tokens_per_microbatch == 2048 + 256
+    assert not written.told
+
+
 @pytest.mark.parametrize(
     ("name", "count", "kind", "gib"),
     [
