@@ -15,7 +15,7 @@ from bapo_megatron.config.lr_schedule import LARGE_RATE
 from bapo_megatron.config.schema import EnvironmentConfig
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
 from bapo_megatron.estimates import Z_95
-from bapo_megatron.runs.branching import branch_command
+from bapo_megatron.runs.branching import branch_command, with_more_steps
 from bapo_megatron.runs.history import text_of
 from bapo_megatron.runs.numbers import percent
 from bapo_megatron.runs.resuming import different_settings, steps_saved
@@ -507,7 +507,10 @@ class AlarmLog:
 
 
 def _branch_with(rule: Rule, run: Path, steps: Steps) -> str | None:
-    """Return the command that branches a run with what a rule proposes, or None without a checkpoint for it."""
+    """Return the command that branches a run with what a rule proposes, or None without a checkpoint for it.
+
+    The run may be at its last step, whose checkpoint follows the alarm, or have ended long ago: a report tells it then.
+    """
     first = int(steps.recent[0]["step"]) if steps.recent else 1
     saved = [step for step in steps_saved(run) if step < first or not rule.from_before]
     if not saved:
@@ -518,5 +521,8 @@ def _branch_with(rule: Rule, run: Path, steps: Steps) -> str | None:
             continue
         new = change if isinstance(change, str) else type(value)(float(f"{value * change:.2g}"))
         if new and new != value:
-            return branch_command(run, {name: new}, max(saved) if rule.from_before else None)
+            if rule.from_before:
+                return branch_command(run, {name: new}, max(saved))
+            num_done = max(*saved, int(steps.latest["step"]))
+            return branch_command(run, with_more_steps({name: new}, num_done, settings.get("train.num_steps")))
     return None

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, closest
 
 _ADVICE = "make room there, or choose another folder (run.dir)"
 
@@ -56,6 +56,15 @@ def located(text: str, checkout: Path = CHECKOUT) -> str:
         return name if os.path.exists(name) else str(file) if file.exists() else f"{name} of the source"
 
     return _OF_CHECKOUT.sub(place, text)
+
+
+def beside(path: Path) -> list[str]:
+    """Return what stands beside a missing path under the most similar name, alone; empty if nothing does."""
+    try:
+        names = [] if os.path.lexists(path) else os.listdir(path.parent)
+    except OSError:  # also ENAMETOOLONG
+        names = []
+    return [str(path.with_name(name)) for name in closest(path.name, names)]
 
 
 def regular_file(path: Path) -> Path:
