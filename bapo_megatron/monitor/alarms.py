@@ -46,9 +46,16 @@ class Alarm:
     name: str
     first_step: int
     last_step: int
+    num_steps: int  # at which it fired
     saw: str
     cause: str
     change: str
+
+    def count(self) -> str:
+        """Return how often it fired, for the end of a run."""
+        if self.num_steps == 1:
+            return f"{self.name} at step {self.last_step}"
+        return f"{self.name} at {self.num_steps} steps, from {self.first_step} to {self.last_step}"
 
     def text(self) -> str:
         """Return three lines for a terminal."""
@@ -501,8 +508,8 @@ class AlarmLog:
         if (before := self._raised.get(name)) is None:
             command = self._run and _branch_with(rule, self._run, self._steps)
             change = f"{rule.change} In a new run: {command}" if command else rule.change
-            before = Alarm(name, step, step, saw, rule.cause, change)
-        self._raised[name] = replace(before, last_step=step)
+            before = Alarm(name, step, step, 0, saw, rule.cause, change)
+        self._raised[name] = replace(before, last_step=step, num_steps=before.num_steps + 1)
         return self._raised[name]
 
 
