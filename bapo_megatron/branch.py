@@ -113,7 +113,7 @@ def plan_branch(run: Path, new: Path, settings: Sequence[str], step: int | None 
 
     Raises:
         UserError: the settings are wrong, the weights cannot follow them, the new folder exists, or there is no such
-            run or checkpoint, or it is damaged; names all of this at once.
+            run or checkpoint, or it is damaged; names all of this together.
     """
     place = Path(os.path.abspath(run))
     path = place.with_name(str(new)) if new.name == str(new) else Path(os.path.abspath(new))

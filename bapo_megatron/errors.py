@@ -71,7 +71,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def collecting(problems: list[str]) -> Iterator[None]:
-    """Add the error that ends the block to `problems`, and go on behind it, so that an error can name them all."""
+    """Add the error that ends the block to `problems`, and continue after it, so that an error can name them all."""
     try:
         yield
     except UserError as error:

@@ -530,6 +530,6 @@ def _branch_with(rule: Rule, run: Path, steps: Steps) -> str | None:
         if new and new != value:
             if rule.from_before:
                 return branch_command(run, {name: new}, max(saved))
-            num_done = max(*saved, int(steps.latest["step"]))
+            num_done = max([*saved, *(int(row["step"]) for row in steps.recent[-1:])])
             return branch_command(run, with_more_steps({name: new}, num_done, settings.get("train.num_steps")))
     return None

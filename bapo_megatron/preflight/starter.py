@@ -112,7 +112,7 @@ def write_config(
 
     Raises:
         UserError: settings, model, data or judge cannot be used, the model does not fit, or the file cannot be
-            written; names all of this at once.
+            written; names all of this together.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name.lower()).strip("-._") or "run"
     file = output or Path(f"{name}.toml")
@@ -187,7 +187,7 @@ class _Inputs:
     questions: Sequence[Question]
     has_template: bool
     first: str  # prompt as the model sees it
-    num_tokens: int  # of the longest prompt
+    num_tokens: int  # longest prompt
 
 
 def _read_inputs(model: str, data: Path, given: Table, *, is_data_known: bool) -> _Inputs | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from bapo_megatron.errors import UserError, closest
 
+_MAX_COMPARED = 10_000  # names in a folder
 _ADVICE = "make room there, or choose another folder (run.dir)"
 
 log = logging.getLogger(__name__)
@@ -58,13 +59,13 @@ def located(text: str, checkout: Path = CHECKOUT) -> str:
     return _OF_CHECKOUT.sub(place, text)
 
 
-def beside(path: Path) -> list[str]:
-    """Return what stands beside a missing path under the most similar name, alone; empty if nothing does."""
+def similar_paths(path: Path) -> list[str]:
+    """Return what stands next to a missing path under the most similar name, alone; empty if nothing does."""
     try:
         names = [] if os.path.lexists(path) else os.listdir(path.parent)
     except OSError:  # also ENAMETOOLONG
         names = []
-    return [str(path.with_name(name)) for name in closest(path.name, names)]
+    return [str(path.with_name(name)) for name in closest(path.name, names[:_MAX_COMPARED])]
 
 
 def regular_file(path: Path) -> Path:

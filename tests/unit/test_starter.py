@@ -159,7 +159,7 @@ def test_all_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
 def test_wrong_settings_are_said_with_what_else_is_wrong(tmp_path: Path, data: Path) -> None:
     settings = ["optimizer.lr=fast", "optimizer.lrr=1", "bare", "reward.kind=no_module:judge"]
     (tmp_path / "x.toml").touch()
-    for output, refusal in (("x.toml", "x.toml exists"), ("none/x.toml", "there is no folder")):
+    for output, refusal in (("x.toml", "x.toml exists"), ("none/x.toml", "cannot write")):
         with pytest.raises(UserError) as caught:
             write_config(str(tmp_path / "none"), data.with_name("rows.jsnl"), tmp_path / output, CPU, settings)
         lines = str(caught.value).split("\n")
