@@ -22,15 +22,16 @@ from typing import Any
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.checkpoint.saving import flush
 from bapo_megatron.checkpoint.store import CheckpointStore, branch_checkpoint
+from bapo_megatron.config.base import overlap
 from bapo_megatron.config.changing import Part, parts_left_by
 from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.families import own_family
-from bapo_megatron.config.load import Reading, dump_config, load_tables, parse_override, read_tables
+from bapo_megatron.config.load import Reading, dump_config, load_tables, parse_overrides, read_tables
 from bapo_megatron.config.losses import CUSTOM, LOSS_SECTIONS
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import CheckpointConfig, Config, SourceConfig
 from bapo_megatron.config.schema_loss import PRESETS, LossConfig, RatioOptions
-from bapo_megatron.errors import CheckpointError, ConfigError, TornCheckpointError, UserError, plural
+from bapo_megatron.errors import CheckpointError, TornCheckpointError, UserError, collecting, plural
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.writer import atomic_folder
 from bapo_megatron.monitor.console import shown_path
@@ -112,27 +113,30 @@ def plan_branch(run: Path, new: Path, settings: Sequence[str], step: int | None 
 
     Raises:
         UserError: the settings are wrong, the weights cannot follow them, the new folder exists, or there is no such
-            checkpoint, or it is damaged.
+            run or checkpoint, or it is damaged; names all of this together.
     """
-    parent = RunDir.attach(Path(os.path.abspath(run)))
-    table = _table_of(parent.config_path)
-    path = parent.path.with_name(str(new)) if new.name == str(new) else Path(os.path.abspath(new))
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists: give the branch another name, or remove it")
-    old = load_tables({str(parent.config_path): table})
-    step, checkpoint = _checkpoint(parent, step)
+    place = Path(os.path.abspath(run))
+    path = place.with_name(str(new)) if new.name == str(new) else Path(os.path.abspath(new))
+    problems = [f"{path} exists: give the branch another name, or remove it"] if os.path.lexists(path) else []
+    try:
+        parent = RunDir.attach(place)
+        table = _table_of(parent.config_path)
+        old = load_tables({str(parent.config_path): table})
+    except UserError as error:
+        problems += [str(error), *(v.message for v in read_tables({}, settings).violations)]
+        raise UserError("\n".join(problems)) from error
     found = _changed(table, parent.config_path, path, settings)
-    if lost := [name for name in _changes(old, found.config) if "weights" in parts_left_by(name)]:
-        raise ConfigError(
-            f"{' and '.join(lost)} cannot change in a branch, which would lose the weights and Adam's moments after "
-            f"{plural(step, 'step')}, and so everything learned: leave it out, or start a new run with `bapo train`"
-        )
-    if step >= found.config.train.num_steps:
-        raise ConfigError(
-            f"{checkpoint} is after {plural(step, 'step')}, and train.num_steps is {found.config.train.num_steps}: set "
-            f"it to more, such as train.num_steps={2 * step}, or start from an earlier checkpoint with --step"
-        )
-    config = with_pins(_checked(found))
+    with collecting(problems):
+        step, checkpoint = _checkpoint(parent, step)
+        if step >= found.config.train.num_steps and "train.num_steps" not in found.unread:
+            problems.append(
+                f"{checkpoint} is after {plural(step, 'step')}, and train.num_steps is {found.config.train.num_steps}: "
+                f"set it to more, such as train.num_steps={2 * step}, or start from an earlier checkpoint with --step"
+            )
+    problems += _refused(old, found, path, settings)
+    if problems:
+        raise UserError("\n".join(problems))
+    config = with_pins(found.config)
     state = _state(parent, checkpoint)
     changed = _changes(old, config)
     inputs = {one: settings_of_input(one, old) for one in changed_inputs(parent.inputs_path, _inputs(old))}
@@ -185,9 +189,7 @@ def _changed(table: dict[str, Any], file: Path, new: Path, settings: Sequence[st
 
     The parent's file holds every setting, also those that were left to a default.
     """
-    given = {".".join(path): value for path, value in map(parse_override, settings)}
-    if named := next((name for name in ("run.name", "run.dir") if name in given), None):
-        raise ConfigError(f"{named} follows from the branch's folder, {new}: leave it out")
+    given = {".".join(path): value for _, path, value in parse_overrides(settings)[0]}
     of = {name: table.setdefault(name, {}) for name in ("loss", "bapo", "environment")}
     if given.get("loss.name", of["loss"].get("name")) != of["loss"].get("name"):
         shared = LossConfig.model_fields.keys() | RatioOptions.model_fields.keys()
@@ -202,13 +204,20 @@ def _changed(table: dict[str, Any], file: Path, new: Path, settings: Sequence[st
     return read_tables({str(file): table}, [*settings, *place])
 
 
-def _checked(found: Reading) -> Config:
-    """Return a configuration that `bapo check` accepts; tell warnings. Raises ConfigError with every problem."""
+def _refused(old: Config, found: Reading, new: Path, settings: Sequence[str]) -> list[str]:
+    """Return what is wrong with the settings of a branch; tell warnings."""
+    given = [text.partition("=")[0].strip() for text in settings]
+    named = [name for name in ("run.name", "run.dir") if name in given]
+    wrong = [f"{name} follows from the branch's folder, {new}: leave it out" for name in named]
+    known = (name for name in _changes(old, found.config) if not overlap([name], found.unread))
+    if lost := [name for name in known if "weights" in parts_left_by(name)]:
+        wrong.append(
+            f"{' and '.join(lost)} cannot change in a branch, which would lose the weights and Adam's moments, and so "
+            "everything learned: leave it out, or start a new run with `bapo train`"
+        )
     others = violations_of(found.config, elsewhere=True, given=found.given, unread=found.unread)
     tell(others)
-    if errors := [v.message for v in (*found.violations, *others) if v.severity == "error"]:
-        raise ConfigError("\n".join(errors))
-    return found.config
+    return wrong + [v.message for v in (*found.violations, *others) if v.severity == "error"]
 
 
 def _checkpoint(run: RunDir, step: int | None) -> tuple[int, Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import io
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 from bapo_megatron import verbs
-from bapo_megatron.errors import UserError, escaped, install_command
+from bapo_megatron.errors import UserError, closest, did_you_mean, escaped, install_command
 from bapo_megatron.runtime import program
 from bapo_megatron.runtime.files import located
 from bapo_megatron.runtime.output import ESCAPING, Output, lasting, open_closed_streams, show_traceback
@@ -56,7 +55,7 @@ def _help(options: argparse.Namespace) -> int:
         return 0
     parser = _parser()
     if options.name:
-        _check_verb([options.name], _verb_parsers(parser))
+        _check_verb([options.name], [*_verb_parsers(parser), "settings", "metrics"])
         parser = _verb_parsers(parser)[options.name]
     parser.print_help()
     return 0
@@ -497,8 +496,7 @@ def _check_verb(arguments: Sequence[str], names: Collection[str]) -> None:
     """Raise UserError, with a suggestion, unless the first argument is a verb or an option."""
     verb = arguments[0]
     if not verb.startswith("-") and verb not in names:
-        close = difflib.get_close_matches(verb.lower(), names, n=1)
-        advice = f"did you mean {close[0]}?" if close else "`bapo help` lists them"
+        advice = did_you_mean(*closest(verb.lower(), names)) or "`bapo help` lists them"
         raise UserError(f"there is no verb {verb!r}; {advice}")
 
 
@@ -507,8 +505,8 @@ def _explain_option(arguments: Sequence[str], unknown: str, parser: argparse.Arg
     option, _, value = unknown.partition("=")
     if not option.startswith("-"):
         return f"unexpected argument {unknown!r}; see `{parser.prog} --help`"
-    if close := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.75):
-        return f"there is no option {option}; did you mean {close[0]}?"
+    if meant := did_you_mean(*closest(option, parser._option_string_actions, cutoff=0.75)):
+        return f"there is no option {option}; {meant}"
     if any(action.metavar == _SETTINGS for action in parser._actions) and option.startswith("--"):
         from bapo_megatron.config.coming_from import Hint
         from bapo_megatron.config.paths import meant_setting, schema

@@ -24,11 +24,12 @@ from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.errors import CheckpointError, plural
+from bapo_megatron.errors import CheckpointError, closest, did_you_mean, plural
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.reader import HFReader, check_finite
 from bapo_megatron.hf.shape import ModelShape, hf_tensors, load_hf_config, model_shape
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, atomic_folder, copy_companions, write_safetensors
+from bapo_megatron.runtime.files import similar_paths
 
 Target = Literal["hf", "training"]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -169,6 +170,9 @@ def _find(source: Path) -> tuple[Path, Index | None]:
     for folder in (source / "learner", source):
         if (folder / INDEX).is_file() or (folder / HF_CONFIG).is_dir() or (folder / "state.json").is_file():
             return folder, read_index(folder)
+    if not source.exists():
+        meant = did_you_mean(*closest(str(source), SHIPPED_MODELS) or similar_paths(source))
+        raise CheckpointError(f"there is nothing at {source}; {meant or 'give a model, a run or a checkpoint'}")
     if not (source / "config.json").is_file():
         raise CheckpointError(
             f"{source} is neither a Hugging Face folder (no config.json) nor a run or training checkpoint"

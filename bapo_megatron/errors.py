@@ -6,8 +6,11 @@ Anything else that escapes is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import re
 import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +55,27 @@ def plural(number: int, noun: str, spec: str = "") -> str:
     return f"{number:{spec}} {noun}{ending}"
 
 
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the most similar of `choices` alone; empty if none is similar enough."""
+    return difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)
+
+
+def did_you_mean(*names: str) -> str:
+    """Return the question that suggests names instead of a wrong one: "did you mean train?"; empty without any."""
+    return f"did you mean {' or '.join(names)}?" if names else ""
+
+
 class UserError(ValueError):
     """Bad input or a bad environment, described so that the user can fix it."""
+
+
+@contextlib.contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Add the error that ends the block to `problems`, and continue after it, so that an error can name them all."""
+    try:
+        yield
+    except UserError as error:
+        problems.append(str(error))
 
 
 class ConfigError(UserError):

@@ -1,10 +1,10 @@
 """Checks of a study before training."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import closest, did_you_mean
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.inputs import Findings
@@ -37,8 +37,7 @@ def _plots(study: Study) -> Iterator[str]:
     for i, plot in enumerate(study.plots):
         if plot.metric in known:
             continue
-        near = difflib.get_close_matches(plot.metric, known, n=3)
-        advice = f"did you mean {' or '.join(near)}?" if near else f"see `bapo help metrics`, or {', '.join(DERIVED)}"
+        advice = did_you_mean(*closest(plot.metric, known)) or f"see `bapo help metrics`, or {', '.join(DERIVED)}"
         yield f'plots.{i}.metric: there is no metric "{plot.metric}"; {advice}'
 
 

@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError, model_validator
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.load import load_tables, merge
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, closest, did_you_mean
 from studies.identity import run_name
 
 _FOLDER = Path(__file__).parent
@@ -138,7 +138,8 @@ def load_study(name: str) -> Study:
     shipped = shipped_studies()
     path = shipped.get(name, Path(name))
     if not path.is_file():
-        raise ConfigError(f"there is no study {name!r}; give a TOML file, all, or one of: {', '.join(shipped)}")
+        every = f"give a TOML file, all, or one of: {', '.join(shipped)}"
+        raise ConfigError(f"there is no study {name!r}; {did_you_mean(*closest(name, shipped)) or every}")
     try:
         return Study.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).in_regimes()
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from bapo_megatron.errors import did_you_mean
+
 _SETTING = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+(?:=\S+)?)(?:: (.+))?")
 # fmt: off
 AROUND = frozenset({
@@ -31,7 +33,7 @@ class Hint(NamedTuple):
     def advice(self) -> str:
         """What to do, for an error: "did you mean loss.clip_low (a bound of the ratio, 0.8 for 0.2)?"."""
         remark = self.remark.replace("`", "")
-        return f"did you mean {self.setting}{f' ({remark})' if remark else ''}?" if self.setting else remark
+        return did_you_mean(f"{self.setting} ({remark})" if remark else self.setting) if self.setting else remark
 
 
 @cache

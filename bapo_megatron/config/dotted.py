@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, closest, did_you_mean
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -71,9 +71,9 @@ class Seam:
             return value
         names = ", ".join(f'"{name}"' for name in self.names)
         prefixed = f' or "{self.prefix}my_module:my_name"' if self.prefix else ""
-        raise ValueError(
-            f'must be {names} or a path like "my_module:my_name"{prefixed}, got "{value}"{_of_file(value)}'
-        )
+        meant = did_you_mean(*(f'"{name}"' for name in closest(value, self.names)))
+        advice = _of_file(value) or (meant and f"; {meant}")
+        raise ValueError(f'must be {names} or a path like "my_module:my_name"{prefixed}, got "{value}"{advice}')
 
     def load(self, path: str) -> Any:
         """Import the object at "package.module:name", without the prefix, and check that it can be called as expected.
@@ -100,7 +100,8 @@ class Seam:
         try:
             found = operator.attrgetter(name)(loaded)
         except AttributeError:
-            raise self.error(path, f"{loaded.__file__ or module} has no {name}") from None
+            meant = did_you_mean(*closest(name, vars(loaded)))
+            raise self.error(path, f"{loaded.__file__ or module} has no {name}{meant and f'; {meant}'}") from None
         if self.parameters is not None:
             self.check(path, found)
         return found
@@ -133,7 +134,8 @@ class Seam:
 
     def error(self, path: str, problem: str) -> UserError:
         """Return an error about the object at `path`."""
-        return UserError(f'{self.setting}="{path}": {problem}. Expected: {self.expected}')
+        end = "" if problem.endswith("?") else "."
+        return UserError(f'{self.setting}="{path}": {problem}{end} Expected: {self.expected}')
 
 
 REWARD = Seam(

@@ -11,7 +11,6 @@ rest of what is wrong.
 """
 
 import contextlib
-import difflib
 import json
 import os
 import sys
@@ -33,7 +32,7 @@ from bapo_megatron.config.coming_from import meant_by
 from bapo_megatron.config.losses import CUSTOM, LOSS_SECTIONS
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.wording import expected, shown
-from bapo_megatron.errors import ConfigError, escaped
+from bapo_megatron.errors import ConfigError, closest, did_you_mean, escaped
 
 UNSET = "none"
 Origins = dict[paths.Path, str]
@@ -121,12 +120,8 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
     for source, table in tables:
         _put_over(merged, table)
         _put_origins(origins, table, source)
-    parsed = []
-    for text in overrides:
-        try:
-            parsed.append((text, *parse_override(text)))
-        except ConfigError as error:
-            found.append(Violation((text.partition("=")[0].strip(),), str(error)))
+    parsed, wrong = parse_overrides(overrides)
+    found += wrong
     _forget_options(merged, [value for _, path_in_schema, value in parsed if path_in_schema == ("data", "source")])
     for text, path_in_schema, value in parsed:
         try:
@@ -283,10 +278,10 @@ def find_config(file: Path | str) -> Path:
         )
     what = "is a folder" if os.path.isdir(file) else "does not exist"
     known = {name.removesuffix(".toml"): name for name in (*shipped, *_beside(file))}
-    close = difflib.get_close_matches(str(file).removesuffix(".toml"), known, n=1)  # endings are always equal
+    close = closest(str(file).removesuffix(".toml"), known)  # endings are always equal
     names = dict.fromkeys(f"{name.partition('/')[0]}/..." if "/" in name else name for name in sorted(shipped))
     every = f"give a TOML file or a shipped configuration: {', '.join(names)} (docs/recipes.md)"
-    advice = f"did you mean {known[close[0]]}?" if close else every
+    advice = did_you_mean(*(known[name] for name in close)) or every
     raise ConfigError(f"configuration {file} {what}; {advice}")
 
 
@@ -356,6 +351,17 @@ def parse_override(text: str) -> tuple[paths.Path, Any]:
                 raise ConfigError(_unknown(path, {path: f"override {escaped(text)}"}).message) from None
             raise ConfigError(f"override {shown(text)}: the value is not TOML: {escaped(str(error))}") from error
         return path, value
+
+
+def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, paths.Path, Any]], list[Violation]]:
+    """Return text, path and value of each override that `parse_override` takes, and what is wrong with the others."""
+    parsed, wrong = [], []
+    for text in overrides:
+        try:
+            parsed.append((text, *parse_override(text)))
+        except ConfigError as error:
+            wrong.append(Violation((text.partition("=")[0].strip(),), str(error)))
+    return parsed, wrong
 
 
 def as_override(setting: str, value: Any) -> str | None:
@@ -476,6 +482,8 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
     else:
         problem = f"{name}{expected(error, is_table=hint is not None)}, got {shown(error['input'])}"
     remedy = hint.advice if hint else ""
+    if kind == "literal_error" and isinstance(error["input"], str):
+        remedy = did_you_mean(*(f'"{name}"' for name in closest(error["input"], paths.choices(path))))
     if kind == "value_error" and isinstance(error["input"], str):
         remedy = _VALUES.get((*path, error["input"].lower()), "")
     if kind == "greater_than_equal" and path == ("loss", "clip_high"):

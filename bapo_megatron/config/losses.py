@@ -21,8 +21,8 @@ from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, Valid
 
 from bapo_megatron.config.dotted import Seam
 from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig, RatioOptions, RuleReads
-from bapo_megatron.config.wording import closest, expected, shown
-from bapo_megatron.errors import UserError
+from bapo_megatron.config.wording import expected, shown
+from bapo_megatron.errors import UserError, closest, did_you_mean
 from bapo_megatron.metrics import MAX_METRIC_CHARS, METRIC_NAME, METRICS, Metric
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ def _option_problem(error: dict[str, Any], options: type[BaseModel]) -> str:
     *tables, last = (str(part) for part in error["loc"]) if error["loc"] else ("",)
     name = ".".join(("loss.options", *tables, last)).rstrip(".")
     if error["type"] == "extra_forbidden":
-        meant = "" if tables else closest(last, options.model_fields, 0.65)
-        return f"no such setting: {name}" + (f"; did you mean loss.options.{meant}?" if meant else "")
+        meant = [] if tables else closest(last, options.model_fields, 0.65)
+        return "; ".join((f"no such setting: {name}", *(did_you_mean(f"loss.options.{one}") for one in meant)))
     if error["type"] == "missing":
         return f"{name} is missing"
     if error["type"] == "value_error":

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from bapo_megatron.config.coming_from import AROUND, Hint, covered_by, meant_by, tails
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.wording import closest
+from bapo_megatron.errors import closest
 
 Path = tuple[str, ...]
 
@@ -81,7 +81,7 @@ def meant_setting(path: Path) -> Hint | None:
     name, section, last = ".".join(path), path[:-1], path[-1]
     if (listed := schema().get(path[:-2])) is not None and (entry := entries(listed)) is not None:
         close = closest(last, entry.model_fields, 0.55)
-        return Hint(".".join((*section, close))) if close else None
+        return Hint(".".join((*section, *close))) if close else None
     if (hint := meant_by(name)) is not None:
         return hint
     if ours := next((tail for tail in tails(name) if tuple(tail.split(".")) in schema()), None):
@@ -90,16 +90,17 @@ def meant_setting(path: Path) -> Hint | None:
     in_section = [known[-1] for known in settings if known[:-1] == section]
     elsewhere = [known for known in settings if known[-1] == last and len(known) == 2]
     if close := closest(last, in_section, 0.75):
-        return Hint(".".join((*section, close)))
+        return Hint(".".join((*section, *close)))
     if (hint := covered_by(name)) is not None:
         return hint
     if len(elsewhere) == 1 and (not section or ("_" in last and AROUND.issuperset(section))):
         return Hint(".".join(elsewhere[0]))
     sections = {".".join(known[:-1]) for known in settings}
     if section and not in_section and (close := closest(".".join(section), sections, 0.8)):
-        return Hint(f"{close}.{last}") if (*close.split("."), last) in schema() else None
+        meant = (*close[0].split("."), last)
+        return Hint(".".join(meant)) if meant in schema() else None
     if not section:
         names = Counter(known[-1] for known in settings)
         close = closest(last, (*sections, *(one for one, number in names.items() if number == 1)), 0.85)
-        return Hint(next(".".join(known) for known in schema() if known[-1] == close)) if close else None
+        return Hint(next(".".join(known) for known in schema() if known[-1] == close[0])) if close else None
     return None

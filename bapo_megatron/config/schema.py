@@ -4,7 +4,6 @@ This file checks single fields, and contradictions within a section (`Contradict
 whether sections fit each other, the model and the machine.
 """
 
-import difflib
 import math
 import re
 from datetime import datetime
@@ -32,6 +31,7 @@ from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
 from bapo_megatron.config.schema_loss import ClipBoundConfig, RuleReads
 from bapo_megatron.config.sources import OWN_ROWS, SOURCE, SourceKind, source_kind
 from bapo_megatron.config.system_calls import known_calls
+from bapo_megatron.errors import closest, did_you_mean
 from bapo_megatron.hf.streams import ROUTES
 
 
@@ -114,8 +114,8 @@ def _columns_of_fields(columns: dict[str, str]) -> dict[str, str]:
     """Return the columns by field if the fields are known and no column is named twice."""
     for field in columns:
         if field not in _FIELDS:
-            close = difflib.get_close_matches(field, _FIELDS, n=1)
-            raise ValueError(f"must name prompt or answer, not {field}{f'; did you mean {close[0]}?' if close else ''}")
+            meant = did_you_mean(*closest(field, _FIELDS))
+            raise ValueError("; ".join(filter(None, (f"must name prompt or answer, not {field}", meant))))
     if len(set(columns.values())) < len(columns):
         raise ValueError(f'must name two columns, not "{columns["prompt"]}" twice, for prompt and answer')
     return columns

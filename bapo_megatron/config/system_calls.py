@@ -1,11 +1,12 @@
 """Linux system calls by name, and the sandbox's answer to each one from a judged program: system_calls.txt."""
 
-import difflib
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
+
+from bapo_megatron.errors import closest, did_you_mean
 
 Answer = Literal["allow", "check", "missing", "refuse"]
 
@@ -49,7 +50,6 @@ def known_calls(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return `names`, if all are system calls. Raises ValueError, for a pydantic validator."""
     for name in names:
         if name not in system_calls():
-            close = difflib.get_close_matches(name, system_calls(), n=1)
-            advice = f"did you mean {close[0]}?" if close else "`man 2 syscalls` lists them"
+            advice = did_you_mean(*closest(name, system_calls())) or "`man 2 syscalls` lists them"
             raise ValueError(f'"{name}" is not a system call; {advice}')
     return names

@@ -1,8 +1,6 @@
-"""The wording of pydantic's findings about a value, and of suggestions for a typo."""
+"""The wording of pydantic's findings about a value."""
 
-import difflib
 import json
-from collections.abc import Iterable
 from typing import Any
 
 _EXPECTED = {
@@ -45,11 +43,6 @@ def expected(error: dict[str, Any], *, is_table: bool = False) -> str:
         (limit,) = context.values()
         return f" must be {_RELATIONS[kind]} {f'{limit:g}' if isinstance(limit, float) else limit}"
     return f": {error['msg']}"
-
-
-def closest(name: str, choices: Iterable[str], cutoff: float) -> str:
-    """Return the most similar of `choices`; empty if none is similar enough."""
-    return next(iter(difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)), "")
 
 
 def shown(value: Any) -> str:

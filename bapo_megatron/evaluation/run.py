@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.assets import SHIPPED_MODELS
 from bapo_megatron.config.engines import num_started
 from bapo_megatron.config.families import own_family
-from bapo_megatron.config.load import load_config
+from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import hf_folder, is_hf
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.key import new_key
 from bapo_megatron.engines.start import EngineShare, running_engines
-from bapo_megatron.errors import UserError, plural
+from bapo_megatron.errors import ConfigError, UserError, plural
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem, by_question, compared
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
@@ -38,7 +40,8 @@ from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, begins_i
 from bapo_megatron.rollout.evaluate import Evaluator
 from bapo_megatron.rollout.manager import EVAL_SEED
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
-from bapo_megatron.runtime import stamp
+from bapo_megatron.runs.resuming import num_steps_saved
+from bapo_megatron.runtime import program, stamp
 from bapo_megatron.runtime.files import JsonlWriter, explaining_os_errors, write_atomically
 from bapo_megatron.types import Ended, Given, Prompt, Sample
 
@@ -54,12 +57,29 @@ def eval_config(checkpoint: Path, files: Sequence[str], overrides: Sequence[str]
 
     Raises:
         ConfigError: see `load_config`.
+        UserError: the checkpoint is a configuration.
     """
+    _refuse_configuration(checkpoint, files, overrides)
     run_config = config_of(checkpoint)
     derived = [f"model.path={json.dumps(str(checkpoint))}", f"eval.samples_per_prompt={n}"]
     if data is not None:
         derived += ['data.source="jsonl"', f"data.path={json.dumps(str(data))}", "data.sources=[]"]
     return load_config([*([run_config] if run_config else []), *files], [*derived, *overrides])
+
+
+def _refuse_configuration(checkpoint: Path, files: Sequence[str], overrides: Sequence[str]) -> None:
+    """Refuse a configuration in place of a checkpoint, with the command for the newest weights that it stands for."""
+    name = str(checkpoint)
+    is_file = checkpoint.suffix == ".toml" and checkpoint.is_file()
+    if not is_file and (checkpoint.exists() or name in SHIPPED_MODELS or name not in shipped_configs()):
+        return
+    weights, others = "MODEL", (name, *files)
+    with contextlib.suppress(ConfigError):  # a mistake in it is told once there is a model
+        config = load_config(others, overrides)
+        run = Path(config.run.dir) / config.run.name
+        weights, others = (config.model.path, others) if num_steps_saved(run) is None else (str(run), (*files,))
+    command = shlex.join([*program(), "eval", weights, *others, *overrides])
+    raise UserError(f"{name} is a configuration, and an evaluation needs weights: give them first, as in `{command}`")
 
 
 def note_of_training(config: Config, data: Path | None) -> str | None:

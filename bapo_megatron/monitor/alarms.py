@@ -15,7 +15,7 @@ from bapo_megatron.config.lr_schedule import LARGE_RATE
 from bapo_megatron.config.schema import EnvironmentConfig
 from bapo_megatron.errors import DivergedError, NoGroupKeptError, UserError
 from bapo_megatron.estimates import Z_95
-from bapo_megatron.runs.branching import branch_command
+from bapo_megatron.runs.branching import branch_command, with_more_steps
 from bapo_megatron.runs.history import text_of
 from bapo_megatron.runs.numbers import percent
 from bapo_megatron.runs.resuming import different_settings, steps_saved
@@ -46,9 +46,16 @@ class Alarm:
     name: str
     first_step: int
     last_step: int
+    num_steps: int  # at which it fired
     saw: str
     cause: str
     change: str
+
+    def count(self) -> str:
+        """Return how often it fired, for the end of a run."""
+        if self.num_steps == 1:
+            return f"{self.name} at step {self.last_step}"
+        return f"{self.name} at {self.num_steps} steps, from {self.first_step} to {self.last_step}"
 
     def text(self) -> str:
         """Return three lines for a terminal."""
@@ -501,13 +508,16 @@ class AlarmLog:
         if (before := self._raised.get(name)) is None:
             command = self._run and _branch_with(rule, self._run, self._steps)
             change = f"{rule.change} In a new run: {command}" if command else rule.change
-            before = Alarm(name, step, step, saw, rule.cause, change)
-        self._raised[name] = replace(before, last_step=step)
+            before = Alarm(name, step, step, 0, saw, rule.cause, change)
+        self._raised[name] = replace(before, last_step=step, num_steps=before.num_steps + 1)
         return self._raised[name]
 
 
 def _branch_with(rule: Rule, run: Path, steps: Steps) -> str | None:
-    """Return the command that branches a run with what a rule proposes, or None without a checkpoint for it."""
+    """Return the command that branches a run with what a rule proposes, or None without a checkpoint for it.
+
+    The run may be at its last step, whose checkpoint follows the alarm, or have ended long ago: a report tells it then.
+    """
     first = int(steps.recent[0]["step"]) if steps.recent else 1
     saved = [step for step in steps_saved(run) if step < first or not rule.from_before]
     if not saved:
@@ -518,5 +528,8 @@ def _branch_with(rule: Rule, run: Path, steps: Steps) -> str | None:
             continue
         new = change if isinstance(change, str) else type(value)(float(f"{value * change:.2g}"))
         if new and new != value:
-            return branch_command(run, {name: new}, max(saved) if rule.from_before else None)
+            if rule.from_before:
+                return branch_command(run, {name: new}, max(saved))
+            num_done = max([*saved, *(int(row["step"]) for row in steps.recent[-1:])])
+            return branch_command(run, with_more_steps({name: new}, num_done, settings.get("train.num_steps")))
     return None

@@ -36,6 +36,7 @@ from bapo_megatron.runtime.output import Styled, as_output, lasting
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
+    from bapo_megatron.monitor.alarms import Alarm
     from bapo_megatron.runs.folder import RunDir
 
 Progress = Literal["auto", "bar", "lines"]
@@ -308,10 +309,11 @@ class Console:
             self._screen.note(f"warning: {located(text)}", "yellow")
             self._stages.told(self.heartbeat.clock())
 
-    def summary(self) -> None:
-        """Show the summary of the run: pass rate, resumed tokens, staleness, bounds, time of the steps."""
+    def summary(self, alarms: Sequence[Alarm] = ()) -> None:
+        """Show the summary of the run: pass rate, resumed tokens, staleness, bounds, time of the steps, all alarms."""
         self.close()
-        self._screen.lines((summarize_run(self._rows).text() if self._rows else "no step was trained").split("\n"))
+        text = summarize_run(self._rows).text() if self._rows else "no step was trained"
+        self._screen.lines([*text.split("\n"), *(f"alarms     {alarm.count()}" for alarm in alarms)])
 
     def close(self) -> None:
         """Remove the live line. Safe to call twice."""

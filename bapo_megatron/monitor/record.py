@@ -288,7 +288,7 @@ class Recorder:
         if self._rollouts is not None:
             for sink in self._sinks:
                 sink.close()
-            self._console.summary()
+            self._console.summary(self._alarms.raised)
             self._metrics.close()
             self._samples.close()
         if self._endpoint is not None:

@@ -5,7 +5,6 @@ Each check calls the code that the run calls, but only on the first rows.
 
 import ast
 import contextlib
-import difflib
 import functools
 import importlib.util
 import json
@@ -23,7 +22,7 @@ from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config, EnvironmentConfig, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
-from bapo_megatron.errors import CheckpointError, UserError, plural
+from bapo_megatron.errors import CheckpointError, UserError, closest, did_you_mean, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.jsonl import RowSource
@@ -473,8 +472,7 @@ def _unknown(
     for name in sorted(given.keys() - known) if known else ():
         # SGLang's own parser takes the beginning of a name, and refuses "cuda_graph_max_bs", which has two ends
         longer = sorted(one for one in known if one.startswith(f"{name}_"))
-        close = longer or difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {' or '.join(f'{setting}.{one}' for one in close)}?" if close else ""
+        remedy = did_you_mean(*(f"{setting}.{one}" for one in longer or closest(name, known)))
         problem = f"{setting}.{name} is not a setting of the installed {owner}"
         yield Violation((f"{setting}.{name}", *also), problem, remedy)
 

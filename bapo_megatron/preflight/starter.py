@@ -7,11 +7,10 @@ machine -> GPUs, memory -------------------------+
 The file passes `bapo check`.
 """
 
-import contextlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ from typing import Any
 import tomli_w
 
 from bapo_megatron.assets import SHIPPED_MODELS, resolve_model_path
-from bapo_megatron.config.base import Violation
+from bapo_megatron.config.base import Violation, overlap
 from bapo_megatron.config.dotted import is_dotted
-from bapo_megatron.config.load import load_tables, merge, parse_override
+from bapo_megatron.config.load import Reading, load_tables, merge, parse_override, parse_overrides, read_tables
 from bapo_megatron.config.schema import SourceConfig
 from bapo_megatron.config.sources import source_kind
-from bapo_megatron.errors import ConfigError, DataError, UserError
+from bapo_megatron.errors import ConfigError, DataError, UserError, collecting
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.preflight.check import num_visible_gpus, violations_of
@@ -112,19 +111,31 @@ def write_config(
         settings: the user's own settings, such as "data.fields.prompt=question".
 
     Raises:
-        UserError: model or data cannot be used, the model does not fit, or the file exists.
+        UserError: settings, model, data or judge cannot be used, the model does not fit, or the file cannot be
+            written; names all of this together.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name.lower()).strip("-._") or "run"
     file = output or Path(f"{name}.toml")
+    reading = read_tables({}, settings)
+    given = _valid(settings, reading)
+    problems = [v.message for v in reading.violations]
     if file.exists():
-        raise UserError(f"{file} exists: give another name with -o, or remove it")
-    given: Table = {}
-    for path, value in map(parse_override, settings):
-        for key in reversed(path):
-            value = {key: value}
-        merge(given, value)
-    load_tables({"": given})
-    table, prompt, source = _table(model, data, name if output is None else _run_name(file, name), hardware, given)
+        problems.append(f"{file} exists: give another name with -o, or remove it")
+    elif not file.absolute().parent.is_dir():
+        problems.append(f"cannot write {file}: there is no folder {file.parent}; give another name with -o")
+    with collecting(problems):
+        inputs = _read_inputs(model, data, given, is_data_known=not overlap(reading.unread, ["data"]))
+    if not problems:
+        assert inputs is not None, "the settings of [data] are right"
+        with collecting(problems):
+            table = _table(inputs, name if output is None else _run_name(file, name), hardware, given)
+    if problems:  # otherwise the check calls the judge with a prompt
+        if not overlap(reading.unread, ["reward"]):
+            with collecting(problems):
+                alone = load_tables({"": {"reward": given.get("reward", {})}})
+                problems += [v.message for v in check_judge(alone, [], is_complete=True) if v.severity == "error"]
+        raise UserError("\n".join(problems))
+    assert inputs is not None
     if file.parent.resolve() != Path.cwd():  # relative paths start from the working folder
         _make_absolute(table)
     config = load_tables({str(file): table})
@@ -137,7 +148,18 @@ def write_config(
         file.write_text(text + tomli_w.dumps(table), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}; give another name with -o") from error
-    return WrittenConfig(file, table, prompt, source[0].answer, found)
+    return WrittenConfig(file, table, inputs.first, inputs.questions[0].answer, found)
+
+
+def _valid(settings: Sequence[str], reading: Reading) -> Table:
+    """Return the user's settings as a table, without those that are wrong."""
+    given: Table = {}
+    for _, path, value in parse_overrides(settings)[0]:
+        if not overlap([".".join(path)], reading.unread):
+            for key in reversed(path):
+                value = {key: value}
+            merge(given, value)
+    return given
 
 
 def _make_absolute(table: Table) -> None:
@@ -153,20 +175,39 @@ def _run_name(file: Path, default: str) -> str:
     return file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", file.stem) else default
 
 
-def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) -> tuple[Table, str, RowSource]:
-    """Return the settings, the first prompt as the model sees it, and the rows as they were read."""
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """A model and rows of prompts, as they were read."""
+
+    model: str
+    hf_config: Table
+    shape: ModelShape
+    data: Path
+    read_as: Table  # settings
+    questions: Sequence[Question]
+    has_template: bool
+    first: str  # prompt as the model sees it
+    num_tokens: int  # longest prompt
+
+
+def _read_inputs(model: str, data: Path, given: Table, *, is_data_known: bool) -> _Inputs | None:
+    """Read model and data. Raises UserError with the problems of both.
+
+    Args:
+        is_data_known: whether all settings of [data] are right; if not, only the model is read, and the result is None.
+    """
     problems: list[str] = []
-    with _adding_to(problems):
+    with collecting(problems):
         folder = resolve_model_path(model, weights=False)
         hf_config = load_hf_config(folder)
         shape = model_shape(hf_config, folder)
-    with _adding_to(problems):
-        read_as, source = _read(data, given.get("data", {}))
-    if problems:  # otherwise the check calls the judge with a prompt
-        with _adding_to(problems):
-            alone = load_tables({"": {"reward": given.get("reward", {})}})
-            problems += [v.message for v in check_judge(alone, [], is_complete=True) if v.severity == "error"]
+    if is_data_known:
+        with collecting(problems):
+            read_as, source = _read(data, given.get("data", {}))
+    if problems:
         raise UserError("\n".join(problems))
+    if not is_data_known:
+        return None
     questions = source.questions
     tokenizer = load_tokenizer(folder)
     for one in questions[:_MAX_MEASURED]:
@@ -176,21 +217,36 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
                 f"that {model} can read; shorten it"
             )
     prompts = _put(questions[:_MAX_MEASURED], tokenizer, given.get("data", {}), data)
-    longest = max(map(len, prompts))
+    return _Inputs(
+        model,
+        hf_config,
+        shape,
+        data,
+        read_as,
+        questions,
+        has_template=bool(tokenizer.chat_template),
+        first=tokenizer.decode(prompts[0]),
+        num_tokens=max(map(len, prompts)),
+    )
+
+
+def _table(inputs: _Inputs, name: str, hardware: Hardware, given: Table) -> Table:
+    """Return the settings. Raises UserError if no response fits behind a prompt, or the model does not fit."""
+    shape, longest, questions = inputs.shape, inputs.num_tokens, inputs.questions
     wanted_tokens = 2048 if hardware.num_gpus else 256
     prompt_tokens = min(_rounded_up(longest), max(longest, shape.max_positions - wanted_tokens))
     response_tokens = min(wanted_tokens, shape.max_positions - prompt_tokens)
     if response_tokens < 1:
         raise UserError(
-            f"{data}: the longest prompt has {longest} tokens, which leaves no room for a response in the "
-            f"{shape.max_positions} that {model} can read; shorten it"
+            f"{inputs.data}: the longest prompt has {longest} tokens, which leaves no room for a response in the "
+            f"{shape.max_positions} that {inputs.model} can read; shorten it"
         )
     table: Table = {
         "run": {"name": name},
-        "model": {"path": model},
+        "model": {"path": inputs.model},
         "data": {
-            **read_as,
-            "chat_template": bool(tokenizer.chat_template),
+            **inputs.read_as,
+            "chat_template": inputs.has_template,
             "max_prompt_tokens": prompt_tokens,
         },
         "rollout": {"max_response_tokens": response_tokens, "samples_per_prompt": 8},
@@ -208,21 +264,12 @@ def _table(model: str, data: Path, name: str, hardware: Hardware, given: Table) 
         table["environment"] = {"max_answer_tokens": min(turns.max_answer_tokens, max(1, answer_tokens))}
     if len(questions) > _MAX_MEASURED:
         table["data"]["on_bad_prompt"] = "skip"
-    first = tokenizer.decode(prompts[0])
     merge(table, given)
     if hardware.num_gpus > 1:
-        table = _on_gpus(table, hf_config, shape, hardware)
+        table = _on_gpus(table, inputs.hf_config, shape, hardware)
     else:
         table = _on_cpu(table, shape, hardware, len(questions))
-    return merge(table, given), first, source
-
-
-@contextlib.contextmanager
-def _adding_to(problems: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except UserError as problem:
-        problems.append(str(problem))
+    return merge(table, given)
 
 
 def _read(data: Path, given: Table) -> tuple[Table, RowSource]:

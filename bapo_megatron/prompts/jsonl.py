@@ -4,7 +4,6 @@ Rows of well-known data sets become questions too: each of `FORMATS` reads the f
 `data.fields` names the columns that hold these fields.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import SourceConfig
-from bapo_megatron.errors import DataError, escaped, plural
+from bapo_megatron.errors import DataError, closest, did_you_mean, escaped, plural
 from bapo_megatron.prompts.base import Message, Question
 from bapo_megatron.prompts.function_rows import function_rows
 from bapo_megatron.prompts.hub_rows import hub_rows
@@ -262,9 +261,9 @@ class NamedColumns:
                 return column, value_at(self.row.values, column)
         present = f"(fields: {_named(sorted(map(repr, self.row.values))) or 'none'})"
         if field in self.fields:
-            close = difflib.get_close_matches(asked[0], _all_columns(self.row.values)[:_MAX_COMPARED], n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise DataError(f"field {asked[0]!r}, which {self.setting}.{field} names, is missing {present}{hint}")
+            hint = did_you_mean(*map(repr, closest(asked[0], _all_columns(self.row.values)[:_MAX_COMPARED])))
+            missing = f"field {asked[0]!r}, which {self.setting}.{field} names, is missing {present}"
+            raise DataError("; ".join(filter(None, (missing, hint))))
         wanted = " or ".join(map(repr, asked if "messages" not in asked else asked[:1]))
         neither = ", and so is 'messages'" if "messages" in asked else ""
         usual = {"prompt": PROMPT_COLUMNS, "answer": ANSWER_COLUMNS}.get(field, ())

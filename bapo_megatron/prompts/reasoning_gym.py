@@ -1,9 +1,8 @@
 """Procedural data sets of reasoning-gym (https://github.com/open-thought/reasoning-gym)."""
 
-import difflib
 from typing import Any
 
-from bapo_megatron.errors import DataError, install_command
+from bapo_megatron.errors import DataError, closest, did_you_mean, install_command
 from bapo_megatron.prompts.base import Question
 
 
@@ -22,8 +21,7 @@ def create_dataset(name: str | None, size: int, seed: int, options: dict[str, An
             "Python's headers (Debian, Ubuntu: apt install gcc python3-dev)"
         ) from error
     if name not in DATASETS:
-        close = difflib.get_close_matches(str(name), DATASETS, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else "choose one, such as basic_arithmetic"
+        hint = did_you_mean(*closest(str(name), DATASETS)) or "choose one, such as basic_arithmetic"
         raise DataError(f"data.dataset = {name!r} is not one of reasoning-gym's {len(DATASETS)} data sets; {hint}")
     try:
         return create(name, size=size, seed=seed, **options)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets.hub import is_hub_name
-from bapo_megatron.errors import DataError, escaped, install_command, plural
+from bapo_megatron.errors import DataError, did_you_mean, escaped, install_command, plural
 from bapo_megatron.prompts.json_values import KeyTwiceError, without_twins
-from bapo_megatron.runtime.files import regular_file
+from bapo_megatron.runtime.files import regular_file, similar_paths
 
 EXAMPLE = '{"prompt": "...", "answer": ...}'
 _MAX_CSV_CHARS = 1 << 30  # limit of one value; csv's own limit is 131,072
@@ -230,6 +230,8 @@ def _twice(names: Iterable[str]) -> str | None:
 def missing(file: Path, setting: str) -> str:
     """Return the message about a missing file."""
     problem = f"{setting}: there is no file {file.absolute()}"
+    if meant := did_you_mean(*similar_paths(file)):
+        return f"{problem}; {meant}"
     if not may_be_on_hub(file):
         return problem
     table = setting.removesuffix(".path")

@@ -63,6 +63,17 @@ def shown_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{setting}: {shown(old)} -> {shown(new)}" for setting, (old, new) in changed.items())
 
 
+def with_more_steps(values: Mapping[str, Any], num_done: int, num_steps: int | None) -> dict[str, Any]:
+    """Return a branch's settings, with more steps if all of them are done: it would have nothing to do.
+
+    Args:
+        num_done: number of steps after which the branch starts.
+        num_steps: train.num_steps, if it is known.
+    """
+    is_done = num_steps is not None and num_done >= num_steps
+    return {**values, "train.num_steps": 2 * num_done} if is_done else dict(values)
+
+
 def branch_command(run: Path, values: Mapping[str, Any], step: int | None = None) -> str | None:
     """Return the command that branches a run, or None if no command line can write the values.
 

@@ -34,7 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
-from bapo_megatron.errors import UserError, plural
+from bapo_megatron.errors import UserError, did_you_mean, plural
 from bapo_megatron.runs.provenance import describe_environment, git_state
 from bapo_megatron.runs.resuming import (
     check_resumable,
@@ -45,7 +45,7 @@ from bapo_megatron.runs.resuming import (
     with_pins,
 )
 from bapo_megatron.runs.steps import read_metrics
-from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
+from bapo_megatron.runtime.files import explaining_os_errors, similar_paths, write_atomically
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
@@ -152,7 +152,8 @@ class RunDir:
     def attach(cls, path: Path) -> RunDir:
         """Open the latest attempt of a run without its lock: for the run's other processes, and for readers."""
         if not path.is_dir():
-            raise UserError(f"no run at {path}; the folder names a run, such as runs/demo")
+            advice = did_you_mean(*similar_paths(path)) or "give the folder of a run, such as runs/demo"
+            raise UserError(f"there is no run at {path}; {advice}")
         return cls(path.absolute(), max(1, _last_attempt(path)))
 
     @property

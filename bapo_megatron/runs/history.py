@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, did_you_mean
 from bapo_megatron.metrics import Metric
 from bapo_megatron.runs.branching import Parent, read_parent
 from bapo_megatron.runs.resuming import different_settings
 from bapo_megatron.runs.steps import StepRow, read_metrics
-from bapo_megatron.runtime.files import reading
+from bapo_megatron.runtime.files import reading, similar_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ def read_history(path: Path) -> History:
     config_path, metrics_path, diff_path = path / "config.toml", path / "metrics.jsonl", path / "git.diff"
     if not config_path.exists() and not metrics_path.exists():
         what = "is not the folder of a run" if path.is_dir() else "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {what}; give a run directory (runs/<name>), or start a run with `bapo train`")
+        advice = "give the folder of a run, such as runs/demo, or start one with `bapo train`"
+        raise UserError(f"{path} {what}; {did_you_mean(*similar_paths(path)) or advice}")
     config_text = text_of(config_path)
     try:
         settings = {key: value for key, (_, value) in different_settings("", config_text).items()}

@@ -15,7 +15,7 @@ from bapo_megatron.config.changing import is_resumable, parts_left_by
 from bapo_megatron.config.earlier import RETIRED
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.tokenizer import reads_clock
-from bapo_megatron.runs.branching import branch_command, shown_changes
+from bapo_megatron.runs.branching import branch_command, shown_changes, with_more_steps
 from bapo_megatron.runs.steps import read_metrics
 
 if TYPE_CHECKING:
@@ -63,10 +63,9 @@ def _how_to_branch(path: Path, values: Mapping[str, Any], num_steps: int | None)
     lost = {"run.dir", "run.name"} | {key for key, value in values.items() if value is None and "loss.name" in values}
     values = {key: value for key, value in values.items() if key not in lost}
     num_saved = num_steps_saved(path)
-    if num_saved and num_saved == num_steps:
-        values["train.num_steps"] = 2 * num_saved
-    is_possible = num_saved is not None and not any("weights" in parts_left_by(key) for key in values)
-    command = branch_command(path, values) if is_possible else None
+    if num_saved is None or any("weights" in parts_left_by(key) for key in values):
+        return ""
+    command = branch_command(path, with_more_steps(values, num_saved, num_steps))
     return f"\nTo continue from its latest checkpoint in a new run: {command}" if command else ""
 
 

@@ -28,11 +28,10 @@ class RunSummary:
     staleness_max: float
     wall_time_s: float  # duration of the steps, over all attempts
     searches: tuple[int, int, int]  # searches for clip bounds that ended at the start, inside, at the limits
-    num_mismatch_alarms: int  # number of updates
     num_gradient_alarms: int  # number of updates
 
     def text(self) -> str:
-        """Return a few lines for the end of a run, and one more for each kind of alarm."""
+        """Return a few lines for the end of a run."""
         window = f"first and last {self.window_steps} steps" if self.window_steps > 1 else "first and last step"
         lines = [
             f"{'pass rate' if self.is_pass_rate else 'reward   '}  {number(self.reward_first)} -> "
@@ -48,8 +47,6 @@ class RunSummary:
                 f"clip       {plural(sum(self.searches), 'search')} ended: {at_start} at the start, {inside} inside, "
                 f"{at_limits} at the limits",
             )
-        if self.num_mismatch_alarms:
-            lines.append(f"alarms     {plural(self.num_mismatch_alarms, 'update')} over monitor.mismatch_alarm")
         if self.num_gradient_alarms:
             lines.append(f"alarms     {plural(self.num_gradient_alarms, 'update')} with a spike of the gradient norm")
         return "\n".join(lines)
@@ -74,7 +71,6 @@ def summarize_run(rows: Sequence[StepRow]) -> RunSummary:
             _total(rows, "bapo/num_inside"),
             _total(rows, "bapo/num_at_limits"),
         ),
-        num_mismatch_alarms=_total(rows, "mismatch/alarms"),
         num_gradient_alarms=_total(rows, "optimizer/grad_alarms"),
     )
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, closest
 
+_MAX_COMPARED = 10_000  # names in a folder
 _ADVICE = "make room there, or choose another folder (run.dir)"
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,15 @@ def located(text: str, checkout: Path = CHECKOUT) -> str:
         return name if os.path.exists(name) else str(file) if file.exists() else f"{name} of the source"
 
     return _OF_CHECKOUT.sub(place, text)
+
+
+def similar_paths(path: Path) -> list[str]:
+    """Return what stands next to a missing path under the most similar name, alone; empty if nothing does."""
+    try:
+        names = [] if os.path.lexists(path) else os.listdir(path.parent)
+    except OSError:  # also ENAMETOOLONG
+        names = []
+    return [str(path.with_name(name)) for name in closest(path.name, names[:_MAX_COMPARED])]
 
 
 def regular_file(path: Path) -> Path:

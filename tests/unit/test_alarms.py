@@ -421,8 +421,16 @@ def test_an_alarm_is_told_once_on_the_terminal_and_kept_in_status_json(tmp_path:
     assert screen.count("warning: ") == 2, "the first step has said it before"
     status = status_of(tmp_path)
     assert (status["state"], status["attempt"], status["step"], status["planned_steps"]) == ("finished", 1, 8, 20)
-    alarm = {"name": rule.name, "first_step": 5, "last_step": 8, "saw": saw, "cause": rule.cause, "change": rule.change}
-    assert status["alarms"] == [alarm]
+    told = {"saw": saw, "cause": rule.cause, "change": rule.change}
+    assert status["alarms"] == [{"name": rule.name, "first_step": 5, "last_step": 8, "num_steps": 4, **told}]
+
+
+def test_the_summary_counts_every_alarm_of_the_run(tmp_path: Path) -> None:
+    record(tmp_path, 0, [CUT] * 8 + [{**WELL, "mismatch/alarms": 1.0}])
+    screen = record(tmp_path, 9, [WELL] * 12)
+    *_, cut, mismatch = screen.splitlines()
+    assert cut.endswith("alarms     all responses cut at 4 steps, from 5 to 8")
+    assert mismatch.endswith("alarms     mismatch at step 9")
 
 
 def test_the_next_attempt_tells_again_and_keeps_the_first_step(tmp_path: Path) -> None:

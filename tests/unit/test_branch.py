@@ -137,6 +137,30 @@ def test_what_no_branch_can_follow_is_refused(parent: Path, settings: list[str],
     assert sorted(parent.parent.iterdir()) == before
 
 
+def test_all_that_is_wrong_is_said_at_once(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["optimizer.lrr=1", "optimizer.lr", "run.name=x", "loss.kl_coef=high", "model.path=moe"]
+    wrong += ["train.num_steps=2", "--step", "4"]
+    before = sorted(parent.parent.iterdir())
+    assert cli.main(["branch", str(parent), "parent", *wrong]) == 2
+    text = capsys.readouterr().err
+    for part in (
+        "parent exists: give the branch another name",
+        "is after 4 steps, and train.num_steps is 2",
+        "run.name follows from the branch's folder",
+        "model.path cannot change in a branch",
+        "override 'optimizer.lr' is not of the form",
+        "did you mean optimizer.lr?",
+        "loss.kl_coef must be a number",
+    ):
+        assert text.count(part) == 1, part
+    assert cli.main(["branch", str(parent.with_name("parnt")), "parent", "optimizer.lrr=1"]) == 2
+    exists, missing, setting = capsys.readouterr().err.splitlines()
+    assert "exists" in exists
+    assert missing.endswith(f"there is no run at {parent.with_name('parnt')}; did you mean {parent}?")
+    assert setting.endswith("did you mean optimizer.lr?")
+    assert sorted(parent.parent.iterdir()) == before
+
+
 def test_a_torn_checkpoint_and_an_existing_name_are_refused(copy: Path) -> None:
     with pytest.raises(UserError, match="exists: give the branch another name"):
         plan_branch(copy, Path("parent"), [])
@@ -220,6 +244,32 @@ def test_the_command_in_the_refusal_gives_a_finished_run_more_steps(copy: Path) 
     _, run, name, *settings = words[words.index("branch") :]
     config = plan_branch(Path(run), Path(name), settings).config
     assert (config.optimizer.lr, config.train.num_steps) == (1e-4, 2 * STEP)
+
+
+@pytest.mark.parametrize("name", ["flat pass rate", "no entropy"])
+def test_the_command_of_an_alarm_gives_a_finished_run_more_steps(
+    copy: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config([copy / "config.toml"], [f"train.num_steps={STEP}"])
+    (copy / "config.toml").write_text(dump_config(config))
+    (rule,) = (rule for rule in RULES if rule.name == name)
+    monkeypatch.setattr(alarms, "RULES", (dataclasses.replace(rule, saw=lambda steps: "seen"),))
+    (alarm,) = AlarmLog([{"step": float(STEP)}], copy).raised
+    if rule.from_before:  # there is no checkpoint before these steps
+        assert "branch" not in alarm.change
+        return
+    words = shlex.split(alarm.change.partition("In a new run: ")[2])
+    _, run, new, *settings = words[words.index("branch") :]
+    assert plan_branch(Path(run), Path(new), settings).config.train.num_steps == 2 * STEP
+
+
+def test_the_alarm_of_the_last_step_counts_its_checkpoint(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rule,) = (rule for rule in RULES if rule.name == "flat pass rate")
+    monkeypatch.setattr(alarms, "RULES", (dataclasses.replace(rule, saw=lambda steps: "seen"),))
+    (alarm,) = AlarmLog([{"step": 9.0}], parent).raised  # of 9 steps, and not saved yet
+    assert alarm.change.endswith("train.num_steps=18")
+    (earlier,) = AlarmLog([{"step": 8.0}], parent).raised
+    assert "num_steps" not in earlier.change
 
 
 @pytest.mark.slow

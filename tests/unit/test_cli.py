@@ -222,6 +222,7 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
         ("trian demo", "there is no verb 'trian'; did you mean train?"),
         ("xyzzy", "there is no verb 'xyzzy'; `bapo help` lists them"),
         ("help chekc", "there is no verb 'chekc'; did you mean check?"),
+        ("help setings", "there is no verb 'setings'; did you mean settings?"),
         ("check", "give a configuration: a TOML file, or a shipped one such as demo"),
         ("eval", "the following arguments are required: CKPT; see `bapo eval --help`"),
         ("train --lr 3", "there is no option --lr; write the setting without dashes: optimizer.lr=3"),
@@ -250,7 +251,11 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
         ("serve demo --port x", "argument --port: x is not a port, from 0 to 65535; see `bapo serve --help`"),
         ("serve demo --port 80000", "argument --port: 80000 is not a port, from 0 to 65535; see `bapo serve --help`"),
         ("report --serve x --port -1", "argument --port: -1 is not a port, from 0 to 65535; see `bapo report --help`"),
-        ("chat nowhere", "nowhere is neither a Hugging Face folder (no config.json) nor a run or training checkpoint"),
+        ("chat nowhere", "there is nothing at nowhere; give a model, a run or a checkpoint"),
+        ("chat demmo", "there is nothing at demmo; did you mean demo?"),
+        ("reproduce routs", "there is no study 'routs'; did you mean routes?"),
+        ("check demo optimizer.schedule=cosin", 'optimizer.schedule must be "constant", "linear" or "cosine", got '
+         '"cosin" (override optimizer.schedule=cosin); did you mean "cosine"?'),
     ],
 )  # fmt: skip
 def test_each_slip_gets_one_line(capsys: pytest.CaptureFixture[str], command: str, answer: str) -> None:

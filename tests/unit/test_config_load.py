@@ -55,7 +55,7 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         (
             "[loss]\nname = 'bap'",
             'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
-            '"my_module:my_name", got "bap" (run.toml)',
+            '"my_module:my_name", got "bap"; did you mean "bapo"? (run.toml)',
         ),
         (
             "[loss]\nproximal = 'learner'\nimportance_kind = 'mask'\nimportance_floor = 1\nimportance_cap = 1",

@@ -38,6 +38,28 @@ def write_chains(path: Path) -> list[Chain]:
     return chains
 
 
+def test_a_configuration_in_place_of_a_checkpoint_is_answered_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def told(*arguments: str) -> str:
+        assert main(["eval", *arguments]) == 2
+        return re.sub(r"`.*? eval ", "`bapo eval ", capsys.readouterr().err)
+
+    Path("mine.toml").write_text('[run]\nname = "x"\n[model]\npath = "demo"\n')
+    what = "bapo: mine.toml is a configuration, and an evaluation needs weights: give them first, as in"
+    assert told("mine.toml", "eval.top_k=3") == f"{what} `bapo eval demo mine.toml eval.top_k=3`\n"
+    saved = Path("runs/x/checkpoints/step-000004")
+    saved.mkdir(parents=True)
+    (saved / "state.json").touch()
+    (saved.parent / "latest").write_text(saved.name)
+    assert told("mine.toml", "eval.top_k=3") == f"{what} `bapo eval runs/x eval.top_k=3`\n"
+    Path("mine.toml").write_text("[run]\nnaem = 3\n")
+    assert told("mine.toml") == f"{what} `bapo eval MODEL mine.toml`\n"
+    assert "`bapo eval tool tool_demo`" in told("tool_demo")
+
+
 def test_a_training_checkpoint_on_a_file_equals_brute_force(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     chains = write_chains(tmp_path / "chains.jsonl")
     run = tmp_path / "run"  # as a training run leaves it: its settings apply, its weights are converted

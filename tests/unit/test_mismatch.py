@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from bapo_megatron.algorithms.mismatch import Mismatch, logprob_mismatch, no_mismatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import StepResult
+from bapo_megatron.monitor.alarms import AlarmLog
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import UpdateMetrics
-from bapo_megatron.runs.summary import summarize_run
 from bapo_megatron.runtime.heartbeat import Heartbeat
 from bapo_megatron.types import ClipBounds
 
@@ -144,11 +144,10 @@ def test_where_engine_and_trainer_differ_by_design(settings, expected):
 
 
 def test_the_summary_counts():
-    stream, bad = io.StringIO(), {"step": 1, "mismatch/alarms": 2.0}
+    stream, rows = io.StringIO(), [{"step": float(step), "mismatch/alarms": 2.0 * (step > 1)} for step in (1, 2, 3)]
     with Console("lines", 10, stream=stream, heartbeat=Heartbeat()) as console:
-        console.step({"step": 0, "mismatch/alarms": 0.0})
-        console.step(bad)
-        console.step({**bad, "step": 2})
-        console.summary()
-    assert "4 updates over monitor.mismatch_alarm" in stream.getvalue()
-    assert "alarm" not in summarize_run([{"step": 1, "mismatch/alarms": 0.0}]).text()
+        for row in rows:
+            console.step(row)
+        console.summary(AlarmLog(rows).raised)
+    assert "alarms     mismatch at 2 steps, from 2 to 3\n" in stream.getvalue()
+    assert not AlarmLog(rows[:1]).raised

@@ -175,6 +175,29 @@ def test_all_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     assert 'reward.kind="no_module:judge": importing no_module failed' in judge
 
 
+def test_wrong_settings_are_said_with_what_else_is_wrong(tmp_path: Path, data: Path) -> None:
+    settings = ["optimizer.lr=fast", "optimizer.lrr=1", "bare", "reward.kind=no_module:judge"]
+    (tmp_path / "x.toml").touch()
+    for output, refusal in (("x.toml", "x.toml exists"), ("none/x.toml", "cannot write")):
+        with pytest.raises(UserError) as caught:
+            write_config(str(tmp_path / "none"), data.with_name("rows.jsnl"), tmp_path / output, CPU, settings)
+        lines = str(caught.value).split("\n")
+        assert len(lines) == 7
+        for part in (
+            "override 'bare' is not of the form",
+            "did you mean optimizer.lr?",
+            "optimizer.lr must be a number",
+            refusal,
+            "model.path = ",
+            "DATA: there is no file",
+            "importing no_module failed",
+        ):
+            assert sum(part in line for line in lines) == 1, part
+    with pytest.raises(UserError) as caught:
+        write_config("demo", data, tmp_path / "y.toml", CPU, ["data.fields.promt=a", "train.num_steps=0"])
+    assert len(str(caught.value).split("\n")) == 2, "the data are not read with other columns than were meant"
+
+
 @pytest.mark.parametrize("max_turns", [1, 2, 4, 30])
 def test_answers_of_an_environment_fit_the_model(tmp_path: Path, data: Path, max_turns: int) -> None:
     settings = ["environment.kind=calculator", f"environment.max_turns={max_turns}"]
