@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError, DataError
+from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.preflight.starter import Hardware, write_config
 from bapo_megatron.prompts import rows as rows_module
@@ -250,7 +250,7 @@ def test_init_takes_settings_and_speaks_of_data(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert out.startswith("first prompt:\n  3+5=\n")
     assert "\ndata     format plain, prompt = 'frage', answer = 'antwort'\njudge    text\nanswer   yes\n" in out
-    with pytest.raises(ConfigError, match=r"data\.nothing"):
+    with pytest.raises(UserError, match=r"data\.nothing"):
         write_config("demo", Path(path), tmp_path / "other.toml", CPU, ["data.nothing=3"])
 
 
