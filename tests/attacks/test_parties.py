@@ -295,7 +295,7 @@ def test_a_program_that_is_killed_takes_all_that_it_started_with_it(fifo: tuple[
         program = await Program.start(tree(seed, fifo[0], "waits"), os.environ)
         assert await asyncio.to_thread(grown, fifo[1])
         program.kill()
-        await program.end()
+        assert await program.end() == -9
         assert os.read(fifo[1], 1) == b""
 
     asyncio.run(run())
