@@ -267,8 +267,8 @@ class Recorder:
             write_atomically(path, escaped_lines(f"{failure.message}\n{failure.traceback}"))
         who, of, what = ("judge", "responses", "count as wrong")
         if is_environment:
-            how = ", which the judge scores as they are" if self._config.has_judge else " without a reward"
-            who, of, what = ("environment", "turns", f"end their samples{how}")
+            how = "which the judge scores as they are" if self._config.has_judge else "with the rewards that they have"
+            who, of, what = ("environment", "turns", f"end their samples, {how}")
         self._console.warn(
             f"the {who} failed on {percent(failed_share)} of the {of} of step {step}, which {what}; first reason: "
             f"{failure.message} (see {shown_path(path)}; limit: monitor.judge_alarm)"

@@ -9,7 +9,7 @@ the same turn and state. It returns one of
     {"text": "1702;", "state": {...}}     the sample continues after this; or "token_ids": [...], or
                                           "messages": [{"role": "tool", "content": "1702"}] in the chat template
     {"reward": 1.0}                       the sample ends; a reward next to a text counts for this turn
-    {"failed": "the browser crashed"}     no reward: the sample is dropped
+    {"failed": "the browser crashed"}     no reward: the sample is dropped, so the policy must not have caused that
 
 A reward is a number, or a dict of numbers, which are summed. Tools (tools.py) return {"judge": True} instead of one:
 the judge of [reward] scores the words of the turn. Worker processes import this file too, so it imports neither torch
@@ -80,10 +80,11 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failure that is not the policy's fault: its sample gets no reward."""
+    """A failure, which costs its sample the rest of its rewards; `Answers.failed` says when it drops the sample."""
 
     reason: str
     problem: Literal["timeout", "error"] = "error"
+    is_said: bool = False  # by the environment itself; otherwise the policy's words may be the cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def as_answer(value: Any) -> StepAnswer:
         raise ValueError(f"a step returns at most {MAX_ANSWER_BYTES} bytes of JSON, not {size}")
     reward = _reward(value["reward"]) if value.get("reward") is not None else None
     if "failed" in keys:
-        return Failed(str(value["failed"]))
+        return Failed(str(value["failed"]), is_said=True)
     if words:
         given = value[words[0]]
         if not _is_word(words[0], given):

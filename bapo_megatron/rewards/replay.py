@@ -33,11 +33,11 @@ class Replay:
             digest = _digest("", _first_observation(game.reset(seed=seed_of(turn))))
             for number, (text, expected) in enumerate(played, 1):
                 digest = _digest(digest, _played(game, text))
-                if digest != expected:
-                    return {
-                        "failed": f"turn {number}, played again, was answered differently: an environment that is "
-                        "replayed must depend on nothing but its seed and the turns"
-                    }
+                if digest != expected:  # not {"failed": ...}: the policy may have looked for such words
+                    raise ValueError(
+                        f"turn {number}, played again, was answered differently: an environment that is replayed must "
+                        "depend on nothing but its seed and the turns"
+                    )
             observation, reward, is_over = answer = _played(game, turn["text"])
         if is_over:
             return {"reward": reward}

@@ -37,7 +37,7 @@ MAX_STARTS = 3
 MAX_PROCESSES = 8
 ASYNC_CONCURRENCY = 64
 START_TIMEOUT_S = 600.0  # long, because a judge may load a model
-GRACE_S = 5.0  # added to the deadline if the judge enforces it itself
+GRACE_S = 5.0  # added to the deadline if the judge enforces it itself; how long a process may outlive its socket
 END_TIMEOUT_S = 60.0  # how long to wait for a killed process
 _PREFIXES = ("bapo-rewards-", "bapo-program-")  # names of temporary folders: a pool's, a program's
 _WATCH_S = 0.1
@@ -171,7 +171,8 @@ class Worker:
                     future.set_result(reply)
         except (OSError, ValueError, RecursionError):
             pass  # the process ended within a line, or a judge meddled with the socket
-        await asyncio.sleep(_WATCH_S)  # by then the exit code is known
+        with contextlib.suppress(TimeoutError):  # otherwise its exit code is known
+            await asyncio.wait_for(self._exit(), GRACE_S)
         self.kill()
 
     async def _watch(self) -> None:

@@ -333,7 +333,8 @@ class AgentDriver(SampleDriver):
             try:
                 session = await self.programs.start(sample, Conversations(self.chat, self.max_given_tokens))
             except (OSError, ValueError) as problem:  # ValueError: a prompt with a null character
-                return self.answers.fail(sample, Failed(f"the program cannot be started: {problem}"))
+                answer = Failed(f"the program cannot be started: {problem}")
+                return await self.answers.failed(sample, answer, self.decode)
             self._sessions[sample.sample_id] = session
         else:
             session = self._sessions[sample.sample_id]
@@ -401,14 +402,13 @@ class AgentDriver(SampleDriver):
             how = f"neither asked nor ended within environment.timeout_s={self.programs.timeout_s:g}"
         shown = f"; it printed: {(error or out)[-_MAX_SHOWN:]}" if error or out else "; it printed nothing"
         problem: Literal["timeout", "error"] = "timeout" if exit_code is None else "error"
-        if not sample.num_sampled_tokens:
-            return self.answers.fail(sample, Failed(f"the program {how} before it had a turn{shown}", problem))
-        if exit_code != 0 and session.limit is None:
-            return await self.answers.failed(sample, Failed(f"the program {how}{shown}", problem), self.decode)
+        when = "" if sample.num_sampled_tokens else " before it had a turn"
+        if when or (exit_code != 0 and session.limit is None):
+            return await self.answers.failed(sample, Failed(f"the program {how}{when}{shown}", problem), self.decode)
         is_full = sample.num_sampled_tokens >= self.max_response_tokens
         reason = session.limit or ("length" if is_full else "stop")
         if self.answers.scorer is not None:
-            return await self.answers.judged(sample, self.decode, reason)
+            return replace(sample, need=await self.answers.judged(sample, self.decode, reason))
         if exit_code == 0 and session.program.written:
             answer = _written(session.program.written)
         elif session.limit is not None:
@@ -419,7 +419,7 @@ class AgentDriver(SampleDriver):
         else:
             answer = Failed(f"the program ended without a reward: {WRITE}{shown}")
         if isinstance(answer, Failed):
-            return self.answers.fail(sample, answer)
+            return await self.answers.failed(sample, answer, self.decode)
         self.answers.end()
         return replace(sample, need=ended(reason, [answer.reward]))
 

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _MARK_TOKENS = 16  # that may hold the mark of a thought and the blanks after it
 _NUM_FIRST = 32  # answers that show whether the environment works at all
+_MAX_IN_A_ROW = 1000  # failures of an environment that has worked
 _MAX_REASON = 500  # characters of an error
 
 
@@ -176,7 +177,8 @@ class Answers:
     recent_failure: Verdict | None = None
     """The first failure among the answers that the latest `metrics` are about."""
     counts: Counter[str] = field(default_factory=Counter)  # since the attempt began
-    works: bool = False  # whether any answer was not a failure
+    _has_worked: bool = False  # whether any answer was not a failure, or was judged
+    _num_in_a_row: int = 0  # failures since then
     _failures: list[Verdict] = field(default_factory=list)  # since the last `metrics`
     _waits_s: list[float] = field(default_factory=list)  # of answers since the last `metrics`
     _logged: set[tuple[str, int]] = field(default_factory=set)  # files and lines whose tracebacks the log has
@@ -198,62 +200,71 @@ class Answers:
             self._logged.add(place)
             log.error("environment: an error of one sample, whose traceback is logged once", exc_info=error)
 
+    def worked(self) -> None:
+        """Note that the environment works: it has answered, or the judge scores in its place."""
+        self._has_worked, self._num_in_a_row = True, 0
+
     def end(self) -> None:
         """Count a sample that ended with a reward."""
-        self.works = True
+        self.worked()
         self.counts["ended"] += 1
 
-    async def judged(self, sample: Sample, decode: Callable[[list[int]], str], reason: FinishReason) -> Sample:
-        """Return the sample with its end: the judge's reward for words of the last turn. Raises what the judge does."""
+    async def judged(self, sample: Sample, decode: Callable[[list[int]], str], reason: FinishReason) -> Ended:
+        """Return the end of a sample: the judge's reward for words of the last turn. Raises what the judge does."""
         assert self.scorer is not None
-        self.works = True
         turns = sample.turn.turns
         words = decode(turns[-1].tolist() if turns else [])
         (verdict,) = await self.scorer.ask([(sample.prompt, words)], [begins_in_thought(sample.turn, decode)])
         self.end()
-        return replace(sample, need=_end_of(reason, verdict))
+        return _end_of(reason, verdict)
 
     async def failed(self, sample: Sample, failure: Failed, decode: Callable[[list[int]], str]) -> Sample:
-        """Return the sample as `fail` does, or with the judge's reward for its last turn, if there are both.
+        """Return the end of a sample on which its environment has failed; count and log the failure.
 
-        The policy may have caused a failure after its turn. If that dropped the sample, the policy could drop its bad
-        samples, and enough of them would end the run.
+        The sample is dropped if it had no turn yet, or if the environment itself says that it failed. Otherwise the
+        policy may have caused that, and must not drop its bad samples so: the judge scores its last turn, or the sample
+        keeps the rewards of its turns. It keeps them, too, if asking the judge is what raises.
 
-        Raises what the judge does, and like `fail`.
+        Raises:
+            UserError: without a judge's rewards, all of the first answers were failures, or very many in a row; or like
+                `RewardScorer.verdicts`.
+            WorkersError: like `RewardScorer.verdicts`.
         """
-        if self.scorer is None or not sample.num_sampled_tokens:
-            return self.fail(sample, failure)
-        self._count(sample, failure)
-        need = sample.need
-        reason = need.turn_end if isinstance(need, NeedsEnvironment) and need.turn_end is not None else "stop"
-        judged = await self.judged(sample, decode, reason)
-        assert isinstance(judged.need, Ended)
-        if judged.need.problem is not None:
-            return judged
-        return replace(judged, need=replace(judged.need, problem=failure.problem, message=failure.reason))
-
-    def _count(self, sample: Sample, failure: Failed) -> str:
-        """Count a failure, and log it; return its place in words."""
         where = f"turn {_turn_number(sample)} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
         log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
         self.counts[failure.problem] += 1
         self._failures.append(Verdict(0.0, failure.problem, failure.reason))
-        return where
+        is_dropped = failure.is_said or not sample.num_sampled_tokens
+        if is_dropped or self.scorer is None:
+            self._refuse_an_environment_that_only_fails(where, failure)
+        if is_dropped:
+            return replace(sample, need=Ended("failed", None, failure.problem, failure.reason))
+        assert isinstance(sample.need, NeedsEnvironment)
+        reason, end = sample.need.turn_end or "stop", None
+        if self.scorer is not None:
+            try:
+                end = await self.judged(sample, decode, reason)
+            except (UserError, WorkersError, AssertionError):
+                raise
+            except Exception as error:
+                self.log_once(error)
+                failure = replace(failure, reason=f"{failure.reason}; asking the judge: {error!r:.{_MAX_REASON}}")
+                self._refuse_an_environment_that_only_fails(where, failure)
+        if end is None:
+            self.counts["ended"] += 1
+            end = ended(reason, sample.turn_rewards)
+        if end.problem is None:  # otherwise the judge's
+            end = replace(end, problem=failure.problem, message=failure.reason)
+        return replace(sample, need=end)
 
-    def fail(self, sample: Sample, failure: Failed) -> Sample:
-        """Return the sample without a reward, and count its failure.
-
-        Raises:
-            UserError: all of the first answers were failures.
-        """
-        where = self._count(sample, failure)
-        num_failed = self.counts["timeout"] + self.counts["error"]
-        if not self.works and num_failed >= _NUM_FIRST:
+    def _refuse_an_environment_that_only_fails(self, where: str, failure: Failed) -> None:
+        self._num_in_a_row += 1
+        if self._num_in_a_row >= (_MAX_IN_A_ROW if self._has_worked else _NUM_FIRST):
+            num = plural(self._num_in_a_row, "turn", ",")
             raise UserError(
-                f"the environment failed on all of the first {num_failed} turns, so nothing can be learned; the last "
-                f"one, {where}: {failure.reason}"
+                f"the environment failed on {f'{num} in a row' if self._has_worked else f'all of the first {num}'}, so "
+                f"nothing can be learned; the last one, {where}: {failure.reason}"
             )
-        return replace(sample, need=Ended("failed", None, failure.problem, failure.reason))
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the answers (`bapo help metrics`), some of them since the last call."""
@@ -291,10 +302,10 @@ class SampleDriver:
     """Base of drivers that ask for each sample alone, with `Answers`.
 
     One sample's trouble is that sample's: whatever is raised while it advances, by its program, a tool, the chat
-    template, the tokenizer or our own code, fails the sample. The log has the traceback, once per place in the code. A
-    run ends only for what is wrong with the run:
+    template, the tokenizer or our own code, is a failure of its environment (`Answers.failed`). The log has the
+    traceback, once per place in the code. A run ends only for what is wrong with the run:
 
-    - UserError: the data, the settings, or an environment or a judge that has failed on all of its first answers;
+    - UserError: the data, the settings, or an environment or a judge that only fails;
     - WorkersError: no process of the judge or the environment stays alive;
     - AssertionError: an invariant of ours does not hold, and the tokens of any sample may be wrong. So the checks of
       what a sample became, `advanced` and the ledger's balance, end the run as well.
@@ -308,7 +319,8 @@ class SampleDriver:
         """Return each sample with an answer to its turn, or its end; see the class for what ends the run.
 
         Raises:
-            UserError: all of the first answers were failures; or like `RewardScorer.verdicts`.
+            UserError: like `Answers.failed`, or an answer that is none.
+            WorkersError: no process of the judge or the environment stays alive.
         """
         return list(await asyncio.gather(*map(self._netted, samples)))
 
@@ -385,7 +397,7 @@ class StepDriver(SampleDriver):
         self.answers.wait(time.monotonic() - began_s)
         if isinstance(answer, ForJudge):
             if self.answers.scorer is not None:
-                return await self.answers.judged(sample, self.decode, end)
+                return replace(sample, need=await self.answers.judged(sample, self.decode, end))
             answer = Failed("a step ends a sample with a reward; only the judge of tools gives one instead")
         if isinstance(answer, Continue):
             try:
@@ -403,7 +415,7 @@ class StepDriver(SampleDriver):
     def _continued(self, sample: Sample, answer: Continue, token_ids: Sequence[int], is_cut: bool) -> Sample:
         if not token_ids:
             raise ValueError(f"an answer without a token: {answer!r:.200}")
-        self.answers.works = True
+        self.answers.worked()
         self.answers.counts["cut"] += is_cut
         longer = sample.answered(token_ids, answer.state, answer.reward)
         reason: Literal["turns", "length"] | None = None

@@ -105,9 +105,11 @@ class Site:
 
     async def close(self) -> None:
         """Take no more connections, answer open requests, and close all connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for tasks in (self._tasks, self._starting):  # in this order: what accepts starts more
+            ending = [*tasks]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
         for listening in self._sockets:
             listening.close()
         if self._runner is not None:

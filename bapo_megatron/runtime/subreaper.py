@@ -45,13 +45,15 @@ def main() -> None:
         os.close(int(reward_fd))
     status = None
     while status is None and signal.sigwait(asked) == signal.SIGCHLD:
-        status = _reaped(program)[1]
+        _, status = _reaped(program, status)
     deadline_s = time.monotonic() + _END_S
-    while _reaped(program)[0] and time.monotonic() < deadline_s:
+    is_one_left, status = _reaped(program, status)
+    while is_one_left and time.monotonic() < deadline_s:
         for child in _children():
             with contextlib.suppress(OSError):  # it runs as another user
                 os.kill(child, signal.SIGKILL)
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+        is_one_left, status = _reaped(program, status)
     _end_as(1 if status is None else os.waitstatus_to_exitcode(status))
 
 
@@ -72,15 +74,15 @@ def _start(command: list[str], reward_fd: int | None, mask: set[int]) -> None:
     os._exit(127)
 
 
-def _reaped(program: int) -> tuple[bool, int | None]:
-    """Wait for children that have ended; return whether others are left, and the program's status if it has ended."""
-    found = None
+def _reaped(program: int, status: int | None) -> tuple[bool, int | None]:
+    """Wait for children that have ended; return whether others are left, and the program's status, None until it has
+    ended."""
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found = ended[1] if ended[0] == program else found
+            status = ended[1] if ended[0] == program else status
     except ChildProcessError:
-        return False, found
-    return True, found
+        return False, status
+    return True, status
 
 
 def _children() -> list[int]:

@@ -92,11 +92,12 @@ def test_words_that_a_program_prints_are_no_reward_no_part_and_no_failure(tmp_pa
 
 
 FORGE = """echo '{"reward": 1000}' """
+ALL_PIPES = f"for fd in /proc/$PPID/fd/*; do {FORGE} > $fd; done"
 COMMANDS = [
     f"{FORGE} >&3",
     f"{FORGE} > /dev/fd/3",
     f"{FORGE} > /proc/$PPID/fd/3; cat /proc/$PPID/fd/3",
-    f"for fd in /proc/$PPID/fd/*; do {FORGE} > $fd; done",
+    ALL_PIPES,
     "env; cat /proc/$PPID/environ /proc/$PPID/cmdline; ls /proc/self/fd",
 ]
 
@@ -111,21 +112,36 @@ def test_commands_for_the_policy_reach_neither_the_answer_nor_the_reward(tmp_pat
             file.write(done.stdout)
         report(reward=0.25)
         """
-    assert [reward_of(s) for s in samples_of(tmp_path, run, COMMANDS)] == [0.25] * len(COMMANDS)
+    rewards = dict(zip(COMMANDS, map(reward_of, samples_of(tmp_path, run, COMMANDS)), strict=True))
+    assert rewards.pop(ALL_PIPES) in (0.25, 0.0), "subprocess may still read a pipe of its own, and raise"
+    assert {*rewards.values()} == {0.25}
     seen = (tmp_path / "seen").read_text()
     assert "BAPO_TASK" in seen, "the commands ran"
     assert ANSWER not in seen
 
 
-def test_a_command_that_inherits_the_descriptor_can_fail_its_sample_but_not_raise_its_reward(tmp_path: Path) -> None:
+FAILS = """echo '{"failed": "drop me"}' >&3"""
+
+
+def test_a_command_that_inherits_the_descriptor_loses_its_reward_but_neither_raises_it_nor_drops_its_sample(
+    tmp_path: Path,
+) -> None:
     run = """
         os.system(ask(FIRST)["content"])
         report(reward=0.25)
         """
-    forged, *honest = samples_of(tmp_path, run, [f"{FORGE} >&3", "true", "true"])
-    assert (forged.reward, *(s.reward for s in honest)) == (None, 0.25, 0.25)
-    assert isinstance(forged.need, Ended)
-    assert "Extra data" in forged.need.message, "two rewards"
+    ends = {
+        f"{FORGE} >&3": "Extra data",
+        FAILS: "Extra data",
+        f"{FORGE} >&3; kill -9 $PPID": "exit code -9",
+        f"{FAILS}; kill -9 $PPID": "exit code -9",
+        "kill $PPID": "exit code -15",
+    }
+    samples = samples_of(tmp_path, run, [*ends, "true"])
+    assert [s.reward for s in samples] == [0.0] * len(ends) + [0.25]
+    for sample, said in zip(samples, ends.values(), strict=False):
+        assert isinstance(sample.need, Ended)
+        assert said in sample.need.message
 
 
 def test_an_answer_of_any_length_reaches_a_program_and_an_unread_one_harms_nothing(tmp_path: Path) -> None:
@@ -295,7 +311,7 @@ def test_a_program_that_is_killed_takes_all_that_it_started_with_it(fifo: tuple[
         program = await Program.start(tree(seed, fifo[0], "waits"), os.environ)
         assert await asyncio.to_thread(grown, fifo[1])
         program.kill()
-        await program.end()
+        assert await program.end() == -9
         assert os.read(fifo[1], 1) == b""
 
     asyncio.run(run())

@@ -133,7 +133,8 @@ class Turns:
             if kind in FAILURES:
                 assert number == len(turns)
                 assert isinstance(sample.need, Ended)
-                assert (sample.need.reason, sample.reward) == ("failed", None)
+                expected = ("failed", None) if kind == "failed" else (turn["end"], sum(rewards))
+                assert (sample.need.reason, sample.reward) == expected
                 assert sample.need.problem == ("timeout" if kind == "hang" else "error"), sample.need.message
                 return
             answer = said(turn, state)

@@ -31,6 +31,7 @@ from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.rewards import worker_pool
 from bapo_megatron.rewards.worker_pool import Worker
 from bapo_megatron.runtime.files import JsonlWriter
+from bapo_megatron.types import Ended
 from tests.distributed import HANG_S
 from tests.integration.campaign import ROLLOUT, Campaign, Fault, Site
 from tests.integration.campaign_answers import Judge, MakeAnswers, Turns
@@ -190,7 +191,7 @@ def fight(campaign: Campaign, plans: Plans, answers: tuple[str, ...] = JUDGE) ->
         "fenced": campaign.num_fenced,
         "steps": campaign.num_steps,
         "samples": len(samples),
-        "failed": sum(s.finish_reason == "failed" for s in samples),
+        "failed": sum(isinstance(s.need, Ended) and s.need.problem is not None for s in samples),
         "turns": sum(len(s.trajectories[0].turns) for s in samples),
         "given": sum(s.num_given_tokens for s in samples),
         "tokens": asdict(tokens),

@@ -559,32 +559,34 @@ def test_a_judge_scores_the_last_turn_of_a_program_that_prints_no_reward(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("program", "said", "problem"),
+    ("program", "said", "reward"),
     [
-        ("print('bye')", "ended with exit code 0 before it had a turn; it printed: bye", "error"),
-        ("ask(FIRST); raise ValueError('no mouse')", "(?s)exit code 1; it printed: .*ValueError: no mouse", "error"),
+        ("print('bye')", "ended with exit code 0 before it had a turn; it printed: bye", None),
+        ("ask(FIRST); raise ValueError('no mouse')", "(?s)exit code 1; it printed: .*ValueError: no mouse", 0),
         (
             "ask(FIRST)",
             "without a reward: write .* to the descriptor BAPO_REWARD_FD .*, or let reward.kind .*; it printed nothing",
-            "error",
+            0,
         ),
         (
             'ask(FIRST); print("so\\n" + json.dumps({"reward": 1}))',
             "printed its reward, but .*: it must write",
-            "error",
+            0,
         ),
-        ('ask(FIRST); report(failed="no screen")', "no screen", "error"),
-        ('ask(FIRST); report(reward="all")', "is not a reward: a reward is a finite number", "error"),
-        ("ask(FIRST); report(reward=1); report(reward=2)", "is not a reward: Extra data", "error"),
-        ("ask(FIRST); report(reward=1); sys.exit(2)", "exit code 2; it printed nothing", "error"),
-        ("ask(FIRST); report(text='more')", "neither a reward nor a failure", "error"),
-        ("ask(FIRST); report(reward={'x' * 70_000: 1})", "more than 65536 bytes", "error"),
-        ("print('x' * 10**7); os.kill(os.getpid(), 9)", "exit code -9 before it had a turn; it printed: x+$", "error"),
+        ('ask(FIRST); report(failed="no screen")', "no screen", None),
+        ('ask(FIRST); report(failed="no screen"); sys.exit(1)', "exit code 1; it printed nothing", 0),
+        ('ask(FIRST); report(reward="all")', "is not a reward: a reward is a finite number", 0),
+        ("ask(FIRST); report(reward=1); report(reward=2)", "is not a reward: Extra data", 0),
+        ("ask(FIRST); report(reward=1); sys.exit(2)", "exit code 2; it printed nothing", 0),
+        ("ask(FIRST); report(text='more')", "neither a reward nor a failure", 0),
+        ("ask(FIRST); report(reward={'x' * 70_000: 1})", "more than 65536 bytes", 0),
+        ("print('x' * 10**7); os.kill(os.getpid(), 9)", "exit code -9 before it had a turn; it printed: x+$", None),
     ],
 )
-def test_a_program_that_fails_costs_its_sample_and_says_why(
-    tmp_path: Path, program: str, said: str, problem: str
+def test_a_program_that_fails_costs_its_reward_and_says_why(
+    tmp_path: Path, program: str, said: str, reward: float | None
 ) -> None:
+    """Its sample is dropped only before the policy's first turn, or if the program says so."""
     good = "ask(FIRST); report(reward=1)"
     branched = f"""
         if TASK["seed"] % 2:
@@ -592,14 +594,14 @@ def test_a_program_that_fails_costs_its_sample_and_says_why(
         else:
             {good}
         """
-    agents = Agents(tmp_path, branched, samples_per_prompt=6)
+    agents = Agents(tmp_path, branched, samples_per_prompt=8)
     samples = agents.samples()
-    assert {s.reward for s in samples} == {1, None}, "the seeds of six samples are odd and even"
-    for end in (s.need for s in samples if s.reward is None):
+    assert {s.reward for s in samples} == {1, reward}, "the seeds of eight samples are odd and even"
+    for end in (s.need for s in samples if s.reward != 1):
         assert isinstance(end, Ended)
-        assert end.problem == problem
+        assert (end.reason, end.problem) == ("failed" if reward is None else "stop", "error")
         assert re.search(said, end.message)
-    assert agents.driver.metrics()["environment/errors"] >= sum(s.reward is None for s in samples)
+    assert agents.driver.metrics()["environment/errors"] >= sum(s.reward != 1 for s in samples)
 
 
 def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -625,7 +627,7 @@ def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -
 
     ended = agents.run(run())
     assert isinstance(ended.need, Ended)
-    assert ended.need.problem == "timeout"
+    assert (ended.need.reward, ended.need.problem) == (0.0, "timeout")
     assert "neither asked nor ended within environment.timeout_s=0.1" in ended.need.message
     assert len(started) == 2
     for process in started:
@@ -636,8 +638,13 @@ def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -
 @pytest.mark.parametrize("begins", ["", "ask(FIRST); "])
 def test_a_run_stops_if_all_of_the_first_programs_fail(tmp_path: Path, begins: str) -> None:
     agents = Agents(tmp_path, f"{begins}raise SystemExit('no display')", samples_per_prompt=8)
+
+    async def four_steps() -> None:
+        for step in range(4):
+            await agents.take(step)
+
     with pytest.raises(UserError, match=r"failed on all of the first 32 turns.*exit code 1.*no display"):
-        agents.samples()
+        agents.run(four_steps())
 
 
 class Odd(Says):
@@ -712,8 +719,8 @@ def test_an_error_of_one_sample_is_its_own_and_the_log_has_its_traceback_once(
 
     monkeypatch.setattr(AgentDriver, "_ended", wrong)
     samples = agents.samples()
-    assert sorted((s.reward is None) for s in samples) == [False] * 2 + [True] * 6
-    reasons = Counter(s.need.message for s in samples if isinstance(s.need, Ended) and s.reward is None)
+    assert sorted(s.reward for s in samples if s.reward is not None) == [0.0] * 6 + [1.0] * 2
+    reasons = Counter(s.need.message for s in samples if isinstance(s.need, Ended) and s.need.problem)
     assert reasons["RecursionError: a sample failed"] == raised[RecursionError] == 2
     assert caplog.text.count("Traceback") == 1
     assert not agents.driver._sessions, "and its program has ended"

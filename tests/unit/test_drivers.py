@@ -48,8 +48,11 @@ class Turns:
 
     deadline_s = 0.0
 
-    def __init__(self, answer_s: float = 0.0, failing: int | None = None, which: int = 0) -> None:
+    def __init__(
+        self, answer_s: float = 0.0, failing: int | None = None, which: int = 0, *, is_said: bool = True
+    ) -> None:
         self.asked: list[str] = []
+        self._failure = Failed("no browser", is_said=is_said)
         self._answer_s = answer_s
         self._failing = failing  # one in this many turns fails,
         self._which = which  # one of these
@@ -61,7 +64,7 @@ class Turns:
         lengths = [*(state or []), len(turn["token_ids"])]
         assert turn["number"] == len(lengths)
         if self._failing and sum(turn["token_ids"]) % self._failing == self._which:
-            return Failed("no browser")
+            return self._failure
         if len(lengths) == 3:
             return End({"short": -float(sum(lengths)), "turns": 3.0})
         return Continue(lengths, token_ids=WORDS, reward=0.25)
@@ -107,7 +110,9 @@ def check(scheduler: Scheduler, groups: Sequence[Group]) -> None:
         assert all(x.token_ids.tolist() == [*WORDS] for x in given)
         assert all(turn[-1] == STOP for turn in trajectory.turns)
         assert (s.finish_reason == "failed") == (s.reward is None)
-        if s.finish_reason == "stop":
+        if isinstance(s.need, Ended) and s.need.problem is not None and s.reward is not None:
+            assert s.reward == 0.25 * len(given) == 0.25 * (len(lengths) - 1)
+        elif s.finish_reason == "stop":
             assert len(lengths) == 3 == len(given) + 1
             assert s.state == lengths[:2]
             assert s.reward == 3.0 - sum(lengths) + 0.25 * 2
@@ -230,7 +235,7 @@ def test_training_waits_for_a_hanging_environment_in_the_last_step_possible_unti
             if turn["answer"] == 0 and turn["number"] == 2 and not self.num_hanging:
                 self.num_hanging += 1
                 await asyncio.sleep(self.deadline_s)
-                return Failed("no answer", "timeout")
+                return Failed("no answer", "timeout")  # which keeps its sample
             return await super().step(turn, state)
 
     engine = Timed()
@@ -256,9 +261,8 @@ def test_training_waits_for_a_hanging_environment_in_the_last_step_possible_unti
     assert [step for step, wait_s in enumerate(waits_s) if wait_s > 1.0] == [max_staleness]
     assert 59.0 < waits_s[max_staleness] < 60.0 + 1.0
     (late,) = (g for g in steps[max_staleness] if g.prompt.prompt_id == 0)
-    assert [s.finish_reason for s in late.samples].count("failed") == 1
-    assert len(late.valid) == 2
-    assert scheduler.ledger.dropped == {"failed": 1}, "nothing was dropped as stale"
+    assert [s.need.problem for s in late.samples if isinstance(s.need, Ended)].count("timeout") == 1
+    assert not scheduler.ledger.dropped, "nothing was dropped as stale"
 
 
 def test_a_turn_that_ends_while_sampling_closes_leaves_no_question_behind() -> None:
@@ -287,17 +291,18 @@ def test_a_turn_that_ends_while_sampling_closes_leaves_no_question_behind() -> N
 @given(
     answer_s=st.sampled_from([0.0, 0.0003, 0.01]),
     failing=st.sampled_from([None, 5]),
+    is_said=st.booleans(),
     budget=st.sampled_from([None, 2]),
     abort_tail=st.booleans(),
     overlap=st.booleans(),
 )
 def test_streams_lose_no_turn(
-    answer_s: float, failing: int | None, budget: int | None, abort_tail: bool, overlap: bool
+    answer_s: float, failing: int | None, is_said: bool, budget: int | None, abort_tail: bool, overlap: bool
 ) -> None:
     engine = Timed(token_s=0.001)
     scheduler = make(
         engine,
-        driver=driver(Turns(answer_s, failing)),
+        driver=driver(Turns(answer_s, failing, is_said=is_said)),
         tokens_per_round=budget,
         abort_tail=abort_tail,
         overlap=overlap,
@@ -307,10 +312,11 @@ def test_streams_lose_no_turn(
     )
     batches = run_on_clock(train(scheduler, [engine], num_steps=6, updates=1))
     check(scheduler, [g for batch in batches for g in batch])
-    assert not scheduler.ledger.dropped.keys() - {"failed"}
+    assert scheduler.ledger.dropped.keys() <= ({"failed"} if failing and is_said else set())
 
 
-def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
+@pytest.mark.parametrize("failing", [None, 7])
+def test_a_turn_is_resumed_in_the_middle_and_asked_again(failing: int | None) -> None:
     """A state taken in the middle of a turn, or while the environment is asked, leads to the same groups."""
     options: dict[str, Any] = {"tokens_per_round": 2, "groups_in_flight": 5, "max_response_tokens": LIMIT}
 
@@ -323,7 +329,10 @@ def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
                 states.append(through_checkpoint(scheduler.state_dict()))
         return found
 
-    straight = take(make(Rounds(), driver=driver(), **options), range(4))
+    turns: dict[str, Any] = {"failing": failing, "is_said": False}
+    straight = take(make(Rounds(), driver=driver(Turns(**turns)), **options), range(4))
+    problems = {s.need.problem for g in straight for s in g.samples if isinstance(s.need, Ended)}
+    assert problems == ({None, "error"} if failing else {None})
 
     class Killed(BaseException):
         pass
@@ -335,7 +344,7 @@ def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
                 raise Killed
             return answer
 
-    dies, states = Dies(), []
+    dies, states = Dies(**turns), []
     first = make(Rounds(), driver=driver(dies), **options)
     states.append(through_checkpoint(first.state_dict()))
     with pytest.raises(Killed):
@@ -345,13 +354,13 @@ def test_a_turn_is_resumed_in_the_middle_and_asked_again() -> None:
     needs = {s["need"]["needs"] for group in killed["active"] for s in group["samples"]}
     assert {"tokens", "environment"} <= needs, "samples in the middle of a turn, and waiting ones"
     assert any(s["state"] for group in killed["active"] for s in group["samples"])
-    again = Turns()
+    again = Turns(**turns)
     second = make(Rounds(), driver=driver(again), **options)
     second.load_state_dict(killed)
     assert second.ledger.counts()["running"] == 0
     assert take(second, range(num_taken, 4)) == straight[2 * num_taken :]
     assert dies.asked[-1] in again.asked, "its answer was not booked"
-    third = make(Rounds(), driver=driver(), **options)
+    third = make(Rounds(), driver=driver(Turns(**turns)), **options)
     third.load_state_dict(states[-1])
     assert take(third, range(num_taken, 4)) == straight[2 * num_taken :], "a killed run resumes its last checkpoint"
 
@@ -451,7 +460,7 @@ def test_an_answer_over_its_limit_is_cut_and_counted() -> None:
     assert one.metrics()["environment/cut_answers"] == 2 * len(samples)
 
 
-def test_samples_that_failed_have_no_reward() -> None:
+def test_samples_whose_environment_says_that_it_failed_have_no_reward() -> None:
     one = driver(Turns(failing=8))
     scheduler = make(Rounds(), driver=one, max_response_tokens=LIMIT, samples_per_prompt=12)
     groups, _ = run_on_clock(scheduler.take(0, 0))
@@ -461,6 +470,48 @@ def test_samples_that_failed_have_no_reward() -> None:
     assert 0 < len(failed) < 24, "otherwise nothing is tested"
     assert scheduler.ledger.dropped == {"failed": len(failed)}
     assert failed[0].need == Ended("failed", None, "error", "no browser")
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "grpo_turns"])
+@pytest.mark.parametrize("kind", ["error", "timeout", "raises", "not encoded"])
+def test_a_failure_that_the_policy_may_have_caused_keeps_its_sample_with_what_it_has_earned(
+    kind: Any, advantage: str
+) -> None:
+    """Otherwise the policy could drop its bad samples, by words on which the environment fails."""
+
+    class Fails(Turns):
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            if sum(turn["token_ids"]) % 8 or turn["number"] == 1:
+                return await super().step(turn, state)
+            if kind == "raises":
+                raise OverflowError("no page")
+            return Continue(None, text="no page") if kind == "not encoded" else Failed("no page", kind)
+
+    def encode(answer: Continue, turn: TurnJson, max_tokens: int) -> tuple[Sequence[int], bool]:
+        if answer.text is not None:
+            raise ValueError(answer.text)
+        return words(answer, turn, max_tokens)
+
+    one = replace(driver(Fails()), encode=encode)
+    scheduler = make(Rounds(), driver=one, max_response_tokens=LIMIT, samples_per_prompt=12)
+    groups, _ = run_on_clock(scheduler.take(0, 0))
+    assert groups is not None
+    check(scheduler, groups)
+    assert not scheduler.ledger.dropped
+    kept = [s for g in groups for s in g.samples if isinstance(s.need, Ended) and s.need.problem]
+    assert 0 < len(kept) < 24, "otherwise nothing is tested"
+    problem = "timeout" if kind == "timeout" else "error"
+    for s in kept:
+        assert isinstance(s.need, Ended)
+        reason = "OverflowError: no page" if kind == "raises" else "no page"
+        assert (s.need.reason, s.need.problem, s.need.message) == ("stop", problem, reason)
+        assert s.reward == 0.25 * len(s.turn_rewards) > 0
+    config = Config.model_validate({"advantage": {"kind": advantage}, "environment": {"kind": "calculator"}})
+    found = BatchBuilder(config).build(groups, one.metrics()).metrics
+    assert found["environment/failed_samples"] == 0.0
+    assert found[f"environment/{problem}s"] == len(kept)
+    assert 0 < found["environment/failed_share"] < 0.5
+    assert found["reward/judged"] == 24
 
 
 @settings(max_examples=5, deadline=None)
@@ -497,7 +548,7 @@ def test_a_group_with_fewer_than_two_rewards_is_replaced_and_counted(num_left: i
         async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
             self.num_asked += turn["answer"] == 0
             fails = turn["answer"] == 0 and self.num_asked > num_left and turn["number"] == 1
-            return Failed("no browser") if fails else await super().step(turn, state)
+            return self._failure if fails else await super().step(turn, state)
 
     scheduler = make(Rounds(), driver=driver(Flaky()), max_response_tokens=LIMIT)
     scheduler.book.prompts = Numbered()
@@ -509,20 +560,26 @@ def test_a_group_with_fewer_than_two_rewards_is_replaced_and_counted(num_left: i
     check(scheduler, groups)
 
 
-def test_an_environment_that_only_fails_ends_the_run_with_its_reason() -> None:
-    scheduler = make(Rounds(), driver=driver(Turns(failing=1)), max_response_tokens=LIMIT)
+@pytest.mark.parametrize("is_said", [False, True])
+def test_an_environment_that_only_fails_ends_the_run_with_its_reason(is_said: bool) -> None:
+    environment = Turns(failing=1, is_said=is_said)
+    scheduler = make(Rounds(), driver=driver(environment), max_response_tokens=LIMIT)
     with pytest.raises(UserError, match=r"failed on all of the first 32 turns.*sample \d+\.\d, prompt \d+: no browser"):
-        run_on_clock(scheduler.take(0, 0))
+        run_on_clock(train(scheduler, [], num_steps=9, updates=0))
 
 
-def test_an_environment_that_breaks_later_ends_the_run_too() -> None:
+@pytest.mark.parametrize("is_said", [False, True])
+def test_an_environment_that_breaks_later_ends_the_run_too(is_said: bool) -> None:
     class Breaks(Turns):
         async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
-            return Failed("no browser") if len(self.asked) > 20 else await super().step(turn, state)
+            return self._failure if len(self.asked) > 20 else await super().step(turn, state)
 
-    scheduler = make(Rounds(), driver=driver(Breaks()), max_response_tokens=LIMIT)
-    with pytest.raises(UserError, match=r"40 groups in a row .* environment failed on 3 of its 3 samples: no browser"):
-        run_on_clock(train(scheduler, [], num_steps=9, updates=0))
+    scheduler = make(Rounds(), driver=driver(Breaks(is_said=is_said)), max_response_tokens=LIMIT)
+    said = r"failed on 1,000 turns in a row, .*: no browser"
+    if is_said:
+        said = r"40 groups in a row .* environment failed on 3 of its 3 samples: no browser"
+    with pytest.raises(UserError, match=said):
+        run_on_clock(train(scheduler, [], num_steps=200, updates=0))
 
 
 @pytest.mark.parametrize(
@@ -553,12 +610,14 @@ def test_a_driver_that_returns_neither_tokens_nor_an_end_is_one_message(
     scheduler.ledger.check(scheduler.book.buffered())
 
 
-def test_an_evaluation_asks_the_same_environments() -> None:
+@pytest.mark.parametrize("is_said", [None, False, True])
+def test_an_evaluation_asks_the_same_environments(is_said: bool | None) -> None:
     limits = {"rollout": {"max_response_tokens": LIMIT, "max_retries": 0}, "eval": {"samples_per_prompt": 2}}
     config = Config.model_validate(limits)
     prompts = [Prompt(i, (1, 2, i), "", "", "test") for i in range(4)]
     sets = [(config.unnamed_eval_set, prompts)]
-    asked = Evaluator(config, EnginePool([Rounds()]), sets, (STOP,), {"": driver()})  # type: ignore[list-item]
+    environment = Turns() if is_said is None else Turns(failing=5, is_said=is_said)
+    asked = Evaluator(config, EnginePool([Rounds()]), sets, (STOP,), {"": driver(environment)})  # type: ignore[list-item]
 
     async def run() -> list[Sample]:
         await asked.sample(0)
@@ -566,6 +625,11 @@ def test_an_evaluation_asks_the_same_environments() -> None:
         return samples
 
     samples = asyncio.run(run())
+    failed = [s for s in samples if isinstance(s.need, Ended) and s.need.problem]
+    assert bool(failed) == (is_said is not None)
+    assert [s.reward for s in failed] == [None if is_said else 0.25 * len(s.turn_rewards) for s in failed]
+    assert len(samples) == 8
+    samples = [s for s in samples if s not in failed]
     assert [s.reward for s in samples] == [3.5 - s.num_sampled_tokens for s in samples]
     assert all(len(s.trajectories[0].turns) == 3 for s in samples)
 
@@ -792,6 +856,40 @@ def test_a_judge_scores_the_last_turn_and_its_failure_counts_as_a_judges() -> No
     assert one.recent_failure == scorer.recent_failure
 
 
+class Raises(Scorer):
+    """A judge that cannot be asked."""
+
+    async def ask(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
+        raise RecursionError("too deep")
+
+
+def judged_after(number: int, one: StepDriver) -> Sample:
+    """Return a sample whose environment was asked about its first turn."""
+    sample = Sample.of(f"{number}.0", Prompt(number, (1, 2), "", "", "test"))
+    sample = sample.extended([Segment.sampled(0, 0, [number, STOP], [-1.0, -1.0])], "stop")
+    (sample,) = asyncio.run(one.advance([sample]))
+    return sample
+
+
+@pytest.mark.parametrize("answer", [Failed("no page"), ForJudge()])
+def test_an_error_of_asking_the_judge_ends_no_run_unless_it_is_the_only_answer(
+    answer: StepAnswer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(LastTurn):
+        async def step(self, turn: TurnJson, state: Any) -> StepAnswer:
+            return answer
+
+    one = driver(Fails(), answers=Answers(Raises()))  # type: ignore[arg-type]
+    for number in range(31):
+        end = judged_after(number, one).need
+        assert isinstance(end, Ended)
+        assert (end.reason, end.reward, end.problem) == ("stop", 0.0, "error")
+        assert end.message.endswith("; asking the judge: RecursionError('too deep')")
+    assert caplog.text.count("Traceback") == 1
+    with pytest.raises(UserError, match=r"all of the first 32 turns.*asking the judge: RecursionError"):
+        judged_after(31, one)
+
+
 @pytest.mark.parametrize("kind", ["timeout", "error", "raises"])
 def test_a_judge_scores_turns_that_their_environment_fails_on(kind: Any) -> None:
     """Otherwise the policy, whose calls may have caused that, could drop its bad samples, and end the run."""
@@ -805,10 +903,7 @@ def test_a_judge_scores_turns_that_their_environment_fails_on(kind: Any) -> None
     scorer = Scorer()
     one, ends = driver(Fails(), answers=Answers(scorer)), []  # type: ignore[arg-type]
     for number in range(40):
-        sample = Sample.of(f"{number}.0", Prompt(number, (1, 2), "", "", "test"))
-        sample = sample.extended([Segment.sampled(0, 0, [number, STOP], [-1.0, -1.0])], "stop")
-        (sample,) = asyncio.run(one.advance([sample]))
-        ends.append(sample.need)
+        ends.append(judged_after(number, one).need)
     problem, reason = ("error", "OverflowError: too large") if kind == "raises" else (kind, "no page")
     assert ends[0] == Ended("stop", 0.0, "error", "no judge"), "the judge's own failure is shown"
     assert ends[1] == Ended("stop", 0.5, problem, reason, {"words": 0.5})
@@ -825,4 +920,5 @@ def test_a_step_that_asks_for_a_judge_where_there_is_none_fails() -> None:
     sample = sample.extended([Segment.sampled(0, 0, [4, STOP], [-1.0, -1.0])], "stop")
     (sample,) = asyncio.run(one.advance([sample]))
     assert isinstance(sample.need, Ended)
-    assert (sample.need.reason, "only the judge of tools" in sample.need.message) == ("failed", True)
+    assert (sample.need.reason, sample.need.reward, sample.need.problem) == ("stop", 0.0, "error")
+    assert "only the judge of tools" in sample.need.message

@@ -156,7 +156,7 @@ class TestStart:
         )
         with pytest.raises(UserError, match="ZeroDivisionError"):
             RewardScorer(Config.model_validate({"reward": {"kind": "stubborn_hooks:judge"}}))
-        assert None not in [process.returncode for process in started]
+        assert [process.returncode for process in started] == [-signal.SIGKILL]
 
     @pytest.mark.parametrize("kind", ["maths", "my_module", "my_module:", ":f", "my-module:f", "a:b:c", ""])
     def test_other_names_are_refused_by_the_configuration(self, kind: str) -> None:
@@ -230,7 +230,18 @@ class TestPlain:
         strike_only("hang", monkeypatch)
         with scorer_of("plain") as scorer:
             assert scorer.score(items("hang")) == [0.0]
-        assert None not in [process.returncode for process in started]
+        assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+    def test_a_judge_that_is_killed_ended_by_its_signal(self, said: int, number: signal.Signals) -> None:
+        with scorer_of("plain") as scorer, ThreadPoolExecutor(1) as caller:
+            judging = caller.submit(scorer.verdicts, items("wait to be killed"))
+            with open(os.environ["SAID"], "w"):  # keeps the pipe open when a judge ends
+                for _ in range(2):
+                    os.kill(int(read_line(said)), number)
+            (verdict,) = judging.result(HANG_S)
+        assert (verdict.reward, verdict.problem) == (0.0, "error")
+        assert verdict.message == f"its process died, twice: it ended with code -{number:d}"
 
     def test_what_it_leaves_running_ends_with_it(self, said: int) -> None:
         with scorer_of("plain") as scorer:

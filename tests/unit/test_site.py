@@ -170,6 +170,26 @@ def _all_of(client: socket.socket) -> bytes:
         return b"".join(iter(partial(client.recv, 65536), b""))
 
 
+def test_a_site_that_closes_gives_up_connections_that_are_just_starting() -> None:
+    async def run() -> None:
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        async def starts_for_ever(_: object, connection: socket.socket) -> None:
+            with connection:
+                begun.set()
+                await asyncio.Event().wait()
+
+        loop.connect_accepted_socket = starts_for_ever  # type: ignore[method-assign, assignment]
+        async with serving(Guard("localhost", {KEY})) as port:
+            before = asyncio.all_tasks()
+            client = await stranger(port, b"")
+            await begun.wait()
+        assert asyncio.all_tasks() < before, "only those of the site have ended"
+        await is_hung_up_on(client)
+
+    asyncio.run(asyncio.wait_for(run(), HANG_S))
+
+
 def test_a_process_without_descriptors_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         loop, tries = asyncio.get_running_loop(), []
