@@ -204,11 +204,11 @@ VERBS = (
                 "your own function, my_module:my_rows; see docs/data.md",
             ),
             argument(
-                "settings",
+                "arguments",
                 nargs="*",
                 default=[],
                 metavar="SETTING",
-                help="also written to the file; before -o, such as data.fields.prompt=question",
+                help="also written to the file, such as data.fields.prompt=question",
             ),
             argument("-o", "--output", type=Path, metavar="FILE", help="new file (default: <model>.toml)"),
         ),

@@ -103,7 +103,7 @@ def init(options: Namespace) -> int:
     from bapo_megatron.preflight.check import tell
     from bapo_megatron.preflight.starter import this_hardware, write_config
 
-    start = write_config(options.model, options.data, options.output, this_hardware(), options.settings)
+    start = write_config(options.model, options.data, options.output, this_hardware(), options.arguments)
     tell(start.told)
     print(start)
     print(f"{start.file} is written; next: {shlex.join([*program(), 'train', str(start.file)])}")

@@ -286,12 +286,13 @@ def _read(data: Path, given: Table) -> tuple[Table, RowSource]:
             problems.append(error)
             continue
         return {**source, **(settings if settings["fields"] else read_as)}, found
-    usual = {"prompt": (*PROMPT_COLUMNS, *_ASKED), "answer": ANSWER_COLUMNS}
-    unnamed = [field for field in usual if field not in fields]
-    if rows and len(unnamed) == 2 and not any(has(rows[0].values, name) for names in usual.values() for name in names):
-        columns = ", ".join(map(repr, rows[0].values))
-        how = " ".join(f"data.fields.{field}=COLUMN" for field in unnamed)
-        raise DataError(f"{what} has neither prompts nor answers under a usual name; give {how}, out of {columns}")
+    if rows and not {"prompt", "answer"} & fields.keys() and not any(has(rows[0].values, n) for n in ANSWER_COLUMNS):
+        prompt = next((name for name in (*PROMPT_COLUMNS, *_ASKED) if has(rows[0].values, name)), None)
+        if prompt not in ("prompt", "messages"):  # otherwise one column is missing, and the problem says that
+            lacks = "no answers" if prompt else "neither prompts nor answers"
+            how = f"data.fields.prompt={prompt or 'COLUMN'} data.fields.answer=COLUMN"
+            columns = ", ".join(map(repr, rows[0].values))
+            raise DataError(f"{what} has {lacks} under a usual name; give {how}, out of {columns}")
     raise problems[0]
 
 

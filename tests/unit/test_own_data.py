@@ -243,10 +243,14 @@ def test_init_takes_settings_and_speaks_of_data(tmp_path: Path, capsys: pytest.C
     assert cli.main(["init", "demo", path, "-o", new]) == 2
     error = capsys.readouterr().err
     assert "give data.fields.prompt=COLUMN data.fields.answer=COLUMN, out of 'frage', 'antwort'" in error
+    asked = written(tmp_path, [{"question": "3+5=", "result": "8"}], ".csv")
+    assert cli.main(["init", "demo", asked, "-o", new]) == 2
+    error = capsys.readouterr().err
+    assert "no answers under a usual name; give data.fields.prompt=question data.fields.answer=COLUMN" in error
     assert cli.main(["init", "demo", str(tmp_path / "none.jsonl"), "-o", new]) == 2
     assert "DATA: there is no file" in capsys.readouterr().err
     columns = ["data.fields.prompt=frage", "data.fields.answer=antwort"]
-    assert cli.main(["init", "demo", path, *columns, "-o", new]) == 0
+    assert cli.main(["init", "demo", path, columns[0], "-o", new, columns[1]]) == 0
     out = capsys.readouterr().out
     assert out.startswith("first prompt:\n  3+5=\n")
     assert "\ndata     format plain, prompt = 'frage', answer = 'antwort'\njudge    text\nanswer   yes\n" in out
