@@ -184,7 +184,7 @@ def test_a_site_that_closes_gives_up_connections_that_are_just_starting() -> Non
             before = asyncio.all_tasks()
             client = await stranger(port, b"")
             await begun.wait()
-        assert asyncio.all_tasks() < before, "only those of the site have ended"
+        assert asyncio.all_tasks() < before, "the site has none left, not even new ones"
         await is_hung_up_on(client)
 
     asyncio.run(asyncio.wait_for(run(), HANG_S))
