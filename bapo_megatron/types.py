@@ -42,7 +42,7 @@ from bapo_megatron.tokens import (
 TurnEnd = Literal["stop", "length"]
 """How a turn of the policy ends: at a stop token, or at a length limit of the turn or the sample."""
 FinishReason = Literal["stop", "length", "turns", "failed"]
-"""How a sample ends: as its last turn ended, at its limit of turns, or without a reward, because its environment failed."""
+"""How a sample ends: as its last turn ended, at its limit of turns, or without a reward as its environment failed."""
 Giver = Literal["prompt", "template", "environment", "trajectory"]
 """Who gave a token to the policy; "trajectory" means another trajectory of the same sample, which trains it."""
 Reward = float | Mapping[str, float]
