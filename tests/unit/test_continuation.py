@@ -337,7 +337,7 @@ class Tools:
     ("name", "is_chat", "reason"),
     [("gemma", True, "refuses 'tool' messages"), ("qwen3", False, "set data.chat_template = true, or return text")],
 )
-def test_a_sample_fails_with_the_reason_if_its_template_cannot_continue(name: str, is_chat: bool, reason: str) -> None:
+def test_a_template_that_cannot_continue_ends_its_sample_with_the_reason(name: str, is_chat: bool, reason: str) -> None:
     tokenizer = tokenizer_of(name)
     config = Config.model_validate({"environment": {"kind": "m:step"}, "data": {"chat_template": is_chat}})
     driver = turn_driver(config, Tools(), TurnTokens.of(config, tokenizer, len(tokenizer)), 500)
@@ -345,7 +345,7 @@ def test_a_sample_fails_with_the_reason_if_its_template_cannot_continue(name: st
     sample = sample.extended([Segment.sampled(0, 0, [3], [-1.0])], "stop")
     (sample,) = asyncio.run(driver.advance([sample]))
     assert isinstance(sample.need, Ended)
-    assert sample.need.reason == "failed"
+    assert (sample.need.reason, sample.need.reward, sample.need.problem) == ("stop", 0.0, "error")
     assert reason in sample.need.message
 
 

@@ -241,4 +241,4 @@ def test_sglang_on_a_gpu_is_not_asked_for_float32(tmp_path: Path, monkeypatch, c
 
 def test_a_checkpoint_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["eval", str(tmp_path / "nothing"), "--output", str(tmp_path / "out")]) == 2
-    assert "neither a Hugging Face folder" in capsys.readouterr().err
+    assert "there is nothing at" in capsys.readouterr().err
