@@ -172,13 +172,14 @@ class PromptStream:
             return []
         step = 1 if self.data.has_rows else math.ceil(len(self.source) / NUM_CHECKED)
         read = [*(every[::step] if places is None else places)]
-        found = [p for i in read if (p := self._tokenise(self.source[i])[1]) is not None]
-        problems = [f"{problem:.{MAX_PROBLEM_CHARS}}" for problem in found]
+        tokenised = (self._tokenise(self.source[i]) for i in read)
+        found = [(bool(token_ids), problem) for token_ids, problem in tokenised if problem is not None]
+        problems = [f"{problem:.{MAX_PROBLEM_CHARS}}" for _, problem in found]
         are_all = len(problems) == len(self.source)
         if problems and (self.data.on_bad_prompt == "error" or are_all):
             others = f" ({len(problems)} of {len(read)} prompts are empty, too long or refused)"
             first = "; ".join(problems[:_MAX_NAMED])
-            limit = " or data.max_prompt_tokens" if any("data.max_prompt_tokens" in one for one in found) else ""
+            limit = " or data.max_prompt_tokens" if any(is_too_long for is_too_long, _ in found) else ""
             advice = f"correct them{limit}: all would be left out" if are_all else _ADVICE
             raise DataError(f"{first}{others if len(problems) > 1 else ''}; {advice}")
         return problems
