@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from conftest import AUTHORIZATION, EOS, VOCAB_SIZE, Servers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -35,6 +34,7 @@ from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
 from bapo_megatron.types import NeedsEnvironment, NeedsTokens, Prompt, Sample
 from tests.distributed import HANG_S
+from tests.rollout_servers import AUTHORIZATION, EOS, VOCAB_SIZE, Servers
 
 PROMPT = [5, 9, 33, 70, 12, 8]
 TOLERANCE = 1e-4

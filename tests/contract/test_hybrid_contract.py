@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LAUNCHERS, Servers, sglang_servers, started
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
@@ -22,6 +21,7 @@ from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Sampled
 from tests.distributed import HANG_S
 from tests.hybrid_model import save_hybrid
+from tests.rollout_servers import LAUNCHERS, Servers, sglang_servers, started
 
 PROMPTS = ([5, 9, 33, 70, 12, 8], [40, 3], [7, 22, 61, 18, 90, 44, 2, 31, 56])
 TOLERANCE = 1e-5

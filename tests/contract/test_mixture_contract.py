@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LAUNCHERS, Servers, sglang_servers, started
 from torch import Tensor
 
 from bapo_megatron.config.families import token_streams
@@ -24,6 +23,7 @@ from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Sampled, Trajectory
 from tests.distributed import HANG_S
 from tests.mixture_model import save_mixture
+from tests.rollout_servers import LAUNCHERS, Servers, sglang_servers, started
 
 PROMPTS = ([5, 9, 33, 70, 12, 8], [40, 3], [7, 22, 61, 18, 90, 44, 2, 31, 56])
 TOLERANCE = 1e-5
