@@ -49,8 +49,8 @@ from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.train import RunState
 from bapo_megatron.types import Ended, Segment
-from tests.attacks.conftest import HangError, Outcomes, deadline
 from tests.distributed import HANG_S
+from tests.outcomes import HangError, Outcomes, deadline
 from tests.unit.test_hf_convert import make_shape, random_weights
 
 pytestmark = pytest.mark.slow

@@ -31,8 +31,8 @@ from bapo_megatron.runs import folder
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
-from tests.attacks.conftest import HangError, Outcomes, deadline
 from tests.distributed import HANG_S
+from tests.outcomes import HangError, Outcomes, deadline
 from tests.unit.run_folders import step as metrics_of
 from tests.unit.saveable import TinyModel
 from tests.unit.test_full_disk import full_disk

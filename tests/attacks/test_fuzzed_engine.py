@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from bapo_megatron.assets import demo_model_path
-from tests.attacks.conftest import Outcomes
 from tests.distributed import HANG_S
 from tests.integration.engines import EngineProcess, start_engines
+from tests.outcomes import Outcomes
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.recorded import read_groups, write_groups
 from bapo_megatron.tokens import encoded_rows
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
-from tests.attacks.conftest import HangError, Outcomes, deadline
 from tests.distributed import HANG_S
+from tests.outcomes import HangError, Outcomes, deadline
 
 pytestmark = pytest.mark.slow
 

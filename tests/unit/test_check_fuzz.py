@@ -23,7 +23,7 @@ import pytest
 from bapo_megatron import cli
 from bapo_megatron.config.load import shipped_configs
 from bapo_megatron.config.paths import schema
-from tests.attacks.conftest import deadline
+from tests.outcomes import deadline
 
 NUM_MUTATIONS = 200  # the beginning of the campaign's 2,000
 MAX_ANSWER_S = 10.0  # CPU time: sixty times the slowest
