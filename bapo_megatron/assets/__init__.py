@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from bapo_megatron.assets import hub
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, closest, did_you_mean
 
 # value of model.path -> folder here
 SHIPPED_MODELS = {
@@ -63,7 +63,7 @@ def resolve_model_path(
     elif path in SHIPPED_MODELS:
         advice = "this installation is incomplete: install the package again"
     else:
-        advice = (
+        advice = did_you_mean(*closest(path, () if folder.is_dir() else SHIPPED_MODELS)) or (
             "give a local folder with config.json, *.safetensors and tokenizer files, or a name on the Hugging Face "
             "hub, such as Qwen/Qwen3-0.6B"
         )

@@ -253,6 +253,14 @@ class TestResolveModelPath:
             (tmp_path / name).touch()
         assert resolve_model_path(str(tmp_path)) == tmp_path
 
+    def test_a_mistyped_name_of_a_shipped_model_is_answered_with_the_name(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(CheckpointError, match=r"there is no folder .*/demmo; did you mean demo\?$"):
+            resolve_model_path("demmo")
+        (tmp_path / "demmo").mkdir()
+        with pytest.raises(CheckpointError, match=r"demmo has no config\.json; give a local folder"):
+            resolve_model_path("demmo")
+
     def test_missing_smollm2_tells_how_to_make_it(self, tmp_path):
         path = str(tmp_path / "models" / "SmolLM2-135M-Instruct")
         with pytest.raises(
