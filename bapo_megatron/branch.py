@@ -24,8 +24,6 @@ from bapo_megatron.checkpoint.saving import flush
 from bapo_megatron.checkpoint.store import CheckpointStore, branch_checkpoint
 from bapo_megatron.config.base import overlap
 from bapo_megatron.config.changing import Part, parts_left_by
-from bapo_megatron.config.engines import engine_kind
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import Reading, dump_config, load_tables, parse_overrides, read_tables
 from bapo_megatron.config.losses import CUSTOM, LOSS_SECTIONS
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
@@ -38,6 +36,7 @@ from bapo_megatron.monitor.console import shown_path
 from bapo_megatron.preflight.check import tell, violations_of
 from bapo_megatron.prompts.mixture import PromptMixture, prompts_of
 from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.runs.branching import Parent, write_parent
 from bapo_megatron.runs.folder import RunDir
@@ -155,15 +154,15 @@ def plan_branch(run: Path, new: Path, settings: Sequence[str], step: int | None 
 def _inputs(config: Config) -> dict[str, str]:
     """Return the digests of the inputs that a run with these settings would read, without missing ones."""
     found = module_digests(config)
-    if engine_kind(config.rollout.engine).samples:
+    if resolve(config).engine.samples:
         with contextlib.suppress(UserError):  # such as a file that is gone, which the branch replaces
             found |= _prompts(config).digests()
     return found
 
 
 def _prompts(config: Config) -> PromptStream | PromptMixture:
-    model = resolve_model_path(config.model.path)
-    return prompts_of(config, load_tokenizer(model, own_family(config.model.family)))
+    run = resolve(config, resolve_model_path(config.model.path))
+    return prompts_of(config, load_tokenizer(run.folder, run.own))
 
 
 def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -300,7 +299,7 @@ class _Change:
     def _rollouts(self) -> None:
         state, branch = self._state, self._branch
         rollout = state["rollout"]
-        if not engine_kind(self._new.rollout.engine).samples:
+        if not resolve(self._new).engine.samples:
             if "recorded_from" not in rollout:
                 branch.left.append(f"the prompts' position and {_responses(rollout)}, because of rollout.engine")
             state["rollout"] = {"recorded_from": self._new.rollout.recorded_from, "batches": rollout["batches"]}

@@ -25,9 +25,10 @@ from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, closest, did_you_mean, plural
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.reader import HFReader, check_finite
-from bapo_megatron.hf.shape import ModelShape, hf_tensors, load_hf_config, model_shape
+from bapo_megatron.hf.shape import ModelShape, hf_tensors
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, atomic_folder, copy_companions, write_safetensors
 from bapo_megatron.runtime.files import similar_paths
 
@@ -78,7 +79,7 @@ def convert(
     """
     source_folder, index = _find(source)
     companions = source_folder if index is None else source_folder / HF_CONFIG  # config.json and tokenizer
-    shape = model_shape(load_hf_config(companions), companions, own=own)
+    shape = ModelFacts.of(companions, own).shape
     if index is not None:
         index.check_model(shape)
         index.verify()

@@ -24,21 +24,21 @@ from types import FrameType
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.engines import num_started
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import handed_over, new_key
-from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
+from bapo_megatron.engines.processes import loopback_variables, reserved_ports
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import EngineError, UserError, escaped, plural
 from bapo_megatron.monitor.console import Screen, header, outputs, shown_path
 from bapo_megatron.monitor.stall import hanging_ranks, last_words
+from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.numbers import duration
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, start_again
 from bapo_megatron.runs.resuming import with_pins
-from bapo_megatron.runtime import num_cores, program, python_module
+from bapo_megatron.runtime import LOOPBACK, num_cores, program, python_module
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
 from bapo_megatron.trainer import LAUNCHER_VARIABLE, STOPPED
 
@@ -163,7 +163,7 @@ def _announce(config: Config) -> bool:
     screen = Screen(sys.stdout, is_lasting=False)
     if not coming.is_finished:
         with contextlib.suppress(BrokenPipeError):  # `| head` may have seen enough already
-            screen.facts(header(config, coming))
+            screen.facts(header(resolve(config), coming))
         return True
     num_steps = config.train.num_steps
     screen.facts(
@@ -182,7 +182,7 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
         from bapo_megatron.preflight.plan import decided
 
         config = decided(config)
-    model_path = resolve_model_path(config.model.path)
+    run = resolve(config, resolve_model_path(config.model.path))
     screen = Screen(sys.stdout, config.monitor.progress)
     with RunDir.open(config) as run_dir:
         stop.run_dir = run_dir
@@ -190,14 +190,12 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
             screen.facts(outputs(config, run_dir))
         is_complete = False  # nothing was cut off by a second signal
         try:
-            count = config.parallel.size
-            share = EngineShare(config.rollout.num_servers, first_gpu=count, num_ranks=count)
-            num_standby = count if config.run.standby and config.run.max_restarts else 0
+            num_standby = run.placement.num_ranks if config.run.standby and config.run.max_restarts else 0
             with (
-                started_engines(config, model_path, run_dir.log_dir, share, key := new_key()) as engines,
-                StandbyRanks(run_dir.path, num_standby, _threads_of_a_rank(config)) as standby,
+                started_engines(run, run_dir.log_dir, run.placement.on(), key := new_key()) as engines,
+                StandbyRanks(run_dir.path, num_standby, _threads_of_a_rank(run)) as standby,
             ):
-                attempt = partial(_train, config, run_dir, engines, key, stop, screen, standby)
+                attempt = partial(_train, run, run_dir, engines, key, stop, screen, standby)
                 code = _train_through_failures(config, run_dir, engines, screen, attempt)
             if code in (0, STOPPED):
                 from bapo_megatron.report.page import write_report  # with matplotlib
@@ -287,7 +285,7 @@ def _give_up(run_dir: RunDir, failure: _Failure, reasons: list[str]) -> int:
 
 
 def _train(
-    config: Config,
+    run: Resolved,
     run_dir: RunDir,
     engines: StartedEngines,
     key: str,
@@ -304,7 +302,7 @@ def _train(
     are_engines_healthy = is_standby_filled = False
     try:
         urls = engines.urls_left() or engines.urls  # if none answers, rank 0 reports it
-        with _ranks(config, run_dir, urls, key, standby) as ranks:
+        with _ranks(run, run_dir, urls, key, standby) as ranks:
             while True:
                 stop.tell(screen)
                 if not is_standby_filled and run_dir.state == "training":  # before, the ranks need the cores
@@ -335,14 +333,14 @@ def _train(
     lines = [f"trainer rank {rank} ended with exit code {code}; its log: {log}"]
     if words := last_words(log):
         lines.append(f"it ends with: {escaped(words)}")
-    if hanging := hanging_ranks(run_dir.log_dir, len(codes), config.parallel.timeout_s):
+    if hanging := hanging_ranks(run_dir.log_dir, len(codes), run.config.parallel.timeout_s):
         lines.append(f"it had been waiting for {hanging}; see {run_dir.log_dir}/stall-<rank>.txt")
     return _Failure(lines, _HINTS.get(code, ""), errors, 2 if 2 in failed.values() else max(code, 1), at_s)
 
 
 @contextlib.contextmanager
 def _ranks(
-    config: Config, run_dir: RunDir, urls: list[str], key: str, standby: StandbyRanks
+    run: Resolved, run_dir: RunDir, urls: list[str], key: str, standby: StandbyRanks
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the trainer ranks; stop any that still run when the block ends, also after a signal to this process.
 
@@ -350,14 +348,14 @@ def _ranks(
 
     Each rank has its own session: Ctrl-C reaches this process only, and a rank's judge processes die with it.
     """
-    count = config.parallel.size
+    count = run.placement.num_ranks
     command = [*python_module("bapo_megatron.trainer"), "--run-dir", str(run_dir.path)]
     for url in urls:
         command += ["--engine-url", url]
     ranks: list[subprocess.Popen[bytes]] = []
     with reserved_ports(1) as ports:  # rank 0's store can still listen on it
         common = loopback_variables(urls) | {
-            **_threads_of_a_rank(config),
+            **_threads_of_a_rank(run),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(ports[0]),
             "WORLD_SIZE": str(count),
@@ -385,10 +383,11 @@ def _start_rank(command: Sequence[str], variables: Mapping[str, str], key: str |
         )
 
 
-def _threads_of_a_rank(config: Config) -> dict[str, str]:
+def _threads_of_a_rank(run: Resolved) -> dict[str, str]:
     """Return the environment variable that must be set before a rank imports torch."""
-    num_engine_processes = num_started(config.rollout) * config.rollout.server_tensor_parallel
-    threads, _ = config.divide_cores(num_cores(), config.parallel.size, num_engine_processes)
+    placement = run.placement
+    num_engine_processes = placement.num_servers * placement.gpus_per_server
+    threads, _ = run.config.divide_cores(num_cores(), placement.num_ranks, num_engine_processes)
     return {"OMP_NUM_THREADS": str(threads)}
 
 

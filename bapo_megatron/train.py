@@ -22,12 +22,8 @@ from pydantic import AfterValidator, Discriminator, Tag
 from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.bound_search import BoundSearchState
-from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import sequences_of
 from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
-from bapo_megatron.config.engines import engine_kind
-from bapo_megatron.config.families import token_streams
-from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner, UpdatesState
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
@@ -36,6 +32,7 @@ from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, sco
 from bapo_megatron.monitor.console import evaluation_lines
 from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.rollout.book import samples_fit
 from bapo_megatron.rollout.manager import ManagerState, connect_rollouts
 from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState, kind_of_rollouts
@@ -65,23 +62,21 @@ class RunState(TypedDict):
     updates: UpdatesState
 
 
-def train(
-    config: Config, urls: list[str], run_dir: RunDir, recorder: Recorder | SilentRecorder, stop: StopFile
-) -> None:
+def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | SilentRecorder, stop: StopFile) -> None:
     """Train from the run's latest checkpoint, or the start, to `train.num_steps` or `stop`. Rank 0 has a `Recorder`."""
+    config = run.config
     phases: Phases = SeparateDevices()
     HEARTBEAT.beat(TRAINER, "building the model")
-    model_path = resolve_model_path(config.model.path)
-    learner = MegatronLearner(config, model_path)
+    learner = MegatronLearner(run)
     layout = learner.layout
-    advantages = ValueAdvantages(config, learner)
+    advantages = ValueAdvantages(run, learner)
     finder = BoundsFinder(config, learner)
     scorers = scorers_of(config, learner, learner.reference)
     HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
-    samples, sampler = engine_kind(config.rollout.engine).samples, None
+    samples, sampler = run.engine.samples, None
     if layout.rank == 0:
         connect = partial(connect_rollouts, urls=urls, may_have_failed=restart_of(run_dir) is not None)
-        sampler = connect(config, model_path) if samples else RecordedRollouts(config, model_path)
+        sampler = connect(run) if samples else RecordedRollouts(run)
     engines = sampler.engines if sampler else None
     shares = BatchShares(layout.data_rank, layout.pipeline_rank, layout.layers_of_stage, config.parallel.timeout_s)
     rollouts = SharedRollouts(config, sampler, recorder.keep_samples, shares)
@@ -92,7 +87,7 @@ def train(
         state_type=RunState,
         run_id=run_dir.run_id,
         vocab_size=learner.shape.vocab_size,
-        streams=token_streams(config.model.family, model_path, config.model.requested_streams),
+        streams=run.streams,
     )
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     HEARTBEAT.beat(TRAINER, "looking for a checkpoint")

@@ -116,6 +116,7 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
             from bapo_megatron.monitor.oom import explaining_out_of_memory
             from bapo_megatron.monitor.record import Recorder, SilentRecorder
             from bapo_megatron.monitor.stall import StallWatchdog
+            from bapo_megatron.resolved import resolve
             from bapo_megatron.runtime.ranks import StopFile
             from bapo_megatron.train import train
 
@@ -123,11 +124,11 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
             sum_in_fixed_order()
         recorder = Recorder(config, run_dir, console) if console else SilentRecorder()
         stop = StopFile(stop_file)
-        model_path = resolve_model_path(config.model.path)
+        run = resolve(config, resolve_model_path(config.model.path))
         watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, HEARTBEAT, recorder.warn if console else None)
-        with watchdog, explaining_out_of_memory(config, model_path, rank, HEARTBEAT):
+        with watchdog, explaining_out_of_memory(run, rank, HEARTBEAT):
             try:
-                train(config, urls, run_dir, recorder, stop)
+                train(run, urls, run_dir, recorder, stop)
             except UserError as error:
                 recorder.fail(error)
                 raise

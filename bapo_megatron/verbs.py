@@ -114,11 +114,13 @@ def check(options: Namespace) -> int:
     """Print an outline of a configuration; mistakes in it raise errors."""
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.explain import outline, plan_text
+    from bapo_megatron.preflight.plan import planned
+    from bapo_megatron.resolved import resolve
 
     config = load_checked(_given(options), elsewhere=True)
-    print(outline(config))
+    print(outline(resolve(config)))
     if config.cluster.gpu is not None:
-        print(plan_text(config))
+        print(plan_text(planned(config)))
     return 0
 
 
@@ -126,14 +128,15 @@ def plan(options: Namespace) -> int:
     """Print memory, work and time of a run, or the best split of its GPUs."""
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.explain import explain_plan, outline
+    from bapo_megatron.preflight.plan import planned
 
     if options.best:
         return _plan_best(options)
     if options.output:
         raise UserError("-o writes the layout that --best finds; add --best, or leave it out")
-    config = load_checked(_given(options), elsewhere=True, memory=False)
-    explanation = explain_plan(config, options.response_tokens)
-    print(f"{explanation.verdict}\n\n{outline(config)}\n{explanation.needs}")
+    run = planned(load_checked(_given(options), elsewhere=True, memory=False))
+    explanation = explain_plan(run, options.response_tokens)
+    print(f"{explanation.verdict}\n\n{outline(run)}\n{explanation.needs}")
     if explanation.problems:
         raise ConfigError("\n".join(explanation.problems))
     return 0
@@ -142,14 +145,14 @@ def plan(options: Namespace) -> int:
 def _plan_best(options: Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.explain import explain_best
-    from bapo_megatron.preflight.plan import CHOSEN
+    from bapo_megatron.preflight.plan import CHOSEN, planned
     from bapo_megatron.runtime.files import explaining_os_errors
 
     file: Path | None = options.output
     if file is not None and file.exists():
         raise UserError(f"{file} exists: give another name with -o, or remove it")
     config = load_checked(_given(options), elsewhere=True, memory=False, ignored=CHOSEN)
-    text, best = explain_best(config, options.response_tokens)
+    text, best = explain_best(planned(config), options.response_tokens)
     print(text)
     if file is None:
         print(f"\n{best.to_toml()}", end="")

@@ -29,6 +29,7 @@ from bapo_megatron.hf.writer import write_safetensors
 from bapo_megatron.learner.exchange import fill_parameters, gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.split_model import PARTS
+from bapo_megatron.resolved import resolve
 from benchmarks.ranks import Ranks
 from benchmarks.side_by_side import Rows, Turns, main, same, take_turns
 
@@ -129,7 +130,9 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 
 
 def on_ranks(folder: Path) -> Callable[..., dict[str, Turns]]:
-    return partial(measure, MegatronLearner(Config.model_validate({"parallel": LAYOUT}), folder / "model"), folder)
+    return partial(
+        measure, MegatronLearner(resolve(Config.model_validate({"parallel": LAYOUT}), folder / "model")), folder
+    )
 
 
 def measure(learner: MegatronLearner, folder: Path, num_turns: int) -> dict[str, Turns]:

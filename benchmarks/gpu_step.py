@@ -42,8 +42,10 @@ from unittest.mock import patch
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.learner import lean_import
+from bapo_megatron.resolved import resolve
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.files import write_atomically
+from tests.resolving import shaped
 
 os.environ |= trainer_variables({}, deterministic="--deterministic" in sys.argv)  # before torch is imported
 
@@ -189,7 +191,7 @@ def learner_of(config: Config, hf_config: dict[str, Any]) -> Iterator[MegatronLe
     ):
         Path(folder, "config.json").write_text(json.dumps(hf_config))
         try:
-            yield MegatronLearner(config, folder)
+            yield MegatronLearner(resolve(config, folder))
         finally:
             if parallel_state.is_initialized():
                 parallel_state.destroy_model_parallel()
@@ -293,9 +295,12 @@ def measure(
         of_optimizer = optimizer_peak(learner, update) if options.optimizer_peak else None
         operators = slowest_operators(update) if options.profile else None
     median_s = statistics.median(seconds)
-    hardware, model = step_flops(config, shape, tokens, 0) / median_s, model_flops(config, shape, tokens) / median_s
+    hardware, model = (
+        step_flops(shaped(config, shape), tokens, 0) / median_s,
+        model_flops(shaped(config, shape), tokens) / median_s,
+    )
     sheet_rate = device_peak_flops(config.model.dtype) if on_gpu else None
-    plan = trainer_memory(config, shape, gpu_bytes=torch.cuda.mem_get_info()[1] if on_gpu else None)
+    plan = trainer_memory(shaped(config, shape), gpu_bytes=torch.cuda.mem_get_info()[1] if on_gpu else None)
     return {
         "seconds": {"median": median_s, "least": min(seconds), "most": max(seconds)},
         "tokens_per_s": tokens.total / median_s,

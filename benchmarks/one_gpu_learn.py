@@ -25,13 +25,13 @@ from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import trainer_memory
 from bapo_megatron.preflight.software_checks import read_driver
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.runtime.files import read_jsonl
 
 KEY = "a-key-of-this-script"
@@ -87,7 +87,7 @@ def learn(engine: str, config_name: str, settings: Sequence[str], steps: int, lo
         key.touch(mode=0o600)
         key.write_text(KEY)
         began_s = time.monotonic()
-        with running_engines(config, model, logs, EngineShare(count=1, first_gpu=0), KEY) as urls:
+        with running_engines(resolve(config, model), logs, Placement(num_servers=1).on(), KEY) as urls:
             _, server = gpu_bytes()
             lines.put({"engine": engine, "engine_s": round(time.monotonic() - began_s, 1)} | in_gib(server_gib=server))
             attached = ("rollout.engine=attach", f"rollout.urls={json.dumps(urls)}", f"rollout.api_key={key}")
@@ -106,8 +106,7 @@ def learn(engine: str, config_name: str, settings: Sequence[str], steps: int, lo
             finally:
                 end(process)
         rows = read_jsonl(metrics) if metrics.exists() else []
-        shape = model_shape(load_hf_config(model), model)
-        plan = trainer_memory(config, shape, gpu_bytes=total).total if on_gpu else None
+        plan = trainer_memory(resolve(config, model), gpu_bytes=total).total if on_gpu else None
         is_done = process.returncode == 0 and len(rows) == steps
         found = summary(rows) if rows else {"steps": 0}
         lines.put({"ok": is_done} | found | in_gib(peak_gib=peak, trainer_plan_gib=plan))

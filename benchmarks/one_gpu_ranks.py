@@ -37,9 +37,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
-from bapo_megatron.engines.processes import LOOPBACK, has_ended, kill, loopback_variables, reserved_ports  # noqa: E402
+from bapo_megatron.engines.processes import has_ended, kill, loopback_variables, reserved_ports  # noqa: E402
 from bapo_megatron.errors import UserError  # noqa: E402
-from bapo_megatron.runtime import nccl  # noqa: E402
+from bapo_megatron.resolved import resolve  # noqa: E402
+from bapo_megatron.resolved.placement import Placement  # noqa: E402
+from bapo_megatron.runtime import LOOPBACK, nccl  # noqa: E402
 from bapo_megatron.runtime.environment import trainer_variables  # noqa: E402
 from bapo_megatron.runtime.files import read_jsonl  # noqa: E402
 from bapo_megatron.trainer import leave  # noqa: E402
@@ -401,7 +403,9 @@ class Exchange:
         from bapo_megatron.sync.broadcast import BroadcastChannel
 
         self.learner, self.deadline_s = learner, options.deadline_s
-        self.engines = ConnectedEngines.connect(config.rollout, urls, learner.shape.vocab_size, KEY)
+        self.engines = ConnectedEngines.connect(
+            config.rollout, resolve(config).engine, urls, learner.shape.vocab_size, KEY
+        )
         self.engines.watch(with_states=False)
         self.sender = BroadcastChannel(self.engines.pool, config.sync, self.engines.loop.submit)
         self.channel = RankZeroChannel(self.sender)
@@ -496,7 +500,6 @@ def exchange(options: argparse.Namespace) -> None:
     """Write the row of one push result."""
     from bapo_megatron.assets import demo_model_path
     from bapo_megatron.config.load import load_config
-    from bapo_megatron.engines.processes import EngineShare
     from bapo_megatron.engines.start import running_engines
     from bapo_megatron.learner.megatron import MegatronLearner
 
@@ -509,9 +512,9 @@ def exchange(options: argparse.Namespace) -> None:
         *engine_settings(options),
     ]
     config, model = load_config([], settings), demo_model_path()
-    learner = MegatronLearner(config, model)
-    share = EngineShare(count=num_servers, first_gpu=1, num_ranks=1)
-    with running_engines(config, model, options.folder, share, KEY) as urls:
+    learner = MegatronLearner(resolve(config, model))
+    share = Placement(num_servers=num_servers, num_ranks=1).on()
+    with running_engines(resolve(config, model), options.folder, share, KEY) as urls:
         pair = Exchange(options, urls, learner, config)
         if options.job in (NEVER_JOINED, NEVER_MET):
             row = break_a_push(pair, config.model.dtype, is_first=options.job == NEVER_MET)

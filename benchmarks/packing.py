@@ -24,6 +24,7 @@ from bapo_megatron.buffer.packing import Share, balanced_shares, longest_first
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from benchmarks.side_by_side import Rows, Turns, main, same, take_turns
 from benchmarks.train_step import Case, make_config, update_of
@@ -56,7 +57,7 @@ def padded(batch: Batch) -> Batch:
 
 def padding_turns(case: Case, num_turns: int) -> Turns:
     config = make_config("bapo", case, lr=1e-12)  # both ways update one learner, and must not change its weights
-    learner = MegatronLearner(config, demo_model_path())
+    learner = MegatronLearner(resolve(config, demo_model_path()))
     batch = case.batch(learner.shape.vocab_size)
     ways = {"packed": update_of(learner, batch), PADDED: update_of(learner, padded(batch))}
     turns = take_turns(ways, num_turns, agree=same(1e-4))

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from benchmarks.ranks import Ranks
 from benchmarks.side_by_side import Rows, main, same, take_turns
 from benchmarks.train_step import Case, make_config, ours, save_larger_model, update_of
@@ -44,7 +45,7 @@ def length_rows(folder: Path, num_tokens: int, num_turns: int) -> Rows:
         title: Case("", "larger", num_tokens // length, 16, (length - 16, length - 16), num_tokens)
         for length, title in titles.items()
     }
-    learner = MegatronLearner(make_config("sft", cases[titles[128]]), folder)
+    learner = MegatronLearner(resolve(make_config("sft", cases[titles[128]]), folder))
     ways = {title: update_of(learner, case.batch(learner.shape.vocab_size)) for title, case in cases.items()}
     turns = take_turns(ways, num_turns)
     for length in (512, 2048):

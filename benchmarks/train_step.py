@@ -35,6 +35,7 @@ from bapo_megatron.errors import plural
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.schedule import Schedule
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch, ClipBounds, MiniBatch
 from benchmarks.side_by_side import MIB, Row, Rows, Turns, main, resident_bytes, same, take_turns
 
@@ -131,7 +132,7 @@ def update_of(learner: MegatronLearner, batch: Batch) -> Update:
 
 
 def ours(config: Config, folder: Path, case: Case) -> Update:
-    learner = MegatronLearner(config, folder)
+    learner = MegatronLearner(resolve(config, folder))
     return update_of(learner, case.batch(learner.shape.vocab_size))
 
 
@@ -254,7 +255,7 @@ def against_interleaved(root: Path, case: Case, recompute: bool, num_turns: int)
 
 
 def schedule_learner(root: Path, case: Case, order: str, recompute: bool) -> MegatronLearner:
-    return MegatronLearner(make_config("bapo", case, schedule=order, recompute=recompute), root / case.model)
+    return MegatronLearner(resolve(make_config("bapo", case, schedule=order, recompute=recompute), root / case.model))
 
 
 def in_order(learner: MegatronLearner, batch: Batch, order: str) -> Update:

@@ -5,10 +5,9 @@ import itertools
 
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.explain import explain_best, explain_plan, outline, time_text
-from bapo_megatron.preflight.known import GIB, planned_config
-from bapo_megatron.preflight.plan import make_plan
+from bapo_megatron.preflight.known import GIB
+from bapo_megatron.preflight.plan import make_plan, planned
 from bapo_megatron.preflight.suggest import best_split, smallest_cluster
 
 # Files merged between the model's file and the cluster's file.
@@ -94,7 +93,7 @@ def _clusters(model: str) -> tuple[str, ...]:
     return next((clusters for size, clusters in CLUSTERS.items() if size in model), EVERY_SIZE)
 
 
-def planned(model: str, algorithm: str, cluster: str) -> Config:
+def cell(model: str, algorithm: str, cluster: str) -> Config:
     """Load the configuration of one cell."""
     return load_config([model, *ALGORITHMS[algorithm], cluster])
 
@@ -112,11 +111,11 @@ def table() -> str:
 
 
 def _cells(model: str, cluster: str) -> list[str]:
-    configs = [planned(model, algorithm, cluster) for algorithm in ALGORITHMS]
+    configs = [cell(model, algorithm, cluster) for algorithm in ALGORITHMS]
     plans = []
     for config in configs:
         response_tokens = config.rollout.max_response_tokens // RESPONSE_SHARE
-        plans.append(make_plan(config, model_shape(planned_config(config.model.path)), response_tokens))
+        plans.append(make_plan(planned(config), response_tokens))
     p, plan = configs[0].parallel, plans[0]
     peak = max(each.trainer.total for each in plans)
     assert all(each.server and each.rollout for each in plans)
@@ -146,15 +145,15 @@ def best_splits() -> str:
 def _split_cells(model: str, nodes: int) -> list[str]:
     settings = [f"model.path={model}", f"cluster.nodes={nodes}", *WORKLOAD]
     config = load_config(["algorithms/bapo", "clusters/1x8-h100"], settings)
-    hf_config = planned_config(model)
-    best = best_split(config, hf_config)
+    run = planned(config)
+    best = best_split(run)
     if best is None:
-        return [f"none fits: {smallest_cluster(config, hf_config)} nodes do", *[""] * 5]
-    p, r, plan = best.config.parallel, best.config.rollout, best.plan
+        return [f"none fits: {smallest_cluster(run)} nodes do", *[""] * 5]
+    p, r, plan = best.run.config.parallel, best.run.config.rollout, best.plan
     assert plan.rollout
     return [
-        f"{best.config.parallel.size} = {p.tensor} x {p.pipeline} x {p.context} x {p.data}",
-        "on" if best.config.train.recompute else "off",
+        f"{p.size} = {p.tensor} x {p.pipeline} x {p.context} x {p.data}",
+        "on" if best.run.config.train.recompute else "off",
         f"{plan.trainer.total / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
         f"{r.num_servers} x {r.server_tensor_parallel}",
         f"{time_text(plan.train.expected)}, {time_text(plan.rollout.expected)}",
@@ -164,15 +163,15 @@ def _split_cells(model: str, nodes: int) -> list[str]:
 
 def example() -> str:
     """Return the example's `bapo plan` output as an indented block."""
-    config = load_config(EXAMPLE)
-    plan = explain_plan(config, EXAMPLE_TOKENS)
+    run = planned(load_config(EXAMPLE))
+    plan = explain_plan(run, EXAMPLE_TOKENS)
     command = f"$ bapo plan {' '.join(EXAMPLE)} --response-tokens {EXAMPLE_TOKENS}"
-    return _indented(command, f"{plan.verdict}\n\n{outline(config)}\n{plan.needs}")
+    return _indented(command, f"{plan.verdict}\n\n{outline(run)}\n{plan.needs}")
 
 
 def best_example() -> str:
     """Return the output of `bapo plan --best` as an indented block."""
-    text, _ = explain_best(load_config(BEST))
+    text, _ = explain_best(planned(load_config(BEST)))
     return _indented(f"$ bapo plan --best {' '.join(BEST)} -o best.toml", f"{text}\nwritten to best.toml")
 
 

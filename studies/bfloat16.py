@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config.engines import EngineKind
-from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.embedded import server
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.stream_rows import Streams
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import embedded_specs
 from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.resolved import Resolved
+from bapo_megatron.resolved.placement import NodeShare
 
 KIND = EngineKind("bfloat16 engine", specs="studies.bfloat16:engine_specs", cuts=True)
 
@@ -39,11 +39,9 @@ class RoundedModel(Model):
         return super()._blocks(*args, **kwargs)
 
 
-def engine_specs(
-    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
-) -> list[EngineSpec]:
+def engine_specs(run: Resolved, logs: Sequence[Path], ports: Sequence[int], here: NodeShare) -> list[EngineSpec]:
     """Describe the embedded engines, with this module in their place."""
-    specs = embedded_specs(config, model_path, logs, ports, share)
+    specs = embedded_specs(run, logs, ports, here)
     package = server.__package__
     checkout = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1])]))
     return [

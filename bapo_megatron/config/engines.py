@@ -8,15 +8,10 @@ The table is data that the configuration can read; an engine's code is in engine
 A server reports further capabilities itself, in its `server_info` (engines/base.py, Capability).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from bapo_megatron.config.dotted import Seam
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import RolloutConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +31,10 @@ class EngineKind:
     needs: Literal["urls", "recordings"] | None = None  # what a setting of [rollout] must give: servers or batches
     section: Literal["sglang"] | None = None  # the table with the settings of the servers that it starts
     startup_timeout_s: float = 180.0  # if rollout.startup_timeout_s is unset
+
+    def startup_limit_s(self, asked_s: float | None) -> float:
+        """Return how long a server may take to start, when rollout.startup_timeout_s is `asked_s`."""
+        return asked_s or self.startup_timeout_s
 
 
 ENGINES = {
@@ -64,8 +63,8 @@ ENGINE = Seam(
 ENGINE_SPECS = Seam(
     "rollout.engine",
     (),
-    "def engine_specs(config, model_path, logs, ports, share: EngineShare) -> list[EngineSpec]",
-    ("config", "model_path", "logs", "ports", "share"),
+    "def engine_specs(run: Resolved, logs, ports, here: NodeShare) -> list[EngineSpec]",
+    ("run", "logs", "ports", "here"),
 )
 ENGINE_CHECK = Seam("rollout.engine", (), "def check_installed(has_gpu: bool), which raises UserError", ("has_gpu",))
 ENGINE_CLIENT = Seam(
@@ -88,21 +87,6 @@ def engine_kind(name: str) -> EngineKind:
     if not isinstance(kind, EngineKind):
         raise ENGINE.error(name, f"it is of type {type(kind).__name__}, not EngineKind")
     return kind
-
-
-def startup_limit_s(rollout: RolloutConfig) -> float:
-    """Return `startup_timeout_s`, or the engine's own default. Raises UserError: see `engine_kind`."""
-    return rollout.startup_timeout_s or engine_kind(rollout.engine).startup_timeout_s
-
-
-def num_started(rollout: RolloutConfig) -> int:
-    """Count the servers that the run starts itself. Raises UserError: see `engine_kind`."""
-    return rollout.num_servers if engine_kind(rollout.engine).specs else 0
-
-
-def num_server_gpus(rollout: RolloutConfig) -> int:
-    """Count the GPUs that these servers take. Raises UserError: see `engine_kind`."""
-    return num_started(rollout) * rollout.server_tensor_parallel if engine_kind(rollout.engine).on_gpus else 0
 
 
 def check_engine(name: str) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from bapo_megatron.config.engines import ENGINE_CLIENT, engine_kind, startup_limit_s
+from bapo_megatron.config.engines import ENGINE_CLIENT, EngineKind
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine, EngineState, WeightTransport
 from bapo_megatron.engines.http import ROUTES_FLAG, HttpEngine
@@ -80,8 +80,8 @@ class LoopThread:
 class ConnectedEngines:
     """Clients of all engines on one event loop, with their pool; close it after use."""
 
-    def __init__(self, clients: Sequence[Engine], loop: LoopThread) -> None:
-        self.pool = EnginePool(clients)
+    def __init__(self, clients: Sequence[Engine], startup_limit_s: float, loop: LoopThread) -> None:
+        self.pool = EnginePool(clients, startup_limit_s)
         self.loop = loop
         self.states: list[EngineState] = []  # as `watch` last saw them; any thread may read them
         self._clients = clients
@@ -91,6 +91,7 @@ class ConnectedEngines:
     def connect(
         cls,
         config: RolloutConfig,
+        kind: EngineKind,
         urls: Sequence[str],
         vocab_size: int,
         key: str | None,
@@ -109,8 +110,7 @@ class ConnectedEngines:
             EngineError: an engine refuses the key, or is not healthy within rollout.startup_timeout_s, or none is left.
             UserError: the engine's kind names a client that does not fit, or an engine lacks a stream.
         """
-        timeout_s = startup_limit_s(config)
-        path = engine_kind(config.engine).client
+        timeout_s, path = kind.startup_limit_s(config.startup_timeout_s), kind.client
         make_client = ENGINE_CLIENT.load(path)
         try:
             clients = [make_client(url, config, vocab_size, key) for url in urls]
@@ -122,7 +122,7 @@ class ConnectedEngines:
             if lacking := _lacking(client):
                 problem = f"it returned an object of type {type(client).__name__}, which has no {', '.join(lacking)}"
                 raise ENGINE_CLIENT.error(path, problem)
-        engines = cls(clients, LoopThread())
+        engines = cls(clients, timeout_s, LoopThread())
         try:
             if may_have_failed:
                 engines.loop.run(engines._fence_those_down(timeout_s), 2 * timeout_s + 10, "an engine to be healthy")

@@ -12,8 +12,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from bapo_megatron.config.engines import engine_kind
-from bapo_megatron.config.schema import RolloutConfig
+from bapo_megatron.config.engines import EngineKind
 from bapo_megatron.errors import UserError
 from bapo_megatron.runtime.files import regular_file
 
@@ -52,16 +51,16 @@ def take_key() -> str | None:
         return holder.read().decode()
 
 
-def client_key(rollout: RolloutConfig) -> str | None:
+def client_key(kind: EngineKind, api_key: str | None) -> str | None:
     """Return the key that this run's engines ask for; servers of your own use the key in rollout.api_key.
 
     Raises:
         UserError: that file holds no key.
     """
     key = take_key()
-    if engine_kind(rollout.engine).specs is not None:
+    if kind.specs is not None:
         return key
-    return None if rollout.api_key is None else read_key(rollout.api_key)
+    return None if api_key is None else read_key(api_key)
 
 
 def read_key(path: str) -> str:

@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 class EnginePool:
     """All engines of a run, each with its status. Every engine starts live; the first push gives it weights."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], return_limit_s: float = 180.0) -> None:
         self.engines = tuple(engines)
+        self.return_limit_s = return_limit_s  # how long an engine may take to be back
         self.num_fenced = 0  # fences since the attempt began
         self.newest_version = -1  # newest weights that an engine may hold: their push may be in progress
         self._status: dict[str, EngineStatus] = {engine.url: "live" for engine in engines}
@@ -106,17 +107,17 @@ class EnginePool:
                     if self._status[engine.url] == "fenced":
                         self._status[engine.url] = "back"
 
-    async def until_one_is_back(self, timeout_s: float) -> None:
+    async def until_one_is_back(self) -> None:
         """Wait for a fenced engine to be healthy again; `watch` must be running.
 
         Raises:
-            EngineError: none is expected back, or none came within `timeout_s`; says why each engine is missing.
+            EngineError: none is expected back, or none came within `return_limit_s`; says why each engine is missing.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline = loop.time() + self.return_limit_s
         while not self.back():
             if self.is_hopeless() or loop.time() > deadline:
-                waited = "" if self.is_hopeless() else f" after {timeout_s:g} s"
+                waited = "" if self.is_hopeless() else f" after {self.return_limit_s:g} s"
                 raise EngineError(f"no rollout engine is left{waited}: {self.describe()}")
             await asyncio.sleep(_POLL_S)
 

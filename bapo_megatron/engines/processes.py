@@ -12,34 +12,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from bapo_megatron.engines.key import handed_over
 from bapo_megatron.errors import EngineError, UserError
-
-LOOPBACK = "127.0.0.1"
+from bapo_megatron.runtime import LOOPBACK
 
 _ANY_PORT = 9  # nothing is sent
 END_TIMEOUT_S = 15.0
 _POLL_S = 0.1
 _STACKS_TIMEOUT_S = 1.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback needs no proxy
-
-
-@dataclass(frozen=True, slots=True)
-class EngineShare:
-    """Which of a run's engines one machine starts, and where: GPUs from `first_gpu` on, in the order of CUDA's names.
-
-    Example: 4 trainer ranks and 2 servers per node, the second node: EngineShare(2, 4, first=2, host="10.0.0.2")
-    """
-
-    count: int
-    first_gpu: int
-    first: int = 0
-    host: str = LOOPBACK  # address they listen on
-    num_ranks: int = 0  # trainer ranks on the same cores
 
 
 def start(

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables
+from bapo_megatron.engines.processes import loopback_variables
 from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
-from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape, rotary_frequencies
-from bapo_megatron.runtime import num_cores, python_module
+from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
+from bapo_megatron.resolved import Resolved
+from bapo_megatron.resolved.placement import NodeShare
+from bapo_megatron.runtime import LOOPBACK, num_cores, python_module
 from bapo_megatron.runtime.environment import nccl_variables
 from bapo_megatron.runtime.nccl import may_share_gpus
 
@@ -43,10 +44,8 @@ _STATES_PER_REQUEST = 4  # linear attention: SGLang holds 3 for a running reques
 _MAX_CPU_KV_TOKENS = 32_768  # size of the key-value cache; requests that do not fit are retracted and wait
 
 
-def engine_specs(
-    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
-) -> list[EngineSpec]:
-    """Describe this machine's share of the servers of `config.rollout`, one for each log and port.
+def engine_specs(run: Resolved, logs: Sequence[Path], ports: Sequence[int], here: NodeShare) -> list[EngineSpec]:
+    """Describe this machine's share of a run's servers, one for each log and port.
 
     Raises:
         UserError: SGLang is not installed.
@@ -58,35 +57,33 @@ def engine_specs(
     visible = visible_gpus(num_gpus)
     return [
         EngineSpec(
-            f"http://{share.host}:{port}",
-            command(config, model_path, share, i, port, has_gpu=num_gpus > 0),
+            f"http://{here.host}:{port}",
+            command(run, here, i, port, has_gpu=num_gpus > 0),
             log,
-            environment(config, share, i, visible),
+            environment(run.config, here, i, visible),
         )
         for i, (log, port) in enumerate(zip(logs, ports, strict=True))
     ]
 
 
-def command(
-    config: Config, model_path: Path, share: EngineShare, server: int, port: int, *, has_gpu: bool
-) -> list[str]:
+def command(run: Resolved, here: NodeShare, server: int, port: int, *, has_gpu: bool) -> list[str]:
     """Build the command line of one server of a share; `sglang.extra` wins."""
-    r = config.rollout
+    config, r = run.config, run.config.rollout
     context = _CONTEXT_SLACK + config.longest_sequence
     arguments: dict[str, Any] = {
-        "model_path": str(model_path),
-        "host": share.host,
+        "model_path": str(run.folder),
+        "host": here.host,
         "port": port,
         "tensor_parallel_size": r.server_tensor_parallel,
         "dtype": config.model.dtype,
         "context_length": context,
         "max_running_requests": r.max_concurrent_requests,
-        "random_seed": config.run.seed + share.first + server,
+        "random_seed": config.run.seed + here.servers[server],
         "skip_tokenizer_init": True,  # we send token ids
         "skip_server_warmup": True,
         "sleep_on_idle": True,  # an idle scheduler would burn a core
     }
-    if overrides := model_overrides(config, model_path):
+    if overrides := model_overrides(run):
         arguments["json_model_override_args"] = overrides
     if config.model.replay_routes:
         arguments["enable_return_routed_experts"] = True
@@ -108,7 +105,7 @@ def command(
     return [*python_module("bapo_megatron.engines.sglang_server"), *rendered]
 
 
-def environment(config: Config, share: EngineShare, server: int, visible: Sequence[str]) -> dict[str, str]:
+def environment(config: Config, here: NodeShare, server: int, visible: Sequence[str]) -> dict[str, str]:
     """Return the variables that one server of a share needs in addition to this process's environment.
 
     Args:
@@ -120,12 +117,12 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the slack: positions past the model's own are not used
         "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # else bfloat16: in float32, log-probs are up to 0.035 off
     }
-    if share.host == LOOPBACK:
+    if here.host == LOOPBACK:
         variables |= loopback_variables()
     if visible:
-        mine = gpus(server, r.server_tensor_parallel, share.first_gpu, visible)
+        mine = named_gpus(here.gpus[server], visible)
         return variables | nccl_variables(config.sglang.extra) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
-    _, threads = config.divide_cores(num_cores(), share.num_ranks, share.count * r.server_tensor_parallel)
+    _, threads = config.divide_cores(num_cores(), here.num_ranks, len(here.servers) * r.server_tensor_parallel)
     cpus = cpu_groups(server, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0)))
     variables |= {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -137,15 +134,15 @@ def environment(config: Config, share: EngineShare, server: int, visible: Sequen
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
 
 
-def model_overrides(config: Config, model_path: Path) -> dict[str, Any]:
+def model_overrides(run: Resolved) -> dict[str, Any]:
     """Return settings that SGLang reads from config.json and must find other than they are.
 
     It does not read layer_types, or partial_rotary_factor inside rope_parameters, and wants the images' part of a
     model, for which nothing is sent, left out by name. It obeys dual_chunk_attention_config, which the trainer, like
     transformers, does not know.
     """
-    hf_config = load_hf_config(model_path)
-    shape = model_shape(hf_config, model_path, own=own_family(config.model.family))
+    assert run.model is not None
+    hf_config, shape = run.model.hf_config, run.shape
     text: dict[str, Any] = {}
     is_hybrid = shape.output_gate  # also if no layer has linear attention
     if is_hybrid and hf_config.get("full_attention_interval") is None:
@@ -219,17 +216,14 @@ def visible_gpus(count: int) -> list[str]:
     return named.split(",")[:count] if named else [str(i) for i in range(count)]
 
 
-def gpus(server: int, tensor_parallel: int, first_gpu: int, visible: Sequence[str]) -> tuple[str, ...]:
-    """Return the GPUs of one server; those before `first_gpu` are the trainer's. Empty without GPUs.
+def named_gpus(gpus: Sequence[int], visible: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a server's GPUs. If there are too few, they are shared: counting begins again at the first.
 
-    If there are too few, they are shared: counting begins again at the first one.
+    Example: named_gpus((2, 3), ["4", "5", "6", "7"]) == ("6", "7")
     """
-    if not visible:
-        return ()
-    first = first_gpu + server * tensor_parallel
-    is_enough = first + tensor_parallel <= len(visible)
-    assert is_enough or (may_share_gpus() and tensor_parallel <= len(visible)), "preflight/checks/layout.py counts them"
-    return tuple(visible[i % len(visible)] for i in range(first, first + tensor_parallel))
+    is_enough = max(gpus) < len(visible)
+    assert is_enough or (may_share_gpus() and len(gpus) <= len(visible)), "preflight/checks/layout.py counts them"
+    return tuple(visible[number % len(visible)] for number in gpus)
 
 
 def _render(name: str, value: Any) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.runtime import run_python
 
 VARIABLE = "BAPO_SGLANG_KERNELS"
@@ -78,7 +78,7 @@ class Serving:
         if not self.problem:
             return ""
         try:
-            shape = model_shape(load_hf_config(model_path), model_path)
+            shape = ModelFacts.of(model_path).shape
         except UserError:
             return ""
         if shape.experts is None and all(layer.linear is None for layer in shape.layers):

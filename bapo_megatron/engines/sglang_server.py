@@ -20,10 +20,9 @@ from bapo_megatron_patches.sglang import apply_cpu_compat, apply_gpu_compat
 
 from bapo_megatron.engines import sglang_kernels
 from bapo_megatron.engines.key import take_key
-from bapo_megatron.engines.processes import LOOPBACK
 from bapo_megatron.engines.update_group import host_store
 from bapo_megatron.errors import UserError
-from bapo_megatron.runtime import raise_open_files, starting
+from bapo_megatron.runtime import LOOPBACK, raise_open_files, starting
 
 _STORE_TIMEOUT_S = 300.0  # for the store's own requests; torch's default
 

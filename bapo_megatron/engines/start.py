@@ -7,45 +7,40 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bapo_megatron.config.engines import ENGINE_SPECS, engine_kind, startup_limit_s
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.engines import ENGINE_SPECS
 from bapo_megatron.engines import processes
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.supervisor import EngineSpec, StartedEngines, supervised
-from bapo_megatron.runtime import num_cores, python_module
+from bapo_megatron.resolved import Resolved
+from bapo_megatron.resolved.placement import NodeShare
+from bapo_megatron.runtime import LOOPBACK, num_cores, python_module
 
 
 @contextlib.contextmanager
-def running_engines(
-    config: Config, model_path: Path, log_dir: Path, share: EngineShare, key: str
-) -> Iterator[list[str]]:
+def running_engines(run: Resolved, log_dir: Path, here: NodeShare, key: str) -> Iterator[list[str]]:
     """Yield the URLs of engines as `started_engines` does, once they are healthy. Raises UserError, EngineError."""
-    with started_engines(config, model_path, log_dir, share, key) as engines:
+    with started_engines(run, log_dir, here, key) as engines:
         engines.wait()
         yield engines.urls
 
 
 @contextlib.contextmanager
-def started_engines(
-    config: Config, model_path: Path, log_dir: Path, share: EngineShare, key: str
-) -> Iterator[StartedEngines]:
+def started_engines(run: Resolved, log_dir: Path, here: NodeShare, key: str) -> Iterator[StartedEngines]:
     """Yield a run's engines: the ones at rollout.urls, or this machine's share, which this starts.
 
     Started engines are supervised until the block ends, and end with this process. They answer only clients that send
     `key`.
     """
-    r = config.rollout
-    kind = engine_kind(r.engine)
-    if kind.specs is None:
+    r = run.config.rollout
+    if run.engine.specs is None:
         yield StartedEngines(list(r.urls))
         return
-    make_specs = ENGINE_SPECS.load(kind.specs)
-    logs = [log_dir / f"engine-{share.first + i}.log" for i in range(share.count)]
+    make_specs = ENGINE_SPECS.load(run.engine.specs)
+    logs = [log_dir / f"engine-{number}.log" for number in here.servers]
     with (
-        processes.reserved_ports(share.count, share.host) as ports,
+        processes.reserved_ports(len(here.servers), here.host) as ports,
         supervised(
-            [dataclasses.replace(spec, key=key) for spec in make_specs(config, model_path, logs, ports, share)],
-            startup_timeout_s=startup_limit_s(r),
+            [dataclasses.replace(spec, key=key) for spec in make_specs(run, logs, ports, here)],
+            startup_timeout_s=run.engine.startup_limit_s(r.startup_timeout_s),
             max_restarts=r.max_restarts,
             hang_timeout_s=r.hang_timeout_s,
             tell=lambda text: tell_user(text, log_dir / "supervisor.log"),
@@ -54,18 +49,16 @@ def started_engines(
         yield engines
 
 
-def embedded_specs(
-    config: Config, model_path: Path, logs: Sequence[Path], ports: Sequence[int], share: EngineShare
-) -> list[EngineSpec]:
-    """Describe embedded engines. Each starts with the weights of `model_path`, as version "default" until a push."""
-    r = config.rollout
-    _, threads = config.divide_cores(num_cores(), share.num_ranks, share.count)
+def embedded_specs(run: Resolved, logs: Sequence[Path], ports: Sequence[int], here: NodeShare) -> list[EngineSpec]:
+    """Describe embedded engines. Each starts with the model's own weights, as version "default" until a push."""
+    config, r = run.config, run.config.rollout
+    _, threads = config.divide_cores(num_cores(), here.num_ranks, len(here.servers))
     context = config.longest_sequence
     command = [
         *python_module("bapo_megatron.engines.embedded"),
-        *("--model-path", str(model_path)),
+        *("--model-path", str(run.folder)),
         *("--family", config.model.family),
-        *("--host", share.host),
+        *("--host", here.host),
         *("--max-context", str(context)),
         *("--max-running", str(r.max_concurrent_requests)),
         *("--threads", str(threads)),
@@ -73,9 +66,9 @@ def embedded_specs(
         *("--update-timeout-s", str(config.sync.timeout_s)),
         "--exit-with-parent",
     ]
-    variables = processes.loopback_variables() if share.host == processes.LOOPBACK else {}
+    variables = processes.loopback_variables() if here.host == LOOPBACK else {}
     return [
-        EngineSpec(f"http://{share.host}:{port}", [*command, "--port", str(port)], log, variables)
+        EngineSpec(f"http://{here.host}:{port}", [*command, "--port", str(port)], log, variables)
         for log, port in zip(logs, ports, strict=True)
     ]
 

@@ -15,22 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import SHIPPED_MODELS
-from bapo_megatron.config.engines import num_started
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import hf_folder, is_hf
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.key import new_key
-from bapo_megatron.engines.start import EngineShare, running_engines
+from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import ConfigError, UserError, plural
 from bapo_megatron.evaluation.results import Answered, Evaluation, Problem, by_question, compared
-from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
 from bapo_megatron.preflight.check import num_visible_gpus
 from bapo_megatron.preflight.checks.model import check_server_dtype
 from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.rewards.answers import final_answer, has_answers
 from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.scorer import RewardScorer
@@ -112,7 +110,8 @@ def evaluate(
         UserError: checkpoint, problems, judge, environment or engines do not fit together, or `output` is not empty or
             cannot be written.
     """
-    if not num_started(config.rollout):
+    run = resolve(config)
+    if not run.placement.num_servers:
         raise UserError(
             f'rollout.engine="{config.rollout.engine}": an evaluation starts engines with the checkpoint\'s weights; '
             'set rollout.engine to one that is started, such as "embedded" or "sglang"'
@@ -129,17 +128,17 @@ def evaluate(
     with explaining_os_errors(output, "give another --output"):
         output.mkdir(parents=True, exist_ok=True)
     with (
-        hf_folder(checkpoint, output / "model", own_family(config.model.family)) as (model_path, version),
+        hf_folder(checkpoint, output / "model", run.own) as (model_path, version),
         contextlib.ExitStack() as stack,
     ):
         scorer = stack.enter_context(RewardScorer(config)) if config.has_judge else None
         has_turns = config.environment.is_used
         environment = stack.enter_context(contextlib.closing(environment_of(config))) if has_turns else None
-        asked = Asking(config, model_path, scorer, limit, environment)
+        run = resolve(config, model_path)
+        asked = Asking(run, scorer, limit, environment)
         (output / "logs").mkdir()
-        share = EngineShare(count=config.rollout.num_servers, first_gpu=0)  # there is no trainer
-        key = new_key()
-        with running_engines(config, model_path, output / "logs", share, key) as urls:
+        key, here = new_key(), run.placement.without_trainer().on()
+        with running_engines(run, output / "logs", here, key) as urls:
             problems = asked.ask(urls, key, output / "responses.jsonl", tell)
     r = config.rollout
     facts = {
@@ -182,21 +181,19 @@ class Asking:
 
     def __init__(
         self,
-        config: Config,
-        model_path: Path,
+        run: Resolved,
         scorer: RewardScorer | None,
         limit: int | None,
         environment: EnvironmentProcesses | AgentPrograms | None = None,
     ) -> None:
-        self._config = config
+        self._run, config = run, run.config
         self.kind = JudgeSpec.of(config).kind if config.has_judge else config.environment.kind
-        own = own_family(config.model.family)
-        self.tokenizer = load_tokenizer(model_path, own)
-        self._vocab_size = load_hf_config(model_path)["vocab_size"]
-        self._stop_ids = stop_token_ids(config, self.tokenizer, end_token_ids(model_path, self.tokenizer, own))
+        self.tokenizer = load_tokenizer(run.folder, run.own)
+        end_ids = end_token_ids(run.folder, self.tokenizer, run.own)
+        self._stop_ids = stop_token_ids(config, self.tokenizer, end_ids)
         self.driver: Driver
         if environment is not None:
-            tokens = TurnTokens.of(config, self.tokenizer, self._vocab_size)
+            tokens = TurnTokens.of(config, self.tokenizer, run.shape.vocab_size)
             self.driver = turn_driver(config, environment, tokens, config.rollout.max_response_tokens, scorer)
         else:
             assert scorer is not None
@@ -216,13 +213,13 @@ class Asking:
             EngineError: no engine is left, or the deadline for the responses to some problems passed.
             UserError: the judge rejects the data.
         """
-        config = self._config
+        config = self._run.config
         num_at_once = max(1, config.rollout.max_concurrent_requests * len(urls) // config.eval.samples_per_prompt)
         one_set = config.unnamed_eval_set
         problems: list[Problem] = []
         writer = JsonlWriter(responses)
         tell(self.extent)
-        engines = ConnectedEngines.connect(config.rollout, urls, self._vocab_size, key)
+        engines = ConnectedEngines.connect(config.rollout, self._run.engine, urls, self._run.shape.vocab_size, key)
         with contextlib.closing(writer), contextlib.closing(engines):
             for start in range(0, len(self.prompts), num_at_once):
                 prompts = self.prompts[start : start + num_at_once]
@@ -245,7 +242,7 @@ class Asking:
     def judged(self, samples: Sequence[Sample]) -> list[Judged]:
         """Return the ended samples as responses."""
         ends = [s.need for s in samples if isinstance(s.need, Ended)]
-        turns = [self._turns(s) if self._config.environment.is_used else [] for s in samples]
+        turns = [self._turns(s) if self._run.config.environment.is_used else [] for s in samples]
         words = texts(self.tokenizer, samples)
         turns_of = [s.trajectories[-1].turns for s in samples]
         ids = [found[-1].tolist() if found else [] for found in turns_of]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bapo_megatron.errors import UserError
 
@@ -52,22 +52,12 @@ class ModelStream:
     layer's part, [B, T, *shape[1:]]."""
 
 
-def model_streams(hf_config: dict[str, Any], own: Family | None = None) -> dict[TokenStream, ModelStream]:
+def model_streams(family: Family, shape: ModelShape) -> dict[TokenStream, ModelStream]:
     """Return the streams of a model's tokens; most families have none.
 
-    Args:
-        own: see `model_shape`.
-
     Raises:
-        CheckpointError: the model is not supported.
         UserError: a declaration contradicts itself.
     """
-    from bapo_megatron.hf.shape import family_of, model_shape  # which import the families, and these the streams
-
-    family = family_of(hf_config, own)
-    if family is None or not family.streams:
-        return {}
-    shape = model_shape(hf_config, own=own)
     found: dict[TokenStream, ModelStream] = {}
     for one in family.streams:
         try:

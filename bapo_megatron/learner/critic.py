@@ -8,7 +8,6 @@ The head starts at zero: a new critic's values are 0 in any layout, and the firs
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from torch.nn import Module
 
 from bapo_megatron.algorithms.gae import value_loss
 from bapo_megatron.checkpoint.folder import Facts
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
+from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.learner.gradient_guard import SkipLimit
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.policy import PolicyModel
@@ -77,7 +76,7 @@ class Critic(TrainedModel):
 
     Args:
         config: the run's settings; `[critic]` sets how it learns, and `[optimizer]` the rest of Adam's settings.
-        hf_path: folder of the start weights: a language model, whose head is dropped, or a model with a score.weight
+        start: where the weights come from: a language model, whose head is dropped, or a model with a score.weight
             [1, hidden].
         local_time: the policy's clock, which counts these passes too.
 
@@ -85,12 +84,12 @@ class Critic(TrainedModel):
         CheckpointError: the start weights cannot be read, or their architecture is not supported.
     """
 
-    def __init__(self, config: Config, hf_path: Path, local_time: LocalTime) -> None:
-        language_model = model_shape(load_hf_config(hf_path), own=own_family(config.model.family))
-        shape = language_model.with_value_head()
-        with HFReader(hf_path) as read:
-            stored = shape if "score.weight" in read else language_model
-        super().__init__(config, shape, CriticModel, hf_path, local_time, stored=stored)
+    def __init__(self, config: Config, start: ModelFacts, local_time: LocalTime) -> None:
+        assert start.folder is not None, "its weights are there"
+        shape = start.shape.with_value_head()
+        with HFReader(start.folder) as read:
+            stored = shape if "score.weight" in read else start.shape
+        super().__init__(config, shape, CriticModel, start.folder, local_time, stored=stored)
         self._skips = SkipLimit("critic")
 
     def values(self, minibatch: MiniBatch) -> list[Tensor]:

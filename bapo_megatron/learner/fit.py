@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from bapo_megatron.config.base import Violation
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import plural
-from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
-from bapo_megatron.hf.streams import model_streams, routes
+from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import Machine, check_linear_attention
 
 _OF_MODEL = """
@@ -39,38 +38,32 @@ Problem = tuple[str, str, str]  # settings of [parallel], the one to change firs
 
 
 def check_reference(
-    config: Config, reference: dict[str, Any], policy: dict[str, Any], machine: Machine | None
+    config: Config, reference: ModelFacts, policy: ModelFacts, machine: Machine | None
 ) -> Iterator[Violation]:
     """Check that the model of `loss.reference_path` can be compared with the policy, split like it, and computed.
 
     Args:
-        reference, policy: their config.json.
         machine: see `check_precision`, which has checked the policy.
     """
     settings, name = ("loss.reference_path", "loss.kl_coef"), f"loss.reference_path={config.loss.reference_path!r}"
-    if (size := reference.get("vocab_size")) != policy.get("vocab_size"):
+    if (size := reference.hf_config.get("vocab_size")) != (needed := policy.hf_config.get("vocab_size")):
         yield Violation(
             (*settings, "model.path"),
-            f"{name} has a vocabulary of {size} tokens, but the policy's has {policy.get('vocab_size')}: log-probs of "
+            f"{name} has a vocabulary of {size} tokens, but the policy's has {needed}: log-probs of "
             "the same tokens cannot be compared",
             "set it to a model of the policy's family, or leave it out",
         )
     for violation in check_split(config, reference, "loss.reference_path"):
         yield replace(violation, settings=(*settings, *violation.settings[1:]), problem=f"{name}: {violation.problem}")
-    own = own_family(config.model.family)
-    of_policy, shape = (None if unsupported(c, own) else model_shape(c, own=own) for c in (policy, reference))
+    of_policy, shape = (None if model.problems else model.shape for model in (policy, reference))
     if of_policy is None or of_policy.linear is None:
         yield from check_linear_attention("loss.reference_path", shape, machine)
 
 
-def check_critic_model(config: Config, critic: dict[str, Any], policy: dict[str, Any]) -> Iterator[Violation]:
-    """Check that the model of `critic.path` can value the policy's tokens, and be split over the ranks.
-
-    Args:
-        critic, policy: their config.json.
-    """
+def check_critic_model(config: Config, critic: ModelFacts, policy: ModelFacts) -> Iterator[Violation]:
+    """Check that the model of `critic.path` can value the policy's tokens, and be split over the ranks."""
     settings, name = ("critic.path", "advantage.kind"), f"critic.path={config.critic.path!r}"
-    size, needed = critic.get("vocab_size"), policy.get("vocab_size")
+    size, needed = critic.hf_config.get("vocab_size"), policy.hf_config.get("vocab_size")
     if isinstance(size, int) and isinstance(needed, int) and size < needed:
         yield Violation(
             (*settings, "model.path"),
@@ -81,19 +74,18 @@ def check_critic_model(config: Config, critic: dict[str, Any], policy: dict[str,
         yield replace(violation, settings=(*settings, *violation.settings), problem=f"{name}: {violation.problem}")
 
 
-def check_split(config: Config, hf_config: dict[str, Any], model: str) -> Iterator[Violation]:
-    """Check that the model named by the setting `model` is supported, and can be split over the ranks."""
-    own = own_family(config.model.family)
-    if problems := unsupported(hf_config, own):
-        yield from (Violation((model,), problem) for problem in problems)
+def check_split(config: Config, model: ModelFacts, setting: str) -> Iterator[Violation]:
+    """Check that the model named by a setting is supported, and can be split over the ranks."""
+    if model.problems:
+        yield from (Violation((setting,), problem) for problem in model.problems)
         return
-    shape, p = model_shape(hf_config, own=own), config.parallel
+    shape, p = model.shape, config.parallel
     for names, problem, remedy in (*_of_tensor(shape, p), *_of_pipeline(shape.num_layers, p), *_of_expert(shape, p)):
-        yield Violation((*(f"parallel.{name}" for name in names.split()), model), problem, remedy)
+        yield Violation((*(f"parallel.{name}" for name in names.split()), setting), problem, remedy)
     if shape.experts is not None:
-        yield from _beside_experts(config, model)
+        yield from _beside_experts(config, setting)
     if shape.linear is not None:
-        yield from _beside_linear_attention(config, model)
+        yield from _beside_linear_attention(config, setting)
 
 
 def check_extra(config: Config) -> Iterator[Violation]:
@@ -103,14 +95,13 @@ def check_extra(config: Config) -> Iterator[Violation]:
         yield Violation((f"megatron.extra.{name}",), problem, f"use {OWN_FIELDS[name]}")
 
 
-def check_replay(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+def check_replay(config: Config, model: ModelFacts) -> Iterator[Violation]:
     """Check that `model.replay_routes` has routes to replay, and reaches the routers."""
-    own = own_family(config.model.family)
-    if not config.model.replay_routes or unsupported(hf_config, own):
+    if not config.model.replay_routes or model.problems:
         return
-    setting, shape = "model.replay_routes", model_shape(hf_config, own=own)
-    if shape.experts is None or routes(shape) not in model_streams(hf_config, own):
-        problem = f"{setting}=true, but {hf_config['model_type']} models have no routes"
+    setting, shape = "model.replay_routes", model.shape
+    if shape.experts is None or routes(shape) not in model.streams:
+        problem = f"{setting}=true, but {model.hf_config['model_type']} models have no routes"
         yield Violation((setting, "model.path", "model.family"), problem, "leave it out")
         return
     if config.train.recompute and "mlp" in (config.train.recompute_modules or ()):

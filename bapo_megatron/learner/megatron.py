@@ -23,10 +23,7 @@ from bapo_megatron.algorithms.losses import LossInputs, ScoredTokens, TokenLoss
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.base import refuse
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
-from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
 from bapo_megatron.learner.fit import check_extra, check_replay, check_split
@@ -39,6 +36,7 @@ from bapo_megatron.learner.replay import ReplayingPolicy, settle
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
 from bapo_megatron.learner.token_metrics import TokenMetrics, TokenSums
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MicroBatch, MiniBatch
 
@@ -49,20 +47,18 @@ class MegatronLearner(TrainedModel):
     """The policy; implements `learner.base.Learner`. Construct it on every rank; all methods are collective.
 
     Args:
-        config: the run's settings; `model.path` is not read.
-        hf_path: folder of the Hugging Face checkpoint to start from.
+        run: its model's folder has the weights to start from.
 
     Raises:
         ConfigError: the layout does not fit the model or the number of processes; see `check_split`.
         CheckpointError: the checkpoint cannot be read, or its architecture is not supported.
     """
 
-    def __init__(self, config: Config, hf_path: str | Path) -> None:
-        hf_config = load_hf_config(hf_path)
-        split, replay = check_split(config, hf_config, "model.path"), check_replay(config, hf_config)
-        refuse([*check_extra(config), *split, *replay])
-        shape = model_shape(hf_config, own=own_family(config.model.family))
-        check_machine(config, shape, this_machine())
+    def __init__(self, run: Resolved) -> None:
+        config, model = run.config, run.model
+        assert model is not None, "a learner begins with a model"
+        refuse([*check_extra(config), *check_split(config, model, "model.path"), *check_replay(config, model)])
+        check_machine(config, model.shape, this_machine())
         apply_cpu_compat()
         apply_engine_compat()
         start_processes(config.parallel)
@@ -70,9 +66,9 @@ class MegatronLearner(TrainedModel):
         self.local_time = LocalTime()
         fp8 = config.precision.fp8_params
         chunk_type = ReplayingPolicy if config.model.replay_routes else PolicyModel
-        super().__init__(config, shape, chunk_type, Path(hf_path), self.local_time, fp8_params=fp8)
+        super().__init__(config, model.shape, chunk_type, run.folder, self.local_time, fp8_params=fp8)
         self._scored: ForwardPasses | None = None  # forward passes of the mini-batch whose step comes next
-        self.reference = ReferencePolicy(config, self.hf_path, self.local_time) if config.loss.kl_coef else None
+        self.reference = ReferencePolicy(config, model, self.local_time) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
         self._rule = update_rule(config.loss, config.bapo)

@@ -4,17 +4,14 @@ Every rank holds a second set of weights, without gradients or optimizer state, 
 scoring pass. The reference is split like the learner, and may be any model with the same vocabulary.
 """
 
-from pathlib import Path
-
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.nn import Module
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import refuse
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.learner.exchange import load_weights
 from bapo_megatron.learner.fit import check_reference
 from bapo_megatron.learner.policy import PolicyModel
@@ -29,7 +26,7 @@ class ReferencePolicy(SplitModel):
     """A frozen policy that computes log-probs. Construct it on every rank, after the learner's model.
 
     Args:
-        started_from: the policy's own Hugging Face folder, which is the reference if `loss.reference_path` is unset.
+        started_from: the policy's own model, which is the reference if `loss.reference_path` is unset.
         local_time: the learner's clock, which counts these passes too.
 
     Raises:
@@ -37,13 +34,14 @@ class ReferencePolicy(SplitModel):
         CheckpointError: its folder cannot be read, or its family is not supported.
     """
 
-    def __init__(self, config: Config, started_from: Path, local_time: LocalTime) -> None:
-        path = config.loss.reference_path
-        folder = started_from if path is None else resolve_model_path(path, setting="loss.reference_path")
-        hf_config = load_hf_config(folder)
-        refuse(check_reference(config, hf_config, load_hf_config(started_from), this_machine()))
-        super().__init__(config, model_shape(hf_config, own=own_family(config.model.family)), PolicyModel)
-        load_weights(self.model, self.shape, self.layout, folder)
+    def __init__(self, config: Config, started_from: ModelFacts, local_time: LocalTime) -> None:
+        reference, path = started_from, config.loss.reference_path
+        if path is not None:
+            reference = ModelFacts.of(resolve_model_path(path, setting="loss.reference_path"), started_from.own)
+        refuse(check_reference(config, reference, started_from, this_machine()))
+        super().__init__(config, reference.shape, PolicyModel)
+        assert reference.folder is not None, "the learner has loaded the policy from there"
+        load_weights(self.model, self.shape, self.layout, reference.folder)
         model, settings = self.model.requires_grad_(False).eval(), self.settings
         chunks: list[Module] = [Float16Module(settings, c) if settings.bf16 else c for c in model]
         self._schedule = Schedule(chunks, settings, self.layout, config, local_time)

@@ -14,13 +14,14 @@ from bapo_megatron.algorithms.gae import explained_variance, gae, n_step, td_err
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.buffer.packing import Pass
 from bapo_megatron.config.base import refuse
-from bapo_megatron.config.schema import AdvantageConfig, Config
-from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.config.schema import AdvantageConfig
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.fit import check_critic_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import of_batch, update_pass
 from bapo_megatron.metrics import reduce_updates
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.types import Batch
 
 
@@ -37,13 +38,15 @@ class ValueAdvantages:
         CheckpointError: critic.path cannot be read.
     """
 
-    def __init__(self, config: Config, policy: MegatronLearner) -> None:
-        self._config = config
+    def __init__(self, run: Resolved, policy: MegatronLearner) -> None:
+        self._config = config = run.config
         self.critic: Critic | None = None
         if not config.advantage.compares_responses and not config.train.rollout_only:
-            path = config.critic.path
-            start = resolve_model_path(path, setting="critic.path") if path else policy.hf_path
-            refuse(check_critic_model(config, load_hf_config(start), load_hf_config(policy.hf_path)))
+            assert run.model is not None, "the policy has been loaded from it"
+            start, path = run.model, config.critic.path
+            if path is not None:
+                start = ModelFacts.of(resolve_model_path(path, setting="critic.path"), run.own)
+                refuse(check_critic_model(config, start, run.model))
             self.critic = Critic(config, start, policy.local_time)
 
     @property

@@ -26,8 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.errors import escaped, escaped_lines, plural
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.runs.numbers import count, duration, number, percent, short_duration
 from bapo_megatron.runs.summary import mean, reward_metric, summarize_run
 from bapo_megatron.runtime.files import located
@@ -139,10 +139,10 @@ class Screen:
             self._output.flush()
 
 
-def header(config: Config, run_dir: RunDir) -> dict[str, str]:
+def header(run: Resolved, run_dir: RunDir) -> dict[str, str]:
     """Return the facts about a run to show before it is checked."""
-    p, r = config.parallel, config.rollout
-    engines = plural(num_started(r) or len(r.urls), engine_kind(r.engine).title)
+    config, p = run.config, run.config.parallel
+    engines = plural(run.placement.num_servers or len(config.rollout.urls), run.engine.title)
     parts = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "data": p.data}
     layout = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1) or "one model copy"
     return {
@@ -150,7 +150,7 @@ def header(config: Config, run_dir: RunDir) -> dict[str, str]:
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}",
         "model": config.model.path,
         "trainer": f"{plural(config.parallel.size, 'rank')}: {layout}",
-        "engines": engines if engine_kind(r.engine).samples else "none: recorded rollouts",
+        "engines": engines if run.engine.samples else "none: recorded rollouts",
     }
 
 

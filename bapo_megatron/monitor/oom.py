@@ -6,19 +6,16 @@ import shlex
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bapo_megatron.config.families import own_family
-from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import OutOfMemoryError, UserError
-from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.preflight.explain import memory_parts
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import TrainerMemory, trainer_memory
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import lighter, suggest
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime.heartbeat import Heartbeat
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # c10/core/impl/alloc_cpu.cpp: "can't allocate memory", "not enough memory"
@@ -41,7 +38,7 @@ _SPANS = {
 
 
 @contextlib.contextmanager
-def explaining_out_of_memory(config: Config, model_path: Path, rank: int, heartbeat: Heartbeat) -> Iterator[None]:
+def explaining_out_of_memory(run: Resolved, rank: int, heartbeat: Heartbeat) -> Iterator[None]:
     """Turn running out of memory into an explained error.
 
     Raises:
@@ -53,7 +50,7 @@ def explaining_out_of_memory(config: Config, model_path: Path, rank: int, heartb
         error = raised.__cause__ if isinstance(raised, UserError) else raised  # see `failing_together`
         if error is None or not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(_explain(error, config, model_path, rank, heartbeat)) from error
+        raise OutOfMemoryError(_explain(error, run, rank, heartbeat)) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,20 +58,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
-def _explain(error: BaseException, config: Config, model_path: Path, rank: int, heartbeat: Heartbeat) -> str:
+def _explain(error: BaseException, run: Resolved, rank: int, heartbeat: Heartbeat) -> str:
     """Compose the message: place, memory in use, this rank's plan, and changes that save memory, best first."""
-    hf_config = load_hf_config(model_path)
-    shape = model_shape(hf_config, own=own_family(config.model.family))
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    p = config.parallel
+    p = run.config.parallel
     stage = rank // (p.tensor * p.context * p.data)  # ranks are ordered as in learner/parallel.py
     what = (str(error).strip() or type(error).__name__).splitlines()[0]
     return "\n".join(
         [
             f"trainer rank {rank} ran out of memory in {part_of(error, heartbeat)}: {what}",
             f"in use: {memory_in_use()}",
-            _planned(trainer_memory(config, shape, stage=stage, gpu_bytes=gpu_bytes)),
-            *_suggestions(config, shape, hf_config, gpu_bytes),
+            _planned(trainer_memory(run, stage=stage, gpu_bytes=gpu_bytes)),
+            *_suggestions(run, gpu_bytes),
         ]
     )
 
@@ -98,12 +93,12 @@ def _planned(memory: TrainerMemory) -> str:
     return f"planned for this rank: {parts}; peak {_amount(memory.total)} (update and buckets have their own times)"
 
 
-def _suggestions(config: Config, shape: ModelShape, hf_config: dict[str, Any], gpu_bytes: int | None) -> Iterator[str]:
+def _suggestions(run: Resolved, gpu_bytes: int | None) -> Iterator[str]:
     """Suggest single changes and, if the cluster is known, layouts, fastest first."""
-    for number, change in enumerate(lighter(config, shape, hf_config, gpu_bytes), start=1):
+    for number, change in enumerate(lighter(run, gpu_bytes), start=1):
         yield f"try {number}: {shlex.join(change.overrides)}, planned peak {_amount(change.total)}"
-    if config.cluster.gpu is not None:
-        for layout in suggest(config, hf_config, make_plan(config, shape), count=2):
+    if run.config.cluster.gpu is not None:
+        for layout in suggest(run, make_plan(run), count=2):
             yield f"or: {shlex.join(layout.overrides)}, planned peak {_amount(layout.plan.trainer.total)}"
     if gpu_bytes is None:
         yield "or: a machine with more memory, or fewer engines next to the trainer (rollout.num_servers)"

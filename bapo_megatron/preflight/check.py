@@ -10,14 +10,14 @@ from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import Severity, Violation, overlap, warning
-from bapo_megatron.config.engines import ENGINE_CHECK, engine_kind
-from bapo_megatron.config.families import own_family
+from bapo_megatron.config.engines import ENGINE_CHECK, EngineKind
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.losses import stand_in
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import sglang_kernels
 from bapo_megatron.errors import CheckpointError, ConfigError, TornCheckpointError, UserError, escaped
-from bapo_megatron.hf.shape import load_hf_config, model_shape, unknown_family
+from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.learner import REMOVE_ENGINE
 from bapo_megatron.learner.precision import this_machine
 from bapo_megatron.preflight.checks.all import check_settings
@@ -42,6 +42,7 @@ from bapo_megatron.preflight.software_checks import (
     update_driver,
 )
 from bapo_megatron.preflight.trial import try_loss
+from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.resuming import has_results, num_steps_saved
 from bapo_megatron.runtime.environment import has_gpu_driver
@@ -176,65 +177,66 @@ def violations_of(
     critic = None if config.advantage.compares_responses else config.critic.path
     reference = config.loss.reference_path if config.loss.kl_coef else None
     others = {"critic.path": critic, "loss.reference_path": reference}
-    hf_configs = {
-        setting: (known and known_config(path))
-        or _hf_config(_model(path, setting, found, config_only=not memory) or _incomplete(path), setting, found)
+    run = resolve(config, hf_config)
+    facts = {
+        setting: ModelFacts(other, run.own)
         for setting, path in others.items()
         if path is not None
+        and (
+            other := (known and known_config(path))
+            or _hf_config(_model(path, setting, found, config_only=not memory) or _incomplete(path), setting, found)
+        )
     }
     num_gpus = nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
     if has_gpu_driver() and not (elsewhere or num_gpus):
         found += (outdated := [*_check_driver(config)])
         if any(v.severity == "error" for v in outdated):
             num_gpus = _ENOUGH_GPUS  # torch would see them with another driver
-    is_known = (
-        hf_config is None or unknown_family(hf_config, own_family(config.model.family)) is None
-    )  # otherwise its tokenizer is not loaded
+    is_known = run.model is None or run.model.has_family  # otherwise its tokenizer is not loaded
     tokenizer_from = model if is_known else None
     is_dry = job is not None and not here
     checks = [
         Check(lambda: _absent(config, known is not None) if is_dry else ()),
-        Check(lambda: _check_installed(config, bool(num_gpus)) if not (elsewhere or is_job) else ()),
+        Check(lambda: _check_installed(run.engine, bool(num_gpus)) if not (elsewhere or is_job) else ()),
         Check(
-            lambda: _check_kernels(config, model) if num_gpus and not (elsewhere or is_job) else (),
+            lambda: _check_kernels(run.engine, model) if num_gpus and not (elsewhere or is_job) else (),
             needs=("rollout.engine",),
         ),
         Check(lambda: _check_transformer_engine() if not (elsewhere or is_job) else ()),
         Check(
             lambda: check_settings(
-                config,
-                hf_config=hf_config,
-                reference_config=hf_configs.get("loss.reference_path"),
-                critic_config=hf_configs.get("critic.path"),
+                run,
+                reference=facts.get("loss.reference_path"),
+                critic=facts.get("critic.path"),
                 num_gpus=num_gpus,
                 starts_here=starts_here and nodes == 1,
                 machine=this_machine() if num_gpus and not elsewhere else None,
                 given=given,
             )
         ),
-        Check(lambda: check_nodes(config) if is_job else (), needs=("cluster.nodes",)),
+        Check(lambda: check_nodes(run) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
-        Check(lambda: read_inputs(config, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
-        Check(lambda: try_loss(config, hf_config, elsewhere=elsewhere) if memory else ()),
-        Check(lambda: _check_resume(config, hf_config) if memory and not unread else (), needs=("model",)),
-        Check(lambda: check_open_files(config) if nodes == 1 and not elsewhere else ()),
+        Check(lambda: read_inputs(run, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
+        Check(lambda: try_loss(run, elsewhere=elsewhere) if memory else ()),
+        Check(lambda: _check_resume(run) if memory and not unread else (), needs=("model",)),
+        Check(lambda: check_open_files(run) if nodes == 1 and not elsewhere else ()),
         Check(
-            lambda: check_room(config, hf_config) if starts_here and nodes == 1 and memory and hf_config else (),
+            lambda: check_room(run) if starts_here and nodes == 1 and memory and hf_config else (),
             needs=("model",),
         ),
         Check(
             lambda: (
-                check_host_memory(config, hf_config, starts_here=starts_here and nodes == 1 and job is None)
+                check_host_memory(run, starts_here=starts_here and nodes == 1 and job is None)
                 if memory and hf_config
                 else ()
             ),
             needs=LAYOUT,
         ),
-        Check(lambda: check_machines(config)),
-        Check(lambda: check_devices(config)),
-        Check(lambda: check_node_gpus(config) if nodes > 1 else (), needs=(*SPLIT, "cluster", "slurm.rollout_nodes")),
-        Check(lambda: check_memory(config, hf_config) if memory and hf_config else (), needs=LAYOUT),
-        Check(lambda: check_unused(config), needs=(*SPLIT, "cluster")),
+        Check(lambda: check_machines(run)),
+        Check(lambda: check_devices(run)),
+        Check(lambda: check_node_gpus(run) if nodes > 1 else (), needs=(*SPLIT, "cluster", "slurm.rollout_nodes")),
+        Check(lambda: check_memory(run) if memory and hf_config else (), needs=LAYOUT),
+        Check(lambda: check_unused(run), needs=(*SPLIT, "cluster")),
         Check(lambda: job(config) if job else ()),
     ]
     untold: list[Violation] = []  # found with a default for an unknown value; later checks cannot pass them either
@@ -246,20 +248,20 @@ def violations_of(
     return found
 
 
-def _check_resume(config: Config, hf_config: dict[str, Any] | None) -> Iterator[Violation]:
+def _check_resume(run: Resolved) -> Iterator[Violation]:
     """Check that an earlier run of this name, if there is one, can be resumed with these settings and this model."""
+    config = run.config
     path, named = Path(config.run.dir) / config.run.name, ("run.name", "run.dir")
     if not has_results(path):
         return
     try:
         RunDir.preview(config)
-        saved, own = num_steps_saved(path), own_family(config.model.family)
-        if saved and hf_config is not None and unknown_family(hf_config, own) is None:
+        saved = num_steps_saved(path)
+        if saved and run.model is not None and run.model.has_family:
             from bapo_megatron.checkpoint.folder import read_index  # it needs torch
 
             with contextlib.suppress(TornCheckpointError):  # a resume skips it
-                model = read_index(path / "checkpoints" / f"step-{saved:06d}" / "learner")
-                model.check_model(model_shape(hf_config, own=own))
+                read_index(path / "checkpoints" / f"step-{saved:06d}" / "learner").check_model(run.shape)
     except ConfigError as error:
         yield Violation(named, str(error))
     except CheckpointError as error:
@@ -281,12 +283,11 @@ def _check_driver(config: Config) -> Iterator[Violation]:
         yield Violation(("model.dtype",), told, update_driver(cuda))
 
 
-def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:
+def _check_installed(engine: EngineKind, has_gpu: bool) -> Iterator[Violation]:
     """Check that the engine is installed in this environment, with a Megatron-Core that was tried."""
-    path = engine_kind(config.rollout.engine).check
     try:
-        if path is not None:
-            ENGINE_CHECK.load(path)(has_gpu)
+        if engine.check is not None:
+            ENGINE_CHECK.load(engine.check)(has_gpu)
     except UserError as error:
         yield Violation(("rollout.engine",), str(error))
     megatron = check_megatron(has_gpu)
@@ -295,9 +296,9 @@ def _check_installed(config: Config, has_gpu: bool) -> Iterator[Violation]:
         yield Violation(("model.implementation",), f"{megatron.name} {megatron.what}", megatron.advice, severity)
 
 
-def _check_kernels(config: Config, model: Path | None) -> Iterator[Violation]:
+def _check_kernels(engine: EngineKind, model: Path | None) -> Iterator[Violation]:
     """Tell of an SGLang that serves without its compiled kernels here; refuse a model that needs them."""
-    if engine_kind(config.rollout.engine).section != "sglang":
+    if engine.section != "sglang":
         return
     try:
         serving = sglang_kernels.choose()
@@ -341,11 +342,11 @@ def _with_default(config: Config, table: str, field: str) -> Config:
     return config.model_copy(update={table: section.model_copy(update={field: default})})
 
 
-def accepts_layout(config: Config, hf_config: dict[str, Any], *, on_gpus: bool) -> bool:
+def accepts_layout(run: Resolved, *, on_gpus: bool) -> bool:
     """Return whether `bapo check` accepts a changed layout of the same number of ranks, apart from memory."""
-    violations = check_settings(config, hf_config=hf_config, num_gpus=_ENOUGH_GPUS if on_gpus else 0)
-    if config.cluster.nodes > 1:
-        violations += check_placement(config)
+    violations = check_settings(run, num_gpus=_ENOUGH_GPUS if on_gpus else 0)
+    if run.config.cluster.nodes > 1:
+        violations += check_placement(run)
     return not any(v.severity == "error" for v in violations)
 
 

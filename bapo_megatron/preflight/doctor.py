@@ -12,16 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.engines import num_server_gpus
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.group import Rendezvous, started_probes
 from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.preflight.packages import check_versions
+from bapo_megatron.resolved import resolve
 from bapo_megatron.runtime.nccl import may_share_gpus
 
 PROBE_TIMEOUT_S = 15.0
@@ -99,7 +97,7 @@ def _gpus_needed(config: Config | None) -> int:
         return config.cluster.gpus_per_node
     if config.model.dtype == "float32":
         return 0
-    return 1 if may_share_gpus() else config.parallel.size + num_server_gpus(config.rollout)
+    return 1 if may_share_gpus() else resolve(config).placement.num_gpus
 
 
 def _may_use_engine(config: Config) -> bool:
@@ -113,8 +111,7 @@ def _attention(config: Config | None) -> tuple[int, int, int, int, bool]:
     if config is None:
         return common
     try:
-        hf_config = load_hf_config(resolve_model_path(config.model.path))
-        shape = model_shape(hf_config, own=own_family(config.model.family))
+        shape = resolve(config, resolve_model_path(config.model.path)).shape
     except UserError:
         return common  # `bapo check` reports the missing model
     tensor, longest = config.parallel.tensor, config.longest_trained

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bapo_megatron.assets import model_folder
-from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, plural
-from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.hf.tokenizer import reads_clock
 from bapo_megatron.preflight.check import accepts_layout
-from bapo_megatron.preflight.known import GIB, planned_config
+from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import UNEVEN_LOAD, TrainerMemory, fullest_rank, max_microbatches
 from bapo_megatron.preflight.plan import (
     COMPUTE_SHARE,
@@ -34,17 +31,19 @@ from bapo_megatron.preflight.suggest import (
     smallest_cluster,
     suggest,
 )
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime import memory_bytes
 
 
-def outline(config: Config) -> str:
-    """Summarise a run of this configuration in a few lines."""
+def outline(run: Resolved) -> str:
+    """Summarise a run in a few lines."""
+    config = run.config
     p, r, t = config.parallel, config.rollout, config.train
     num_sequences = r.prompts_per_step * r.samples_per_prompt
     num_updates = t.minibatches_per_step * t.epochs_per_step
     partial = f"{plural(r.tokens_per_round, 'token')} a round" if r.tokens_per_round else "off"
-    num_servers = num_started(r) or len(r.urls)
-    engines = plural(num_servers, engine_kind(r.engine).title) if engine_kind(r.engine).samples else "recorded batches"
+    num_servers = run.placement.num_servers or len(r.urls)
+    engines = plural(num_servers, run.engine.title) if run.engine.samples else "recorded batches"
     return "\n".join(
         [
             f"run        {config.run.name}: {plural(t.num_steps, 'step')}, "
@@ -86,14 +85,9 @@ def _clock(config: Config) -> list[str]:
     return [f"template   reads the clock; it gets {time}"] if is_read else []
 
 
-def plan_text(config: Config) -> str:
+def plan_text(run: Resolved) -> str:
     """Return the plan of a checked configuration, without suggestions."""
-    return "\n".join(
-        _lines(
-            config,
-            make_plan(config, model_shape(planned_config(config.model.path), own=own_family(config.model.family))),
-        )
-    )
+    return "\n".join(_lines(run, make_plan(run)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +102,15 @@ class Explanation:
     """What exceeds the memory of the cluster's GPUs."""
 
 
-def explain_plan(config: Config, response_tokens: int | None = None) -> Explanation:
+def explain_plan(run: Resolved, response_tokens: int | None = None) -> Explanation:
     """Explain the plan. Without `cluster.gpu`, the plan is the memory of a rank on CPUs.
 
     Args:
         response_tokens: average response length; None means the maximum.
     """
-    hf_config = planned_config(config.model.path)
-    shape = model_shape(hf_config, own=own_family(config.model.family))
+    config = run.config
     if config.cluster.gpu is None:
-        memory, have = fullest_rank(config, shape), memory_bytes() / GIB
+        memory, have = fullest_rank(run), memory_bytes() / GIB
         need = memory.total / GIB
         ranks = config.parallel.size
         processes = plural(ranks, "trainer process")
@@ -128,11 +121,11 @@ def explain_plan(config: Config, response_tokens: int | None = None) -> Explanat
             "change     set cluster.gpu, or merge a file of clusters/, to plan for GPUs",
         ]
         return Explanation("\n".join(verdict), "\n".join(_memory(memory, "process on CPUs")), [])
-    plan = make_plan(config, shape, response_tokens)
-    found = [] if _is_too_small(config, plan) else suggest(config, hf_config, plan)
+    plan = make_plan(run, response_tokens)
+    found = [] if _is_too_small(config, plan) else suggest(run, plan)
     problems = [v.message for v in memory_problems(config, plan)]
-    verdict = [_fit(plan), _time(config, plan), f"change     {_change(config, hf_config, plan, found)}"]
-    return Explanation("\n".join(verdict), "\n".join([*_lines(config, plan), *_suggestions(found)]), problems)
+    verdict = [_fit(plan), _time(config, plan), f"change     {_change(run, plan, found)}"]
+    return Explanation("\n".join(verdict), "\n".join([*_lines(run, plan), *_suggestions(found)]), problems)
 
 
 def _fit(plan: RunPlan) -> str:
@@ -156,61 +149,58 @@ def _time(config: Config, plan: RunPlan) -> str:
     return f"time       {time_text(of_step.step_s)} a step expected ({of_step.mode}): {parts}"
 
 
-def _change(config: Config, hf_config: dict[str, Any], plan: RunPlan, found: Sequence[Suggestion]) -> str:
+def _change(run: Resolved, plan: RunPlan, found: Sequence[Suggestion]) -> str:
     """Say what to change: the first suggestion, or where to find more."""
-    can_split = engine_kind(config.rollout.engine).on_gpus
+    can_split = run.engine.on_gpus
     if found:
         first = found[0]
         time_s = time_text(first.plan.train.expected)
         return f"{' '.join(first.overrides)}: {first.plan.trainer.total / GIB:.1f} GiB, training {time_s}"
     if plan.fits:
-        asks_best = can_split and not _is_too_small(config, plan)
+        asks_best = can_split and not _is_too_small(run.config, plan)
         return "nothing in the trainer's layout" + (": see --best for the split of the GPUs" if asks_best else "")
-    if can_split and best_split(config, hf_config, plan.tokens.response):
+    if can_split and best_split(run, plan.tokens.response):
         return "the split of the GPUs: --best finds one that fits"
-    return _larger_cluster(config, hf_config) if can_split else "the number of trainer GPUs: too few"
+    return _larger_cluster(run) if can_split else "the number of trainer GPUs: too few"
 
 
-def _larger_cluster(config: Config, hf_config: dict[str, Any]) -> str:
-    c = config.cluster
-    nodes = smallest_cluster(config, hf_config)
+def _larger_cluster(run: Resolved) -> str:
+    c = run.config.cluster
+    nodes = smallest_cluster(run)
     here = f"no layout fits on {plural(c.nodes * c.gpus_per_node, 'GPU')}"
     if nodes is None:
         return f"{here}, nor on a larger cluster; set a smaller train.max_tokens_per_microbatch, or shorter responses"
     return f"{here}; the smallest cluster that does is {plural(nodes, 'node')}: set cluster.nodes={nodes}"
 
 
-def explain_best(config: Config, response_tokens: int | None = None) -> tuple[str, GPUSplit]:
+def explain_best(run: Resolved, response_tokens: int | None = None) -> tuple[str, GPUSplit]:
     """Return the best split of the GPUs, and a text that compares it with the present one if that is possible.
 
     Raises:
         ConfigError: there is nothing to split, or nothing fits.
     """
-    hf_config = planned_config(config.model.path)
-    c = config.cluster
-    if c.gpu is None or not engine_kind(config.rollout.engine).on_gpus:
+    c = run.config.cluster
+    if c.gpu is None or not run.engine.on_gpus:
         raise ConfigError(
             "--best splits the GPUs of [cluster] over trainer and SGLang servers; set cluster.gpu and "
             'rollout.engine="sglang", or merge a file of clusters/, such as clusters/1x8-h100'
         )
-    best = best_split(config, hf_config, response_tokens)
+    best = best_split(run, response_tokens)
     if best is None:
-        raise ConfigError(_larger_cluster(config, hf_config))
+        raise ConfigError(_larger_cluster(run))
     lines: list[str] = []
-    if accepts_layout(config, hf_config, on_gpus=True) and config.parallel.size + num_server_gpus(config.rollout) <= (
-        c.nodes * c.gpus_per_node
-    ):
-        present = make_plan(config, model_shape(hf_config, own=own_family(config.model.family)), response_tokens)
-        lines += _split("present", config, present)
-    lines += _split("best", best.config, best.plan)
-    p = best.config.parallel
+    if accepts_layout(run, on_gpus=True) and run.placement.num_gpus <= c.nodes * c.gpus_per_node:
+        lines += _split("present", run.config, make_plan(run, response_tokens))
+    chosen = best.run.config
+    lines += _split("best", chosen, best.plan)
+    p = chosen.parallel
     lines.append(
         f"           tensor {p.tensor} x pipeline {p.pipeline} x context {p.context} x data {p.data}, recompute "
-        f"{'on' if best.config.train.recompute else 'off'}; {best.plan.trainer.total / GIB:.1f} of "
+        f"{'on' if chosen.train.recompute else 'off'}; {best.plan.trainer.total / GIB:.1f} of "
         f"{FULL * best.plan.gpu_memory_gib:.1f} GiB of a trainer GPU"
     )
     label = "why"
-    for one in () if _is_too_small(best.config, best.plan) else alternatives(best, hf_config):
+    for one in () if _is_too_small(chosen, best.plan) else alternatives(best):
         choice = f"{one.setting}={_shown(one.best)}"
         lines.append(f"{label:<10} {choice:<34} {_against(one, best)}")
         label = ""
@@ -267,12 +257,11 @@ def _is_too_small(config: Config, plan: RunPlan) -> bool:
     return plan.fits and of_step is not None and of_step.step_s < _PLANNED_S
 
 
-def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
-    c, r, tokens = config.cluster, config.rollout, plan.tokens
-    ranks, on_servers = config.parallel.size, r.num_servers * r.server_tensor_parallel if plan.server else 0
+def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:
+    c, tokens, placement = run.config.cluster, plan.tokens, run.placement
     yield (
-        f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(ranks, 'GPU')} for the trainer"
-        f", {on_servers} for servers, {c.nodes * c.gpus_per_node - ranks - on_servers} idle"
+        f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(placement.num_ranks, 'GPU')} for the "
+        f"trainer, {placement.num_server_gpus} for servers, {c.nodes * c.gpus_per_node - placement.num_gpus} idle"
     )
     yield from _memory(
         plan.trainer,
@@ -306,7 +295,7 @@ def _lines(config: Config, plan: RunPlan) -> Iterator[str]:
     if plan.routes_bytes:
         of_server = f", {plan.server.routes / 1e9:.1f} GB for each server GPU" if plan.server else ""
         yield f"routes     {plan.routes_bytes / 1e9:.1f} GB of memory on trainer rank 0's node{of_server}"
-    yield from _balance(config, plan)
+    yield from _balance(run.config, plan)
     yield f"sync       {plan.sync_bytes / 1e9:.1f} GB, {_span(plan.sync)}"
     yield (
         f"           times by roofline: at peak rates; at {COMPUTE_SHARE:.0%} of compute, {LINK_SHARE:.0%} of bandwidth"

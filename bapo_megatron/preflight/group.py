@@ -17,10 +17,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.engines.processes import LOOPBACK, loopback_variables, reserved_ports
+from bapo_megatron.engines.processes import loopback_variables, reserved_ports
 from bapo_megatron.engines.update_group import connect_store, host_store
 from bapo_megatron.errors import plural
 from bapo_megatron.preflight.machine_checks import Finding
+from bapo_megatron.runtime import LOOPBACK
 from bapo_megatron.runtime.environment import nccl_variables
 from bapo_megatron.runtime.nccl import loaded_version
 

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.assets import SHIPPED_MODELS
 from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.dotted import REWARD
-from bapo_megatron.config.engines import engine_kind
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config, EnvironmentConfig, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
 from bapo_megatron.errors import CheckpointError, UserError, closest, did_you_mean, plural
@@ -28,6 +26,7 @@ from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.jsonl import RowSource
 from bapo_megatron.prompts.rows import missing
 from bapo_megatron.prompts.tools import ToolOptions, schemas_of
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.rewards.judges import EXACT, JudgeSpec
 from bapo_megatron.rewards.stated import misfit
 
@@ -46,7 +45,7 @@ Asked = tuple[Config, str, Question]
 """A source's first question, with the configuration whose judge scores it and the name of the source."""
 
 
-def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: bool) -> list[Violation]:
+def read_inputs(run: Resolved, model: Path | None, memory: Findings, *, here: bool) -> list[Violation]:
     """Find what is wrong with what the run will read.
 
     Args:
@@ -54,8 +53,9 @@ def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: b
         memory: findings of earlier calls.
         here: whether files must be on this machine; if not, a missing one is only a warning.
     """
+    config = run.config
     found: list[Violation] = []
-    if engine_kind(config.rollout.engine).samples:
+    if run.engine.samples:
         sections = (config.data, config.reward, config.environment, config.eval)
         values = [section.model_dump_json() for section in sections]
         rollout = (
@@ -65,17 +65,17 @@ def read_inputs(config: Config, model: Path | None, memory: Findings, *, here: b
         )
         key = json.dumps([config.run.seed, config.model.path, *rollout, *values, here])
         if key not in memory:
-            memory[key] = list(dict.fromkeys(_prompts_and_judge(config, model, here)))
+            memory[key] = list(dict.fromkeys(_prompts_and_judge(run, model, here)))
         found += memory[key]
     else:
-        found += _recording(config, model, here)
-    return [*found, *_key(config, here), *_passed_on(config)]
+        found += _recording(run, model, here)
+    return [*found, *_key(run, here), *_passed_on(run)]
 
 
-def _key(config: Config, here: bool) -> Iterator[Violation]:
+def _key(run: Resolved, here: bool) -> Iterator[Violation]:
     """Read the key of attached servers."""
-    path = config.rollout.api_key
-    if path is None or engine_kind(config.rollout.engine).needs != "urls":
+    path = run.config.rollout.api_key
+    if path is None or run.engine.needs != "urls":
         return
     if not here and not Path(path).expanduser().exists():
         problem = f"rollout.api_key={path} is not on this machine, and was not read"
@@ -87,9 +87,10 @@ def _key(config: Config, here: bool) -> Iterator[Violation]:
         yield Violation(("rollout.api_key",), str(error))
 
 
-def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
+def _prompts_and_judge(run: Resolved, model: Path | None, here: bool) -> Iterator[Violation]:
     """Read the prompts for training and evaluation; let their judge score one of each with the correct answer, or start
     the environment."""
+    config = run.config
     if problems := [*_tools(config)]:
         yield from problems
         config = config.model_copy(update={"environment": EnvironmentConfig()})  # the rest is read without
@@ -128,11 +129,11 @@ def _prompts_and_judge(config: Config, model: Path | None, here: bool) -> Iterat
             yield from _not_used(config, one, source, settings)
         if table == "data" and one.has_rows:
             yield from _few_prompts(config, len(source), settings)
-        yield from _lengths(alone, model, source, first, settings)
+        yield from _lengths(run.changed(alone), model, source, first, settings)
     if config.environment.is_used:
-        yield from _environment(config, model)
+        yield from _environment(run.changed(config), model)
     if model is not None:
-        yield from _stop_tokens(config, model)
+        yield from _stop_tokens(run.changed(config), model)
     if config.has_judge:
         yield from check_judge(config, questions, is_complete=is_complete)
 
@@ -201,16 +202,16 @@ _NO_TEMPLATE: dict[str, Any] = {"system_prompt": None, "template_options": {}}
 
 
 def _lengths(
-    config: Config, model: Path | None, source: PromptSource, first: list[Question], settings: tuple[str, ...]
+    run: Resolved, model: Path | None, source: PromptSource, first: list[Question], settings: tuple[str, ...]
 ) -> Iterator[Violation]:
     """Check that the prompts have the right lengths and forms, that the tokenizer can encode them, and that a response
     has room for the answer.
 
     Args:
-        config: a configuration with the prompts of this source.
+        run: its configuration has the prompts of this source.
         settings: the settings that describe the source.
     """
-    data, limit = config.data, config.rollout.max_response_tokens
+    config, data, limit = run.config, run.config.data, run.config.rollout.max_response_tokens
     questions = source.questions if isinstance(source, RowSource) else first
     read = _telling(questions) if isinstance(source, RowSource) else [*range(len(first))]
     answers = [str(q.answer) for q in first if isinstance(q.answer, str | int | float)] if config.has_judge else []
@@ -223,7 +224,7 @@ def _lengths(
     from bapo_megatron.prompts.encoding import words_ids
     from bapo_megatron.prompts.stream import PromptStream
 
-    tokenizer = _tokenizer(config, model)
+    tokenizer = _tokenizer(run, model)
     if isinstance(tokenizer, Violation):
         yield tokenizer
         return
@@ -276,17 +277,17 @@ def _telling(questions: Sequence[Question]) -> list[int]:
     return sorted({*range(NUM_ROWS), *longest, *[*forms.values()][:NUM_ROWS]})
 
 
-def _tokenizer(config: Config, model: Path) -> Any:
+def _tokenizer(run: Resolved, model: Path) -> Any:
     """Load the policy's tokenizer; return a violation if it cannot be loaded."""
     from bapo_megatron.hf.tokenizer import load_tokenizer
 
     try:
-        return load_tokenizer(model, own_family(config.model.family))
+        return load_tokenizer(model, run.own)
     except UserError as error:
         return Violation(("model.path",), str(error))
     except Exception as error:  # transformers raises many kinds for a damaged file
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        problem = f"model.path={config.model.path}: its tokenizer cannot be loaded: {reason[:300]}"
+        problem = f"model.path={run.config.model.path}: its tokenizer cannot be loaded: {reason[:300]}"
         return Violation(("model.path",), problem)
 
 
@@ -349,21 +350,22 @@ def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]], settings: 
             yield warning(settings, problem, remedy)
 
 
-def _stop_tokens(config: Config, model: Path) -> Iterator[Violation]:
+def _stop_tokens(run: Resolved, model: Path) -> Iterator[Violation]:
     """Check that some token ends a turn, and find the tokens that settings name in the tokenizer."""
+    config = run.config
     names = (*config.environment.stop_tokens, *config.rollout.ignore_stop_tokens)
     if config.model.path in SHIPPED_MODELS and not names:  # loading a tokenizer takes seconds
         return
     from bapo_megatron.hf.tokenizer import end_token_ids
     from bapo_megatron.prompts.stop_tokens import stop_token_ids
 
-    tokenizer = _tokenizer(config, model)
+    tokenizer = _tokenizer(run, model)
     if isinstance(tokenizer, Violation):
         yield tokenizer
         return
     settings = ("model.path", "rollout.ignore_stop_tokens", "environment.stop_tokens", "environment.kind")
     try:
-        end_ids = end_token_ids(model, tokenizer, own_family(config.model.family))
+        end_ids = end_token_ids(model, tokenizer, run.own)
         stop_token_ids(config, tokenizer, end_ids)
     except CheckpointError as error:
         yield Violation(("model.path",), str(error))
@@ -373,11 +375,12 @@ def _stop_tokens(config: Config, model: Path) -> Iterator[Violation]:
         yield Violation((*first, "data.chat_template"), str(error))
 
 
-def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
+def _environment(run: Resolved, model: Path | None) -> Iterator[Violation]:
     """Start the environment, and check that the chat template takes the answers of tools."""
     from bapo_megatron.rollout.agents import REWARD_VARIABLE, WRITE, prints_its_reward
     from bapo_megatron.rollout.turn_tokens import check_tools, environment_of
 
+    config = run.config
     limits = ("environment.concurrency", "reward.process_memory_mib")
     try:
         with _unseen_output() as output:
@@ -389,7 +392,7 @@ def _environment(config: Config, model: Path | None) -> Iterator[Violation]:
         yield warning(("environment.options", "reward.kind"), problem, WRITE)
     if model is None or config.environment.kind != "tools":
         return
-    tokenizer = _tokenizer(config, model)
+    tokenizer = _tokenizer(run, model)
     if isinstance(tokenizer, Violation):
         yield tokenizer
         return
@@ -430,8 +433,9 @@ def _unseen_output() -> Iterator[int]:
             raise RuntimeError(f"{error}; it printed last: {last}" if last else str(error)) from error
 
 
-def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Violation]:
+def _recording(run: Resolved, model: Path | None, here: bool) -> Iterator[Violation]:
     """Read the first and the last recorded step; every step if it was recorded with a higher limit of responses."""
+    config = run.config
     if config.rollout.recorded_from is None:
         return  # checks/rollout.py reports it
     folder, settings = Path(config.rollout.recorded_from).expanduser(), ("rollout.recorded_from", "rollout.engine")
@@ -442,10 +446,9 @@ def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Viola
         else:
             yield warning(settings, f"rollout.recorded_from={folder} is not on this machine, and was not read")
         return
-    from bapo_megatron.config.families import token_streams
     from bapo_megatron.rollout.recorded import limit_of_recording, read_groups
 
-    streams = token_streams(config.model.family, model, config.model.requested_streams) if model else ()
+    streams = run.streams if model else ()
     last, limit = config.train.num_steps, config.rollout.max_response_tokens
     has_longer = (limit_of_recording(folder) or 0) > limit
     for step in range(1, last + 1) if has_longer else (1, last):
@@ -456,11 +459,12 @@ def _recording(config: Config, model: Path | None, here: bool) -> Iterator[Viola
             return
 
 
-def _passed_on(config: Config) -> Iterator[Violation]:
+def _passed_on(run: Resolved) -> Iterator[Violation]:
     """Compare the names in [megatron.extra] and [sglang.extra] with the names that the installed packages declare."""
+    config = run.config
     if config.megatron.extra:
         yield from _unknown("megatron.extra", config.megatron.extra, "TransformerConfig", transformer_settings())
-    if config.sglang.extra and engine_kind(config.rollout.engine).section == "sglang":
+    if config.sglang.extra and run.engine.section == "sglang":
         yield from _unknown(
             "sglang.extra", config.sglang.extra, "ServerArgs", server_arguments(), also=("rollout.engine",)
         )

@@ -6,16 +6,13 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.engines import num_started
-from bapo_megatron.config.families import own_family
-from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.memory import checkpoint_bytes, host_bytes, routes_host_bytes
 from bapo_megatron.preflight.plan import LAYOUT
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime import memory_bytes, num_cores, raise_open_files
 
 Grade = Literal["ok", "absent", "warning", "error"]
@@ -46,10 +43,10 @@ _FILES_OF_RANK = 2
 _ROOM = ("run.dir", "checkpoint.interval_steps", "checkpoint.keep_last")
 
 
-def check_room(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+def check_room(run: Resolved) -> Iterator[Violation]:
     """Check that `run.dir` has space for a checkpoint, and warn if it has too little for all that are kept."""
+    config, needed = run.config, checkpoint_bytes(run)
     folder = Path(config.run.dir)
-    needed = checkpoint_bytes(config, model_shape(hf_config, own=own_family(config.model.family)))
     num_kept = config.checkpoint.keep_last + 1  # an old one is deleted only once the new one is complete
     try:
         free = shutil.disk_usage(_existing(folder)).free
@@ -74,15 +71,14 @@ _HOST = (  # what `check_host_memory` reads
 _MEMORY_OPTION = re.compile(r"--mem[= ](\d+)([KMGT]?)")
 
 
-def check_host_memory(config: Config, hf_config: dict[str, Any], *, starts_here: bool) -> Iterator[Violation]:
+def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation]:
     """Check that CPU memory holds routes and copies of checkpoints: what a job asks for on a node, or this machine's.
 
     Args:
         starts_here: whether the run takes place on this machine.
     """
-    shape = model_shape(hf_config, own=own_family(config.model.family))
-    copies, routes = host_bytes(config, shape), routes_host_bytes(config, shape)
-    asked = next((found for option in config.slurm.options if (found := _MEMORY_OPTION.fullmatch(option))), None)
+    copies, routes = host_bytes(run), routes_host_bytes(run)
+    asked = next((found for option in run.config.slurm.options if (found := _MEMORY_OPTION.fullmatch(option))), None)
     if starts_here:
         have, where = memory_bytes(), "this machine has"
     elif asked and int(asked[1]):
@@ -116,20 +112,20 @@ _OPEN_FILES = (  # what `open_files_needed` reads
 )
 
 
-def open_files_needed(config: Config) -> int:
+def open_files_needed(run: Resolved) -> int:
     """Return how many files and connections a process of a run may have open at a time: rank 0 has the most."""
-    r = config.rollout
+    config, r = run.config, run.config.rollout
     num_samples = (r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt
     num_requests = num_samples if config.model.replay_routes else 0  # otherwise rounds send each engine one
     if r.overlap or r.abort_tail:
-        num_requests = min(num_samples, r.max_concurrent_requests * max(1, num_started(r) or len(r.urls)))
+        num_requests = min(num_samples, r.max_concurrent_requests * max(1, run.placement.num_servers or len(r.urls)))
     num_judges = config.reward.concurrency or num_cores()
     return _BASE_OPEN_FILES + num_requests + _FILES_OF_JUDGE * num_judges + _FILES_OF_RANK * config.parallel.size
 
 
-def check_open_files(config: Config) -> Iterator[Violation]:
+def check_open_files(run: Resolved) -> Iterator[Violation]:
     """Compare the most files that a process may open with what the run needs."""
-    allowed, needed = raise_open_files(), open_files_needed(config)
+    allowed, needed = raise_open_files(), open_files_needed(run)
     if allowed >= needed:
         return
     how = (

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.chunks import chunk_rows
-from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.hf.shape import (
     RULE_CHUNK,
@@ -31,7 +30,7 @@ from bapo_megatron.hf.splits import Entry
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
 from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.placement import place
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.rollout.staleness import StalenessBound
 
 _CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
@@ -140,36 +139,36 @@ def model_parameters(shape: ModelShape) -> int:
     return _in_layers(shape, shape.layers, ParallelConfig()).total + sum(entry.num_values(1) for entry in outside)
 
 
-def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+def checkpoint_bytes(run: Resolved) -> int:
     """Return the bytes of one training checkpoint: float32 weights and two moments, also the critic's."""
-    num_models = 1 if config.advantage.compares_responses else 2
-    return num_models * _CHECKPOINT_BYTES * model_parameters(shape)
+    num_models = 1 if run.config.advantage.compares_responses else 2
+    return num_models * _CHECKPOINT_BYTES * model_parameters(run.shape)
 
 
-def host_bytes(config: Config, shape: ModelShape) -> int:
+def host_bytes(run: Resolved) -> int:
     """Return the CPU memory for copies of checkpoints on each node that trains; 0 if there are none."""
-    if not config.checkpoint.asynchronous or config.checkpoint.interval_steps is None:
+    if not run.config.checkpoint.asynchronous or run.config.checkpoint.interval_steps is None:
         return 0
-    return -(-checkpoint_bytes(config, shape) // (place(config).trainer_nodes if config.cluster.nodes > 1 else 1))
+    return -(-checkpoint_bytes(run) // run.placement.trainer_nodes)
 
 
-def routes_bytes(config: Config, shape: ModelShape) -> int:
+def routes_bytes(run: Resolved) -> int:
     """Return the bytes of one token's routes, of all layers; 0 without replay."""
-    return routes(shape).row_bytes if config.model.replay_routes and shape.experts else 0
+    return routes(run.shape).row_bytes if run.config.model.replay_routes and run.shape.experts else 0
 
 
-def routes_host_bytes(config: Config, shape: ModelShape) -> int:
+def routes_host_bytes(run: Resolved) -> int:
     """Return the CPU memory of trainer rank 0 for routes, if all samples are as long as allowed.
 
     Untrained groups hold them, one step's more than are in flight or, with overlap, as many as the bound of staleness
     allows. The batch, or a checkpoint, repeats them.
     """
-    r, t = config.rollout, config.train
+    r, t = run.config.rollout, run.config.train
     num_groups: float = (r.groups_in_flight or r.prompts_per_step) + r.prompts_per_step
     if r.overlap and r.max_staleness is not None:
         num_updates = t.minibatches_per_step * t.epochs_per_step
         num_groups = StalenessBound(r.max_staleness, num_updates, r.prompts_per_step).capacity(0, 0)
-    return 2 * int(num_groups) * r.samples_per_prompt * config.longest_trained * routes_bytes(config, shape)
+    return 2 * int(num_groups) * r.samples_per_prompt * run.config.longest_trained * routes_bytes(run)
 
 
 def active_parameters(shape: ModelShape) -> int:
@@ -234,26 +233,26 @@ class TrainerMemory:
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
 
 
-def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_bytes: int | None = None) -> TrainerMemory:
+def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = None) -> TrainerMemory:
     """Estimate the memory of a stage's fullest rank.
 
     Args:
         gpu_bytes: memory of a GPU; None means a CPU, which has no CUDA context.
     """
     on_gpu = gpu_bytes is not None
-    p, item = config.parallel, ITEM_BYTES[config.model.dtype]
-    of_stage = p.stage_sizes(shape.num_layers)[stage]
-    held = rank_parameters(shape, p, stage)
-    count, owned = held.total, held.owned(config)
+    p, item = run.config.parallel, ITEM_BYTES[run.config.model.dtype]
+    of_stage = p.stage_sizes(run.shape.num_layers)[stage]
+    held = rank_parameters(run.shape, p, stage)
+    count, owned = held.total, held.owned(run.config)
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
     critic = 0
-    if not config.advantage.compares_responses:
-        values = critic_parameters(shape, p, stage)
-        critic = values * (item + MASTER_BYTES) + Held(values).owned(config) * state
-    layers = _Activations(config, shape, gpu_bytes)
+    if not run.config.advantage.compares_responses:
+        values = critic_parameters(run.shape, p, stage)
+        critic = values * (item + MASTER_BYTES) + Held(values).owned(run.config) * state
+    layers = _Activations(run, gpu_bytes)
     # a parameter's gradient briefly exists outside the gradient buffer; without overlap, the vocabulary's does not
     largest = largest_parameter if p.overlap_communication else largest_in_layer
-    working, logits = layers.backward() + largest(shape, p) * item, 0
+    working, logits = layers.backward() + largest(run.shape, p) * item, 0
     if stage == p.pipeline - 1 and layers.rows() + layers.logits() > working:
         working, logits = layers.rows(), layers.logits()
     return TrainerMemory(
@@ -262,50 +261,50 @@ def trainer_memory(config: Config, shape: ModelShape, *, stage: int = 0, gpu_byt
         weights=count * item,
         gradients=count * MASTER_BYTES,
         optimizer=owned * state,
-        reference=count * item if config.loss.kl_coef else 0,
+        reference=count * item if run.config.loss.kl_coef else 0,
         critic=critic,
-        fp8=FP8_BYTES * count if config.precision.uses_fp8 and not config.precision.fp8_params else 0,
-        batch=_tokens_of_update(config) * (BATCH_BYTES + of_stage * routes_bytes(config, shape) // shape.num_layers),
+        fp8=FP8_BYTES * count if run.config.precision.uses_fp8 and not run.config.precision.fp8_params else 0,
+        batch=_tokens_of_update(run.config) * (BATCH_BYTES + of_stage * routes_bytes(run) // run.shape.num_layers),
         context=CONTEXT_BYTES + NCCL_BYTES if on_gpu else 0,
         activations=layers.kept(stage),
         working=working,
         logits=logits,
-        update=owned * MASTER_BYTES if on_gpu else 2 * largest_parameter(shape, p) * MASTER_BYTES,
-        sync=_sync(config, shape) if stage == 0 else 0,
+        update=owned * MASTER_BYTES if on_gpu else 2 * largest_parameter(run.shape, p) * MASTER_BYTES,
+        sync=_sync(run) if stage == 0 else 0,
     )
 
 
-def fullest_rank(config: Config, shape: ModelShape, gpu_bytes: int | None = None) -> TrainerMemory:
+def fullest_rank(run: Resolved, gpu_bytes: int | None = None) -> TrainerMemory:
     """Return the memory of the rank that runs out first."""
-    stages = range(config.parallel.pipeline)
-    return max((trainer_memory(config, shape, stage=s, gpu_bytes=gpu_bytes) for s in stages), key=lambda m: m.total)
+    stages = range(run.config.parallel.pipeline)
+    return max((trainer_memory(run, stage=s, gpu_bytes=gpu_bytes) for s in stages), key=lambda m: m.total)
 
 
-def plans_forwards_first(config: Config, shape: ModelShape, gpu_bytes: int | None) -> bool:
+def plans_forwards_first(run: Resolved, gpu_bytes: int | None) -> bool:
     """Return whether all forward passes of a full-length update come before its backward passes."""
-    return forwards_under_way(config, shape, gpu_bytes) == max_microbatches(config)
+    return forwards_under_way(run, gpu_bytes) == max_microbatches(run.config)
 
 
-def forwards_under_way(config: Config, shape: ModelShape, gpu_bytes: int | None) -> int:
+def forwards_under_way(run: Resolved, gpu_bytes: int | None) -> int:
     """Count the micro-batches that `auto` may run forward before the first backward pass.
 
     Shorter responses make fewer micro-batches, so any number up to this one occurs. On a CPU, whose memory is unknown
     here, the count is at most 1.
     """
-    if not searches_exactly(config):
+    if not searches_exactly(run.config):
         return 0
-    hidden = microbatch_tokens(config) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
-    if config.parallel.sequence:
-        hidden //= config.parallel.tensor
-    each = shape.num_layers * hidden
+    hidden = microbatch_tokens(run.config) * run.shape.hidden_size * ITEM_BYTES[run.config.model.dtype]
+    if run.config.parallel.sequence:
+        hidden //= run.config.parallel.tensor
+    each = run.shape.num_layers * hidden
 
     def is_too_many(count: int) -> bool:
-        stages = config.parallel.pipeline
-        return not config.train.forwards_first(
+        stages = run.config.parallel.pipeline
+        return not run.config.train.forwards_first(
             count, num_stages=stages, layer_input_bytes=count * each, memory_bytes=gpu_bytes
         )
 
-    return bisect.bisect_left(range(1, max_microbatches(config) + 1), True, key=is_too_many)
+    return bisect.bisect_left(range(1, max_microbatches(run.config) + 1), True, key=is_too_many)
 
 
 def max_microbatches(config: Config) -> int:
@@ -319,23 +318,24 @@ def max_microbatches(config: Config) -> int:
     return -(-per_rank // per_microbatch)
 
 
-def planned_chunk_rows(config: Config, shape: ModelShape, *, on_gpu: bool) -> int:
+def planned_chunk_rows(run: Resolved, *, on_gpu: bool) -> int:
     """Return the rows of logits that exist together on a rank of the last stage."""
-    tensor = config.parallel.tensor
-    return config.train.logprob_chunk_tokens or chunk_rows(shape.padded_vocab_size(tensor) // tensor, on_gpu=on_gpu)
+    tensor = run.config.parallel.tensor
+    vocab_rows = run.shape.padded_vocab_size(tensor) // tensor
+    return run.config.train.logprob_chunk_tokens or chunk_rows(vocab_rows, on_gpu=on_gpu)
 
 
-def layers_per_chunk(config: Config, shape: ModelShape) -> int:
+def layers_per_chunk(run: Resolved) -> int:
     """Count the layers of the largest chunk."""
-    return max(1, max(config.parallel.stage_sizes(shape.num_layers)) // config.parallel.virtual_pipeline)
+    return max(1, max(run.config.parallel.stage_sizes(run.shape.num_layers)) // run.config.parallel.virtual_pipeline)
 
 
-def recomputed_layers(config: Config, shape: ModelShape) -> int:
+def recomputed_layers(run: Resolved) -> int:
     """Count the layers of one chunk that are recomputed as a whole."""
-    t = config.train
+    t = run.config.train
     if not t.recompute or t.recompute_modules:
         return 0
-    layers = layers_per_chunk(config, shape)
+    layers = layers_per_chunk(run)
     return layers if t.recompute_layers is None else min(t.recompute_layers, layers)
 
 
@@ -363,13 +363,13 @@ def _tokens_of_update(config: Config) -> int:
     return -(-_sequences_per_rank(config) * longest // config.parallel.context)
 
 
-def _sync(config: Config, shape: ModelShape) -> int:
+def _sync(run: Resolved) -> int:
     """Estimate rank 0's weight sync: two buckets, and a tensor gathered from its shards."""
-    largest = largest_tensor(shape) * ITEM_BYTES[config.model.dtype]
-    bucket = max(int(config.sync.bucket_mib * 2**20), largest)
-    p = config.parallel
+    largest = largest_tensor(run.shape) * ITEM_BYTES[run.config.model.dtype]
+    bucket = max(int(run.config.sync.bucket_mib * 2**20), largest)
+    p = run.config.parallel
     gathered = 0 if p.tensor * p.pipeline * p.expert == 1 else 2 * largest
-    if not engine_kind(config.rollout.engine).samples:
+    if not run.engine.samples:
         return 0
     return 2 * bucket + gathered
 
@@ -377,19 +377,20 @@ def _sync(config: Config, shape: ModelShape) -> int:
 class _Activations:
     """Bytes that autograd keeps for the layers of one rank."""
 
-    def __init__(self, config: Config, shape: ModelShape, gpu_bytes: int | None) -> None:
-        p = config.parallel
-        self._config, self._shape, self._on_gpu = config, shape, gpu_bytes is not None
-        self._forwards_first = forwards_under_way(config, shape, gpu_bytes)
-        self._item = ITEM_BYTES[config.model.dtype]
-        self._T = microbatch_tokens(config)
+    def __init__(self, run: Resolved, gpu_bytes: int | None) -> None:
+        p = run.config.parallel
+        self._run, self._on_gpu = run, gpu_bytes is not None
+        self._config, self._shape = run.config, run.shape
+        self._forwards_first = forwards_under_way(run, gpu_bytes)
+        self._item = ITEM_BYTES[run.config.model.dtype]
+        self._T = microbatch_tokens(run.config)
         self._rows = -(-self._T // p.tensor) if p.sequence else self._T  # rows of hidden states between the linears
-        self._H = shape.hidden_size
-        self._Q = shape.num_heads * shape.head_dim // p.tensor
-        self._K = shape.num_kv_heads * shape.head_dim // p.tensor
-        self._V = shape.padded_vocab_size(p.tensor) // p.tensor
-        each = layers_per_chunk(config, shape)
-        chunks = (shape.layers[first : first + each] for first in range(0, shape.num_layers, each))
+        self._H = run.shape.hidden_size
+        self._Q = run.shape.num_heads * run.shape.head_dim // p.tensor
+        self._K = run.shape.num_kv_heads * run.shape.head_dim // p.tensor
+        self._V = run.shape.padded_vocab_size(p.tensor) // p.tensor
+        each = layers_per_chunk(run)
+        chunks = (run.shape.layers[first : first + each] for first in range(0, run.shape.num_layers, each))
         self._chunk = max(chunks, key=lambda chunk: sum(map(self.layer, chunk)))
 
     def kept(self, stage: int) -> int:
@@ -403,7 +404,7 @@ class _Activations:
 
     def _kept_by_chunk(self) -> int:
         """Count the bytes that a chunk's layers keep for one micro-batch; recomputed layers keep only their inputs."""
-        num_recomputed = recomputed_layers(self._config, self._shape)
+        num_recomputed = recomputed_layers(self._run)
         inputs = num_recomputed * self._rows * self._H * self._item
         kept = runs(self._chunk[num_recomputed:])
         return inputs + sum(count * (self.layer(one) - self._recomputed_parts(one)) for one, count in kept)
@@ -525,7 +526,7 @@ class _Activations:
             gradients += self._T * self._item * 2 * self._F(widest)
         if self._config.parallel.sequence:
             gradients += 2 * self._T * self._H * self._item  # gathered input of a linear, and its gradient
-        if recomputed_layers(self._config, self._shape) == len(self._chunk):
+        if recomputed_layers(self._run) == len(self._chunk):
             return gradients + max(map(self.layer, self._chunk))
         # layers that keep their activations are differentiated first, and have freed them
         return gradients + self._recomputed_parts(widest)
@@ -537,6 +538,6 @@ class _Activations:
 
     def logits(self) -> int:
         """Count the bytes of one chunk's logits, probabilities and low-precision copy."""
-        chunk_tokens = planned_chunk_rows(self._config, self._shape, on_gpu=self._on_gpu)
+        chunk_tokens = planned_chunk_rows(self._run, on_gpu=self._on_gpu)
         is_low = self._item < MASTER_BYTES
         return min(chunk_tokens, self._T) * self._V * (2 * MASTER_BYTES + (self._item if is_low else 0))

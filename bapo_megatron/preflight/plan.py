@@ -13,11 +13,8 @@ from typing import Any
 
 from bapo_megatron.algorithms.chunks import LARGER_CHUNKS
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
-from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.known import GIB, GPU, GPUS, planned_config
@@ -38,6 +35,8 @@ from bapo_megatron.preflight.memory import (
     trainer_memory,
 )
 from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
+from bapo_megatron.resolved import Resolved, resolve
+from bapo_megatron.resolved.placement import Placement
 
 COMPUTE_SHARE = 0.4  # share of the peak rate of matrix products
 LINK_SHARE = 0.7  # share of the bandwidth of NVLink or PCIe, of the network, and of GPU memory
@@ -192,43 +191,43 @@ def step_balance(config: Config, plan: RunPlan) -> Balance | None:
     return Balance(mode, step_s, 1 - train_s / step_s, 1 - rollout_s / step_s if step_s < math.inf else 0.0)
 
 
-def make_plan(config: Config, shape: ModelShape, response_tokens: int | None = None) -> RunPlan:
+def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
     """Plan memory, work and time. response_tokens: average response length; None means the maximum."""
-    assert config.cluster.gpu is not None
-    gpu = GPUS[config.cluster.gpu]
-    given, config = config, with_choices(config, shape)
-    memory_gib = config.cluster.gpu_memory_gib or gpu.memory_gib
-    tokens = work.StepTokens.of(config, response_tokens)
-    trainer = fullest_rank(config, shape, int(memory_gib * GIB))
-    passes = work.num_scoring_passes(config, plans_forwards_first(config, shape, int(memory_gib * GIB)))
-    flops = work.step_flops(config, shape, tokens, passes)
-    server = server_memory(config, shape, memory_gib) if engine_kind(config.rollout.engine).on_gpus else None
+    assert run.config.cluster.gpu is not None
+    gpu = GPUS[run.config.cluster.gpu]
+    given, run = run, with_choices(run)
+    memory_gib = run.config.cluster.gpu_memory_gib or gpu.memory_gib
+    tokens = work.StepTokens.of(run.config, response_tokens)
+    trainer = fullest_rank(run, int(memory_gib * GIB))
+    passes = work.num_scoring_passes(run.config, plans_forwards_first(run, int(memory_gib * GIB)))
+    flops = work.step_flops(run, tokens, passes)
+    server = server_memory(run, memory_gib) if run.engine.on_gpus else None
     rollout = None
     if server is not None:
-        least = decode_seconds(config, shape, gpu, server, tokens)
-        messages = work.decode_messages_seconds(config, shape, server, tokens)
+        least = decode_seconds(run, gpu, server, tokens)
+        messages = work.decode_messages_seconds(run, server, tokens)
         rollout = Seconds(least, least / LINK_SHARE + messages)
-    train = _train_seconds(config, shape, gpu, tokens, trainer.held, passes, flops)
-    peak_flops = config.parallel.size * gpu.flops(config.model.dtype)
+    train = _train_seconds(run, gpu, tokens, trainer.held, passes, flops)
+    peak_flops = run.config.parallel.size * gpu.flops(run.config.model.dtype)
     return RunPlan(
         gpu=gpu,
         gpu_memory_gib=memory_gib,
-        num_parameters=model_parameters(shape),
-        num_active=active_parameters(shape),
+        num_parameters=model_parameters(run.shape),
+        num_active=active_parameters(run.shape),
         trainer=trainer,
         server=server,
         tokens=tokens,
         flops=flops,
-        recompute=_recomputed(config, shape),
-        chunk_rows=planned_chunk_rows(config, shape, on_gpu=True),
-        mfu=work.model_flops(config, shape, tokens) / (train.expected * peak_flops),
-        unused=tuple(_unused(given, shape, scores=passes > 0)),
-        host_bytes=host_bytes(config, shape),
-        routes_bytes=routes_host_bytes(config, shape),
+        recompute=_recomputed(run),
+        chunk_rows=planned_chunk_rows(run, on_gpu=True),
+        mfu=work.model_flops(run, tokens) / (train.expected * peak_flops),
+        unused=tuple(_unused(given, scores=passes > 0)),
+        host_bytes=host_bytes(run),
+        routes_bytes=routes_host_bytes(run),
         train=train,
         rollout=rollout,
-        sync=_sync_seconds(config, shape, gpu),
-        sync_bytes=work.sync_bytes(config, shape),
+        sync=_sync_seconds(run, gpu),
+        sync_bytes=work.sync_bytes(run),
     )
 
 
@@ -240,91 +239,98 @@ def decided(config: Config) -> Config:
     """
     if config.cluster.gpu is None:
         return config
-    return with_choices(config, model_shape(planned_config(config.model.path), own=own_family(config.model.family)))
+    return with_choices(planned(config)).config
 
 
-def with_choices(config: Config, shape: ModelShape) -> Config:
+def planned(config: Config) -> Resolved:
+    """Resolve a run whose model need not be on this machine. Raises UserError: see `resolve` and `planned_config`."""
+    return resolve(config, planned_config(config.model.path))
+
+
+def with_choices(run: Resolved) -> Resolved:
     """Choose what is left open: the fewest layers to recompute, and then the most rows of logits in a chunk, that leave
     a tenth of the memory free.
 
     Without a cluster to plan for, nothing is chosen.
     """
-    c = config.cluster
+    c = run.config.cluster
     if c.gpu is None:
-        return config
+        return run
     gpu_bytes = int((c.gpu_memory_gib or GPUS[c.gpu].memory_gib) * GIB)
-    return _with_chunks(_with_recompute(config, shape, gpu_bytes), shape, gpu_bytes)
+    return _with_chunks(_with_recompute(run, gpu_bytes), gpu_bytes)
 
 
-def _with_recompute(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
-    t = config.train
+def _with_recompute(run: Resolved, gpu_bytes: int) -> Resolved:
+    t = run.config.train
     if t.recompute is not None or t.recompute_layers is not None or t.recompute_modules:
-        return config
-    num_layers = layers_per_chunk(config, shape)
+        return run
+    num_layers = layers_per_chunk(run)
 
-    def recomputing(count: int) -> Config:
+    def recomputing(count: int) -> Resolved:
         layers = count if 0 < count < num_layers else None
-        return _training(config, {"recompute": count > 0, "recompute_layers": layers})
+        return _training(run, {"recompute": count > 0, "recompute_layers": layers})
 
     def is_roomy(count: int) -> bool:
-        return fullest_rank(recomputing(count), shape, gpu_bytes).total <= ROOMY * gpu_bytes
+        return fullest_rank(recomputing(count), gpu_bytes).total <= ROOMY * gpu_bytes
 
     return recomputing(bisect.bisect_left(range(num_layers), True, key=is_roomy))
 
 
-def _with_chunks(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
+def _with_chunks(run: Resolved, gpu_bytes: int) -> Resolved:
     """Choose larger chunks than the usual ones if the last stage, which has the logits, has room for them."""
-    if config.train.logprob_chunk_tokens is not None:
-        return config
-    usual, last = planned_chunk_rows(config, shape, on_gpu=True), config.parallel.pipeline - 1
-    larger = (_training(config, {"logprob_chunk_tokens": rows}) for rows in LARGER_CHUNKS if rows > usual)
-    memory = ((c, trainer_memory(c, shape, stage=last, gpu_bytes=gpu_bytes).total) for c in larger)
-    return next((c for c, total in memory if total <= ROOMY * gpu_bytes), config)
+    if run.config.train.logprob_chunk_tokens is not None:
+        return run
+    usual, last = planned_chunk_rows(run, on_gpu=True), run.config.parallel.pipeline - 1
+    larger = (_training(run, {"logprob_chunk_tokens": rows}) for rows in LARGER_CHUNKS if rows > usual)
+    memory = ((one, trainer_memory(one, stage=last, gpu_bytes=gpu_bytes).total) for one in larger)
+    return next((one for one, total in memory if total <= ROOMY * gpu_bytes), run)
 
 
-def _training(config: Config, settings: dict[str, Any]) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update=settings)})
+def _training(run: Resolved, settings: dict[str, Any]) -> Resolved:
+    return run.changed(run.config.model_copy(update={"train": run.config.train.model_copy(update=settings)}))
 
 
-def _recomputed(config: Config, shape: ModelShape) -> str:
-    if modules := config.train.recompute_modules if config.train.recompute else ():
+def _recomputed(run: Resolved) -> str:
+    if modules := run.config.train.recompute_modules if run.config.train.recompute else ():
         return f"{' and '.join(modules)} of every layer"
-    return f"{recomputed_layers(config, shape)} of {plural(layers_per_chunk(config, shape), 'layer')} on a rank"
+    return f"{recomputed_layers(run)} of {plural(layers_per_chunk(run), 'layer')} on a rank"
 
 
-def _unused(config: Config, shape: ModelShape, *, scores: bool) -> Iterator[str]:
+def _unused(run: Resolved, *, scores: bool) -> Iterator[str]:
     """Yield the settings that would make training faster and are not used (docs/performance.md).
 
     Args:
         scores: whether updates have scoring passes.
     """
-    p, r = config.parallel, config.rollout
-    assert config.cluster.gpu is not None
-    gpu = GPUS[config.cluster.gpu]
-    has_fp8 = gpu.fp8_flops is not None and shape.experts is None and shape.linear is None  # learner/fit.py refuses it
+    p = run.config.parallel
+    assert run.config.cluster.gpu is not None
+    gpu = GPUS[run.config.cluster.gpu]
+    has_fp8 = (
+        gpu.fp8_flops is not None and run.shape.experts is None and run.shape.linear is None
+    )  # learner/fit.py refuses it
     levers = {
-        "train.recompute=false": config.train.recompute,
-        'bapo.scope="lagged"': scores and searches_exactly(config),
-        'precision.fp8="hybrid"': has_fp8 and not config.precision.uses_fp8,
+        "train.recompute=false": run.config.train.recompute,
+        'bapo.scope="lagged"': scores and searches_exactly(run.config),
+        'precision.fp8="hybrid"': has_fp8 and not run.config.precision.uses_fp8,
         "parallel.overlap_communication=true": p.data * p.context > 1 and not p.overlap_communication,
         "parallel.virtual_pipeline=2": p.pipeline > 1 and p.virtual_pipeline == 1,
         "sglang.extra.enable_nccl_nvls=true": gpu.has_multicast
-        and engine_kind(r.engine).section == "sglang"
+        and run.engine.section == "sglang"
         and p.tensor * p.data > 1
-        and not config.sglang.extra.get("enable_nccl_nvls"),
-        "checkpoint.asynchronous=true": config.checkpoint.interval_steps and not config.checkpoint.asynchronous,
+        and not run.config.sglang.extra.get("enable_nccl_nvls"),
+        "checkpoint.asynchronous=true": run.config.checkpoint.interval_steps and not run.config.checkpoint.asynchronous,
     }
     yield from (setting for setting, is_unused in levers.items() if is_unused)
 
 
-def check_machines(config: Config) -> Iterator[Violation]:
+def check_machines(run: Resolved) -> Iterator[Violation]:
     """Check that one machine can hold a tensor-parallel group and a server; `check_node_gpus` keeps them together."""
-    c, r = config.cluster, config.rollout
+    c = run.config.cluster
     if c.gpu is None:
         return
-    sizes = {"parallel.tensor": config.parallel.tensor}
-    if engine_kind(r.engine).on_gpus:
-        sizes["rollout.server_tensor_parallel"] = r.server_tensor_parallel
+    sizes = {"parallel.tensor": run.config.parallel.tensor}
+    if run.engine.on_gpus:
+        sizes["rollout.server_tensor_parallel"] = run.config.rollout.server_tensor_parallel
     for setting, size in sizes.items():
         if size > c.gpus_per_node:
             yield Violation(
@@ -335,21 +341,21 @@ def check_machines(config: Config) -> Iterator[Violation]:
             )
 
 
-def check_memory(config: Config, hf_config: dict[str, Any]) -> list[Violation]:
+def check_memory(run: Resolved) -> list[Violation]:
     """Check the memory of the cluster's GPUs against a run whose layout is possible."""
-    if config.cluster.gpu is None:
+    if run.config.cluster.gpu is None:
         return []
-    found = memory_problems(config, make_plan(config, model_shape(hf_config, own=own_family(config.model.family))))
+    found = memory_problems(run.config, make_plan(run))
     more = "`bapo plan` shows its parts"
-    if engine_kind(config.rollout.engine).on_gpus:
+    if run.engine.on_gpus:
         more += ", and with --best finds a split of the GPUs that fits, or the smallest cluster"
     return [replace(v, remedy=f"{v.remedy}; {more}") for v in found]
 
 
-def check_devices(config: Config) -> Iterator[Violation]:
+def check_devices(run: Resolved) -> Iterator[Violation]:
     """Warn of engines that do not use the cluster's GPUs."""
-    c, r = config.cluster, config.rollout
-    if c.gpu is not None and num_started(r) and not engine_kind(r.engine).on_gpus:
+    c, r = run.config.cluster, run.config.rollout
+    if c.gpu is not None and run.placement.num_servers and not run.engine.on_gpus:
         yield warning(
             ("rollout.engine", "cluster.gpu"),
             f'rollout.engine="{r.engine}" samples on CPUs, so only the trainer uses the {c.gpu.upper()} GPUs',
@@ -357,15 +363,15 @@ def check_devices(config: Config) -> Iterator[Violation]:
         )
 
 
-def check_unused(config: Config) -> Iterator[Violation]:
+def check_unused(run: Resolved) -> Iterator[Violation]:
     """Warn of a single machine's GPUs that neither trainer nor servers use; `check_node_gpus` does so for several."""
-    c, r = config.cluster, config.rollout
-    idle = c.gpus_per_node - config.parallel.size - num_server_gpus(r)
+    c = run.config.cluster
+    idle = c.gpus_per_node - run.placement.num_gpus
     if c.gpu is not None and c.nodes == 1 and idle > 0:
         yield warning(
             (*SPLIT, "cluster"),
             f"{idle} of cluster.gpus_per_node={c.gpus_per_node} GPUs {'is' if idle == 1 else 'are'} idle",
-            f"raise parallel.data{' or rollout.num_servers' if engine_kind(r.engine).on_gpus else ''}, or set "
+            f"raise parallel.data{' or rollout.num_servers' if run.engine.on_gpus else ''}, or set "
             f"cluster.gpus_per_node={c.gpus_per_node - idle}",
         )
 
@@ -400,27 +406,27 @@ def memory_problems(config: Config, plan: RunPlan) -> list[Violation]:
     return found
 
 
-def _train_seconds(
-    config: Config, shape: ModelShape, gpu: GPU, tokens: work.StepTokens, held: Held, passes: int, flops: float
-) -> Seconds:
+def _train_seconds(run: Resolved, gpu: GPU, tokens: work.StepTokens, held: Held, passes: int, flops: float) -> Seconds:
     """Estimate one step's updates and scoring passes."""
-    p, t = config.parallel, config.train
-    computing = flops / config.parallel.size / gpu.flops(config.model.dtype)
-    computing *= max(p.stage_sizes(shape.num_layers)) * p.pipeline / shape.num_layers  # the deepest stage decides
-    computing *= work.bubble(config, _num_microbatches(config, tokens))
+    p, t = run.config.parallel, run.config.train
+    computing = flops / run.config.parallel.size / gpu.flops(run.config.model.dtype)
+    computing *= (
+        max(p.stage_sizes(run.shape.num_layers)) * p.pipeline / run.shape.num_layers
+    )  # the deepest stage decides
+    computing *= work.bubble(run.config, _num_microbatches(run.config, tokens))
     updates = t.minibatches_per_step * t.epochs_per_step
     sharing, stage = p.tensor * p.context, p.tensor * p.context * p.data  # consecutive ranks
-    sending = work.tensor_parallel_bytes(config, shape, tokens, passes) / gpu.link_bytes_per_s
-    sending += work.context_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, sharing)
-    sending += work.expert_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, max(p.expert, p.tensor))
-    sending += work.pipeline_parallel_bytes(config, shape, tokens, passes) / _link(config, gpu, config.parallel.size)
-    sending += updates * work.gradient_bytes(config, held) / _link(config, gpu, stage)
+    sending = work.tensor_parallel_bytes(run, tokens, passes) / gpu.link_bytes_per_s
+    sending += work.context_parallel_bytes(run, tokens, passes) / _link(run.placement, gpu, sharing)
+    sending += work.expert_parallel_bytes(run, tokens, passes) / _link(run.placement, gpu, max(p.expert, p.tensor))
+    sending += work.pipeline_parallel_bytes(run, tokens, passes) / _link(run.placement, gpu, run.config.parallel.size)
+    sending += updates * work.gradient_bytes(run.config, held) / _link(run.placement, gpu, stage)
     return Seconds(computing + sending, computing / COMPUTE_SHARE + sending / LINK_SHARE)
 
 
-def _link(config: Config, gpu: GPU, num_consecutive: int) -> float:
+def _link(placement: Placement, gpu: GPU, num_consecutive: int) -> float:
     """Return the bytes per second between ranks of a group that spans `num_consecutive` ranks."""
-    return NETWORK_BYTES_PER_S if work.spans_nodes(config, num_consecutive) else gpu.link_bytes_per_s
+    return NETWORK_BYTES_PER_S if work.spans_nodes(placement, num_consecutive) else gpu.link_bytes_per_s
 
 
 def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
@@ -430,11 +436,11 @@ def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
     return min(max(1, math.ceil(per_rank / max(budget, tokens.per_sequence))), max_microbatches(config))
 
 
-def _sync_seconds(config: Config, shape: ModelShape, gpu: GPU) -> Seconds:
+def _sync_seconds(run: Resolved, gpu: GPU) -> Seconds:
     """Estimate gathering from tensor ranks and later stages to rank 0, then the broadcast from there."""
-    p, num_bytes = config.parallel, work.sync_bytes(config, shape)
+    p, num_bytes = run.config.parallel, work.sync_bytes(run)
     gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.link_bytes_per_s
     if p.pipeline > 1:
-        gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(config, gpu, config.parallel.size)
-    sending = num_bytes / (NETWORK_BYTES_PER_S if config.cluster.nodes > 1 else gpu.link_bytes_per_s)
+        gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(run.placement, gpu, run.config.parallel.size)
+    sending = num_bytes / (NETWORK_BYTES_PER_S if run.placement.num_nodes > 1 else gpu.link_bytes_per_s)
     return Seconds(gathering + sending, (gathering + sending) / LINK_SHARE)

@@ -38,6 +38,7 @@ from bapo_megatron.prompts.encoding import many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows, value_at
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
 from bapo_megatron.prompts.stream import question_ids, too_many_chars
+from bapo_megatron.resolved import resolve
 from bapo_megatron.runtime import memory_bytes
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
@@ -268,7 +269,7 @@ def _table(inputs: _Inputs, name: str, hardware: Hardware, given: Table) -> Tabl
     if hardware.num_gpus > 1:
         table = _on_gpus(table, inputs.hf_config, shape, hardware)
     else:
-        table = _on_cpu(table, shape, hardware, len(questions))
+        table = _on_cpu(table, inputs.hf_config, hardware, len(questions))
     return merge(table, given)
 
 
@@ -366,14 +367,14 @@ def _rounded_up(num_tokens: int) -> int:
     return max(64, 1 << (num_tokens - 1).bit_length())
 
 
-def _on_cpu(table: Table, shape: ModelShape, hardware: Hardware, num_prompts: int) -> Table:
+def _on_cpu(table: Table, hf_config: Table, hardware: Hardware, num_prompts: int) -> Table:
     """Add a trainer of one rank and an embedded engine; a single GPU trains, since a server would need another."""
     merge(table, {"rollout": {"prompts_per_step": min(4, num_prompts)}})
     pack_tokens = max(2048, load_tables({"": table}).longest_trained)
     merge(table, {"train": {"max_tokens_per_microbatch": pack_tokens}})
-    config = load_tables({"": table})
-    trainer = fullest_rank(config, shape).total / GIB
-    engine = 4 * model_parameters(shape) / GIB  # its float32 weights
+    run = resolve(load_tables({"": table}), hf_config)
+    trainer = fullest_rank(run).total / GIB
+    engine = 4 * model_parameters(run.shape) / GIB  # its float32 weights
     if hardware.num_gpus and trainer <= hardware.gpu_memory_gib:
         trainer = 0.0  # it uses GPU memory
     if trainer + engine > _CPU_SHARE * hardware.memory_gib:
@@ -409,17 +410,17 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwa
     problems = ["there is no layout for this model"]
     for tensor in (n for n in range(1, num_served + 1) if num_served % n == 0 and shape.num_heads % n == 0):
         merge(table, {"rollout": {"num_servers": num_served // tensor, "server_tensor_parallel": tensor}})
-        config = load_tables({"": table})
-        present = make_plan(config, shape)
+        run = resolve(load_tables({"": table}), hf_config)
+        present = make_plan(run)
         if present.server is None or present.server.concurrency == 0:
-            problems = [v.message for v in memory_problems(config, present)]
+            problems = [v.message for v in memory_problems(run.config, present)]
             continue
-        better = suggest(config, hf_config, present, count=1)
+        better = suggest(run, present, count=1)
         if better:
             for path, value in map(parse_override, better[0].overrides):
                 merge(table, {path[0]: {path[1]: value}})
         elif not present.fits:
-            problems = [v.message for v in memory_problems(config, present)]
+            problems = [v.message for v in memory_problems(run.config, present)]
             continue
         if hardware.gpu is None:
             del table["cluster"]

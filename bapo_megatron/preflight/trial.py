@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.losses import CustomLoss
-from bapo_megatron.config.schema import Config
+from bapo_megatron.resolved import Resolved
 
 if TYPE_CHECKING:
     from bapo_megatron.algorithms.losses import LossInputs
@@ -19,19 +18,18 @@ _WHERE = "on a made-up micro-batch of four tokens"
 _REMEDY = "correct the function"
 
 
-def try_loss(config: Config, hf_config: dict[str, Any] | None, *, elsewhere: bool) -> Iterator[Violation]:
+def try_loss(run: Resolved, *, elsewhere: bool) -> Iterator[Violation]:
     """Call the loss, if it is the user's own, and its update rule. Imports torch.
 
     Args:
-        hf_config: the model's config.json, for the streams of its family; None if unknown.
         elsewhere: whether the run is for another machine, whose GPUs a function may need.
     """
-    loss = config.loss
+    loss = run.config.loss
     if not isinstance(loss, CustomLoss):
         return
     name = f'loss.name="{loss.name}"'
     try:
-        inputs = _inputs(config, hf_config)
+        inputs = _inputs(run)
         record = loss.tokens(inputs)
         problem = _problem(loss, inputs, record)
         if problem is None:
@@ -48,7 +46,7 @@ def try_loss(config: Config, hf_config: dict[str, Any] | None, *, elsewhere: boo
         yield warning(_SETTINGS, f"{name} is {record.loss_R.tolist()} {_WHERE}{_definition(loss)}", "look for its nan")
 
 
-def _inputs(config: Config, hf_config: dict[str, Any] | None) -> "LossInputs":
+def _inputs(run: Resolved) -> "LossInputs":
     """Make a micro-batch with two responses of two tokens; the last token is masked."""
     import dataclasses
 
@@ -56,18 +54,17 @@ def _inputs(config: Config, hf_config: dict[str, Any] | None) -> "LossInputs":
 
     from bapo_megatron.algorithms.losses import LossInputs, ScoredTokens
     from bapo_megatron.algorithms.update_rules import Again, no_tokens, update_rule
-    from bapo_megatron.hf.streams import model_streams
     from bapo_megatron.types import MicroBatch
 
     def rows_of(stream: "TokenStream") -> torch.Tensor:
         return torch.from_numpy(stream.filled(6 if stream.on == "fed" else 4).copy())
 
-    loss = config.loss
+    config, loss = run.config, run.config.loss
     log_probs_R = torch.tensor([-1.0, -0.5, -2.0, -1.5], requires_grad=True)
     sampled_R = log_probs_R.detach() + torch.tensor([0.1, -0.1, 0.1, -0.1])
     streams = [one.stream for one in loss.streams]
-    if hf_config is not None:
-        streams += model_streams(hf_config, own_family(config.model.family))
+    if run.model is not None:  # with the streams of its family
+        streams += run.model.streams
     batch = MicroBatch(
         token_ids_T=torch.arange(6),
         position_ids_T=torch.tensor([0, 1, 2] * 2),

@@ -26,7 +26,8 @@ from bapo_megatron.preflight.memory import (
     routes_bytes,
     searches_exactly,
 )
-from bapo_megatron.preflight.placement import place
+from bapo_megatron.resolved import Resolved
+from bapo_megatron.resolved.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +61,31 @@ def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
     return shape.forward_flops(tokens.total, tokens.per_sequence * tokens.total, num_rows)
 
 
-def model_flops(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
+def model_flops(run: Resolved, tokens: StepTokens) -> float:
     """Count the FLOPs of a step's updates without overhead, as `perf/tflop` does: a backward pass takes two."""
-    return 3 * config.train.epochs_per_step * sum(forward_flops(shape, tokens))
+    return 3 * run.config.train.epochs_per_step * sum(forward_flops(run.shape, tokens))
 
 
-def step_flops(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
+def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
     """Count the FLOPs of all ranks: scoring passes, forward, backward and recomputation."""
-    layers, output = forward_flops(shape, tokens)
-    epochs = config.train.epochs_per_step
-    passes = 3 + recomputed_share(config, shape, tokens)  # a backward pass takes two
+    layers, output = forward_flops(run.shape, tokens)
+    epochs = run.config.train.epochs_per_step
+    passes = 3 + recomputed_share(run, tokens)  # a backward pass takes two
     trained = epochs * (passes * layers + 4 * output)  # logits are always computed again
     critic = 0.0
-    if not config.advantage.compares_responses:  # the critic scores values, then updates; its head is one row
-        critic = (1 + config.critic.epochs_per_step * passes) * layers
+    if not run.config.advantage.compares_responses:  # the critic scores values, then updates; its head is one row
+        critic = (1 + run.config.critic.epochs_per_step * passes) * layers
     return trained + scoring_passes * (layers + output) + critic
 
 
-def recomputed_share(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
+def recomputed_share(run: Resolved, tokens: StepTokens) -> float:
     """Return the share of the layers' forward FLOPs that the backward pass repeats."""
-    whole = recomputed_layers(config, shape) / layers_per_chunk(config, shape)
-    attention = shape.num_full_layers * 2 * shape.num_heads * shape.head_dim * tokens.per_sequence
-    mlp = sum(2 * layer.mlp.weights_of_token(shape.hidden_size) for layer in shape.layers)
+    whole = recomputed_layers(run) / layers_per_chunk(run)
+    attention = run.shape.num_full_layers * 2 * run.shape.num_heads * run.shape.head_dim * tokens.per_sequence
+    mlp = sum(2 * layer.mlp.weights_of_token(run.shape.hidden_size) for layer in run.shape.layers)
     of_layers = {"core_attn": attention, "mlp": mlp}
-    parts = sum(of_layers[name] for name in _recomputed_modules(config))
-    layers, _ = forward_flops(shape, tokens)
+    parts = sum(of_layers[name] for name in _recomputed_modules(run.config))
+    layers, _ = forward_flops(run.shape, tokens)
     return whole + parts * tokens.total / layers
 
 
@@ -104,64 +105,64 @@ def bubble(config: Config, num_microbatches: int) -> float:
     return 1 + (p.pipeline - 1) / (p.virtual_pipeline * num_microbatches)
 
 
-def tensor_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
+def tensor_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
     """Count the bytes one rank sends per step: two all-reduces of hidden states per layer and pass; with experts one,
     for attention."""
-    p = config.parallel
+    p = run.config.parallel
     if p.tensor == 1:
         return 0.0
-    reducing = 2 * (p.tensor - 1) / p.tensor * _hidden_bytes(config, shape, tokens)
-    of_mlp = shape.experts is None
-    recomputed = 0.5 * (of_mlp and "mlp" in _recomputed_modules(config))
-    return reducing * shape.num_layers / p.pipeline * (1 + of_mlp) * _passes(config, shape, scoring_passes, recomputed)
+    reducing = 2 * (p.tensor - 1) / p.tensor * _hidden_bytes(run, tokens)
+    of_mlp = run.shape.experts is None
+    recomputed = 0.5 * (of_mlp and "mlp" in _recomputed_modules(run.config))
+    return reducing * run.shape.num_layers / p.pipeline * (1 + of_mlp) * _passes(run, scoring_passes, recomputed)
 
 
-def expert_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
+def expert_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
     """Count the bytes one rank sends per step: each token's hidden state goes to the ranks of its experts, and back, in
     every layer and pass. Loads are assumed to be even."""
-    p = config.parallel
-    if shape.experts is None:
+    p = run.config.parallel
+    if run.shape.experts is None:
         return 0.0
     share = (p.expert - 1) / p.expert if p.expert > 1 else p.tensor - 1  # without sharing out, all-gathers of rows
-    each = _hidden_bytes(config, shape, tokens) / p.tensor * shape.experts.num_chosen * share
-    recomputed = float("mlp" in _recomputed_modules(config))
-    return 2 * each * shape.num_layers / p.pipeline * _passes(config, shape, scoring_passes, recomputed)
+    each = _hidden_bytes(run, tokens) / p.tensor * run.shape.experts.num_chosen * share
+    recomputed = float("mlp" in _recomputed_modules(run.config))
+    return 2 * each * run.shape.num_layers / p.pipeline * _passes(run, scoring_passes, recomputed)
 
 
-def context_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
+def context_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
     """Count the bytes one rank sends per step: keys and values of every layer and pass go to all context ranks."""
-    p = config.parallel
+    p = run.config.parallel
     if p.context == 1:
         return 0.0
-    heads = 2 * shape.num_kv_heads * shape.head_dim / p.tensor * ITEM_BYTES[config.model.dtype]
+    heads = 2 * run.shape.num_kv_heads * run.shape.head_dim / p.tensor * ITEM_BYTES[run.config.model.dtype]
     pack = tokens.total / p.data * heads * (p.context - 1) / p.context
-    recomputed = float("core_attn" in _recomputed_modules(config))
-    return pack * shape.num_full_layers / p.pipeline * _passes(config, shape, scoring_passes, recomputed)
+    recomputed = float("core_attn" in _recomputed_modules(run.config))
+    return pack * run.shape.num_full_layers / p.pipeline * _passes(run, scoring_passes, recomputed)
 
 
-def pipeline_parallel_bytes(config: Config, shape: ModelShape, tokens: StepTokens, scoring_passes: int) -> float:
+def pipeline_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
     """Count the bytes one rank sends per step, averaged over stages: hidden states to the next chunk of layers, their
     gradients to the previous one. With sequence parallelism each tensor rank sends its share, otherwise everything."""
-    p = config.parallel
+    p = run.config.parallel
     chunks_before_others = (p.pipeline * p.virtual_pipeline - 1) / p.pipeline
-    crossings = chunks_before_others * (2 * config.train.epochs_per_step + scoring_passes)
-    return crossings * _hidden_bytes(config, shape, tokens) / (p.tensor if p.sequence else 1)
+    crossings = chunks_before_others * (2 * run.config.train.epochs_per_step + scoring_passes)
+    return crossings * _hidden_bytes(run, tokens) / (p.tensor if p.sequence else 1)
 
 
-def _hidden_bytes(config: Config, shape: ModelShape, tokens: StepTokens) -> float:
+def _hidden_bytes(run: Resolved, tokens: StepTokens) -> float:
     """Count the bytes of the hidden states of a rank's tokens."""
-    p = config.parallel
-    return tokens.total / (p.data * p.context) * shape.hidden_size * ITEM_BYTES[config.model.dtype]
+    p = run.config.parallel
+    return tokens.total / (p.data * p.context) * run.shape.hidden_size * ITEM_BYTES[run.config.model.dtype]
 
 
-def _passes(config: Config, shape: ModelShape, scoring_passes: int, recomputed: float) -> float:
+def _passes(run: Resolved, scoring_passes: int, recomputed: float) -> float:
     """Count forward and backward passes; a backward pass sends as much as a forward pass.
 
     Args:
         recomputed: share of a layer's messages that its recomputed modules send again.
     """
-    again = recomputed + recomputed_layers(config, shape) / layers_per_chunk(config, shape)
-    return config.train.epochs_per_step * (2 + again) + scoring_passes
+    again = recomputed + recomputed_layers(run) / layers_per_chunk(run)
+    return run.config.train.epochs_per_step * (2 + again) + scoring_passes
 
 
 def gradient_bytes(config: Config, held: Held) -> float:
@@ -170,12 +171,12 @@ def gradient_bytes(config: Config, held: Held) -> float:
     return sum(2 * (copies - 1) / copies * count * MASTER_BYTES for count, copies in summed if count)
 
 
-def sync_bytes(config: Config, shape: ModelShape) -> int:
+def sync_bytes(run: Resolved) -> int:
     """Count the bytes of one weight version."""
-    return model_parameters(shape) * ITEM_BYTES[config.model.dtype]
+    return model_parameters(run.shape) * ITEM_BYTES[run.config.model.dtype]
 
 
-def spans_nodes(config: Config, num_consecutive: int) -> bool:
+def spans_nodes(placement: Placement, num_consecutive: int) -> bool:
     """Return whether a group's ranks span machines, in a placement that `bapo check` accepts.
 
     Args:
@@ -185,8 +186,8 @@ def spans_nodes(config: Config, num_consecutive: int) -> bool:
 
     Example: 16 ranks on two nodes, data=8 pipeline=2: False for 8, as each stage is on one node; True for 16.
     """
-    on_node = config.parallel.size if config.cluster.nodes == 1 else place(config).ranks_per_node
-    return on_node < config.parallel.size and on_node % num_consecutive != 0
+    on_node = placement.ranks_per_node
+    return on_node < placement.num_ranks and on_node % num_consecutive != 0
 
 
 _STATE_RATIO = 0.9  # memory for states / memory for keys and values, by default (mem_cache/kv_cache_configurator.py)
@@ -218,21 +219,21 @@ class ServerMemory:
         return self.kv_tokens * self.routes_bytes_per_token
 
 
-def server_memory(config: Config, shape: ModelShape, gpu_memory_gib: float) -> ServerMemory:
+def server_memory(run: Resolved, gpu_memory_gib: float) -> ServerMemory:
     """Estimate one SGLang server of `rollout.server_tensor_parallel` GPUs."""
-    r, item = config.rollout, ITEM_BYTES[config.model.dtype]
+    r, item = run.config.rollout, ITEM_BYTES[run.config.model.dtype]
     tensor = r.server_tensor_parallel
-    fraction = float(config.sglang.extra.get("mem_fraction_static", DEFAULT_MEM_FRACTION))
-    weights = model_parameters(shape) * item // tensor
-    heads = max(1, shape.num_kv_heads // tensor)  # fewer heads than ranks: each rank keeps a copy
-    per_token = max(1, 2 * shape.num_full_layers * heads * shape.head_dim * item)
+    fraction = float(run.config.sglang.extra.get("mem_fraction_static", DEFAULT_MEM_FRACTION))
+    weights = model_parameters(run.shape) * item // tensor
+    heads = max(1, run.shape.num_kv_heads // tensor)  # fewer heads than ranks: each rank keeps a copy
+    per_token = max(1, 2 * run.shape.num_full_layers * heads * run.shape.head_dim * item)
     cache = int(fraction * gpu_memory_gib * GIB) - weights
-    routes_per_token = _ROUTES_ITEM_BYTES * math.prod(routes(shape).shape) if routes_bytes(config, shape) else 0
-    states = sum(layer.linear.state_bytes(item) // tensor for layer in shape.layers if layer.linear is not None)
-    ratio = float(config.sglang.extra.get("mamba_full_memory_ratio", _STATE_RATIO)) if states else 0.0
+    routes_per_token = _ROUTES_ITEM_BYTES * math.prod(routes(run.shape).shape) if routes_bytes(run) else 0
+    states = sum(layer.linear.state_bytes(item) // tensor for layer in run.shape.layers if layer.linear is not None)
+    ratio = float(run.config.sglang.extra.get("mamba_full_memory_ratio", _STATE_RATIO)) if states else 0.0
     kv_cache = int(cache / (1 + ratio))
     memory = ServerMemory(weights, kv_cache, per_token, routes_per_token, 0, states, max(0, cache - kv_cache))
-    return replace(memory, concurrency=_concurrency(config, memory, config.longest_sequence))
+    return replace(memory, concurrency=_concurrency(run.config, memory, run.config.longest_sequence))
 
 
 def _concurrency(config: Config, memory: ServerMemory, length: int) -> int:
@@ -256,23 +257,25 @@ def decode_steps(config: Config, memory: ServerMemory, tokens: StepTokens) -> fl
     return waves * tokens.response
 
 
-def decode_seconds(config: Config, shape: ModelShape, gpu: GPU, memory: ServerMemory, tokens: StepTokens) -> float:
+def decode_seconds(run: Resolved, gpu: GPU, memory: ServerMemory, tokens: StepTokens) -> float:
     """Bound the decoding time from below: each token reads the weights once for all responses, and its own cache."""
-    concurrency = _concurrency(config, memory, tokens.per_sequence)
-    r, item = config.rollout, ITEM_BYTES[config.model.dtype]
-    parameters, active = (count(shape) / r.server_tensor_parallel for count in (model_parameters, active_parameters))
+    concurrency = _concurrency(run.config, memory, tokens.per_sequence)
+    r, item = run.config.rollout, ITEM_BYTES[run.config.model.dtype]
+    parameters, active = (
+        count(run.shape) / r.server_tensor_parallel for count in (model_parameters, active_parameters)
+    )
     cached = (tokens.prompt + tokens.response / 2) * memory.kv_bytes_per_token
     cached += 2 * memory.state_bytes  # read and written
     reading = (parameters * item + concurrency * cached) / gpu.memory_bytes_per_s
-    multiplying = 2 * active * concurrency / gpu.flops(config.model.dtype)
-    return decode_steps(config, memory, tokens) * max(reading, multiplying)
+    multiplying = 2 * active * concurrency / gpu.flops(run.config.model.dtype)
+    return decode_steps(run.config, memory, tokens) * max(reading, multiplying)
 
 
 ALL_REDUCE_S = 10e-6  # assumed, for a small message between the GPUs of one server over NVLink
 
 
-def decode_messages_seconds(config: Config, shape: ModelShape, memory: ServerMemory, tokens: StepTokens) -> float:
+def decode_messages_seconds(run: Resolved, memory: ServerMemory, tokens: StepTokens) -> float:
     """Estimate the time for messages between a server's GPUs: two all-reduces for each layer and token."""
-    if config.rollout.server_tensor_parallel == 1:
+    if run.config.rollout.server_tensor_parallel == 1:
         return 0.0
-    return decode_steps(config, memory, tokens) * 2 * shape.num_layers * ALL_REDUCE_S
+    return decode_steps(run.config, memory, tokens) * 2 * run.shape.num_layers * ALL_REDUCE_S

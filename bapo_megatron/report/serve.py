@@ -10,11 +10,11 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from bapo_megatron.engines.processes import LOOPBACK
 from bapo_megatron.errors import UserError
 from bapo_megatron.report.page import render_run
 from bapo_megatron.runs.folder import RunDir, is_in_use
 from bapo_megatron.runs.history import read_history
+from bapo_megatron.runtime import LOOPBACK
 from bapo_megatron.runtime.web import GuardedHandler, GuardedServer
 
 

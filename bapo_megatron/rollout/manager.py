@@ -5,23 +5,20 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
-from bapo_megatron.config.engines import startup_limit_s
-from bapo_megatron.config.families import own_family, token_streams
 from bapo_megatron.config.schema import Config, EvalSet
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.key import client_key
 from bapo_megatron.errors import CheckpointError, NoEngineLeftError
-from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.mixture import PromptMixture, prompts_of
 from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.shaping import group_filter
@@ -123,8 +120,8 @@ class RolloutManager:
         try:
             loop.run(asked.sample(version), asked.deadline_s, asked.what, asked.progress)
         except NoEngineLeftError:
-            timeout_s = startup_limit_s(self.config.rollout)
-            loop.run(self.engines.pool.until_one_is_back(timeout_s), timeout_s + 10, "an engine to be back")
+            pool = self.engines.pool
+            loop.run(pool.until_one_is_back(), pool.return_limit_s + 10, "an engine to be back")
             return None
         metrics: dict[str, float] = {}
         for name, samples in loop.submit(asked.judged()).result().items():
@@ -164,7 +161,8 @@ class RolloutManager:
         It covers a request with all its retries, an engine's return, and the driver's longest call.
         """
         r = self.config.rollout
-        return r.request_timeout_s * (r.max_retries + 1) + startup_limit_s(r) + self.scheduler.driver.deadline_s
+        return_s, answer_s = self.engines.pool.return_limit_s, self.scheduler.driver.deadline_s
+        return r.request_timeout_s * (r.max_retries + 1) + return_s + answer_s
 
     def _progress(self) -> tuple[int, ...]:
         """Return counts that grow during sampling: tokens, answers, and engines fenced with their requests."""
@@ -193,10 +191,8 @@ class RolloutManager:
         }
 
 
-def connect_rollouts(
-    config: Config, model_path: Path, urls: Sequence[str], *, may_have_failed: bool = False
-) -> RolloutManager:
-    """Build the rollouts of a run with the tokenizer and vocabulary of `model_path`, once every engine is healthy.
+def connect_rollouts(run: Resolved, urls: Sequence[str], *, may_have_failed: bool = False) -> RolloutManager:
+    """Build the rollouts of a run with its model's tokenizer and vocabulary, once every engine is healthy.
 
     Args:
         may_have_failed: engines may be down; see ConnectedEngines.connect.
@@ -204,12 +200,11 @@ def connect_rollouts(
     Raises:
         UserError: the prompts, the judge, the environment or an engine do not fit; names which.
     """
-    key = client_key(config.rollout)  # before judges inherit the environment
-    own = own_family(config.model.family)
-    tokenizer = load_tokenizer(model_path, own)
-    vocab_size = load_hf_config(model_path)["vocab_size"]
+    config, vocab_size = run.config, run.shape.vocab_size
+    key = client_key(run.engine, config.rollout.api_key)  # before judges inherit the environment
+    tokenizer = load_tokenizer(run.folder, run.own)
     tokens = TurnTokens.of(config, tokenizer, vocab_size)
-    stop_ids = stop_token_ids(config, tokenizer, end_token_ids(model_path, tokenizer, own))
+    stop_ids = stop_token_ids(config, tokenizer, end_token_ids(run.folder, tokenizer, run.own))
     prompts = prompts_of(config, tokenizer)
     prompts.check()
     answers: RewardSource
@@ -223,8 +218,10 @@ def connect_rollouts(
         # The responses of a group are judged one by one, each of them twice.
         patience_s = 2 * config.reward.timeout_s * config.rollout.samples_per_prompt
         driver = JudgeOnce(TextJudge(answers, tokenizer), patience_s)
-    streams = token_streams(config.model.family, model_path, config.model.requested_streams)
-    engines = ConnectedEngines.connect(config.rollout, urls, vocab_size, key, streams, may_have_failed=may_have_failed)
+    streams = run.streams
+    engines = ConnectedEngines.connect(
+        config.rollout, run.engine, urls, vocab_size, key, streams, may_have_failed=may_have_failed
+    )
     scheduler = Scheduler(
         config.rollout,
         pool=engines.pool,

@@ -20,10 +20,9 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
-from bapo_megatron.config.families import own_family, token_streams
-from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, DataError, plural, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import explaining_os_errors, regular_file
 from bapo_megatron.tokens import TokenStream, encoded_rows
@@ -114,12 +113,13 @@ def kind_of_rollouts(state: Any) -> str:
 class RecordedRollouts(Rollouts):
     """Rollouts from files. There is no engine to evaluate with, and no file stays open."""
 
-    def __init__(self, config: Config, model_path: Path) -> None:
-        """Load the policy's tokenizer from `model_path`, to show samples."""
+    def __init__(self, run: Resolved) -> None:
+        """Load the policy's tokenizer, to show samples."""
+        config = run.config
         assert config.rollout.recorded_from is not None, "preflight/checks/rollout.py checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
-        self._tokenizer = load_tokenizer(model_path, own_family(config.model.family))
-        self._streams = token_streams(config.model.family, model_path, config.model.requested_streams)
+        self._tokenizer = load_tokenizer(run.folder, run.own)
+        self._streams = run.streams
         self._max_response_tokens = config.rollout.max_response_tokens
         self._builder = BatchBuilder(config)
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bapo_megatron.config.engines import startup_limit_s
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoGroupKeptError, UserError, plural
@@ -113,7 +112,7 @@ class Scheduler:
             if (groups := self.book.choose(version)) is not None:
                 return groups
             if not self.pool.live():
-                await self.pool.until_one_is_back(startup_limit_s(self.config))
+                await self.pool.until_one_is_back()
                 return None
             if any(isinstance(s.need, NeedsEnvironment) for s in self.book.admit(version, version)):
                 continue  # their programs begin them
@@ -152,7 +151,7 @@ class Scheduler:
         self.sampling.start(step, version)
         while (groups := self.book.choose(version)) is None:
             if not self.pool.live():
-                await self.pool.until_one_is_back(startup_limit_s(self.config))
+                await self.pool.until_one_is_back()
                 return None
             await self.sampling.wait(_POLL_S)
         if self.config.overlap:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from bapo_megatron.runtime.cgroups import cgroup_limits
 
+LOOPBACK = "127.0.0.1"
+
 
 def num_cores() -> int:
     """Count the cores this process may use: taskset, SLURM and containers may allow fewer than the machine has.

@@ -35,18 +35,18 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.engines import num_started, startup_limit_s
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import KEY_VARIABLE, new_key
-from bapo_megatron.engines.processes import LOOPBACK, EngineShare, loopback_variables, reserved_ports
+from bapo_megatron.engines.processes import loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.monitor.console import Screen, header, outputs
-from bapo_megatron.preflight.placement import place
+from bapo_megatron.resolved import resolve
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, write_restart
 from bapo_megatron.runs.resuming import with_pins
+from bapo_megatron.runtime import LOOPBACK
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.runtime.output import ESCAPING, as_output, lasting
 from bapo_megatron.trainer import STOPPED, run_rank
@@ -214,7 +214,7 @@ def _run_first_rank(
             f"bapo: restart {restart.number} of {config.run.max_restarts} in {restart.delay_s:g} s: {restart.problem}"
         )
         time.sleep(restart.delay_s)
-    Screen(sys.stdout).facts(header(config, run_dir) | outputs(config, run_dir))
+    Screen(sys.stdout).facts(header(resolve(config), run_dir) | outputs(config, run_dir))
     host = node_address(config)
     if not meeting.has(RUN):
         meeting.share_key(new_key())
@@ -273,10 +273,11 @@ def _run_rank(config: Config, meeting: Meeting, rank: int, start: TrainerStart) 
 
 def _await_engines(config: Config, meeting: Meeting) -> list[str]:
     """Wait for all engines of the run, and return their URLs."""
-    if not num_started(config.rollout):
+    run = resolve(config)
+    if not run.placement.num_servers:
         return list(config.rollout.urls)
-    timeout_s = config.slurm.startup_timeout_s + startup_limit_s(config.rollout)
-    nodes = range(place(config).server_nodes)
+    timeout_s = config.slurm.startup_timeout_s + run.engine.startup_limit_s(config.rollout.startup_timeout_s)
+    nodes = range(run.placement.server_nodes)
     told = [meeting.wait(_engines(i), f"engine node {i}", timeout_s, _SETTING) for i in nodes]
     return [url for facts in told for url in facts["urls"]]
 
@@ -285,19 +286,13 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
     """Run the engines of one node until the batch script or SIGTERM ends them."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _telling_failures(meeting, _engines(node)):
-        run = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
-        if "is_over" in run:
+        told = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
+        if "is_over" in told:
             return 0
-        placement = place(config)
-        share = EngineShare(
-            count=placement.servers_per_node,
-            first_gpu=placement.first_server_gpu,
-            first=node * placement.servers_per_node,
-            host=node_address(config),
-        )
-        log_dir = RunDir.attach(Path(run["run_dir"])).log_dir
-        key = meeting.shared_key()
-        with running_engines(config, resolve_model_path(config.model.path), log_dir, share, key) as urls:
+        run = resolve(config, resolve_model_path(config.model.path))
+        here = run.placement.on(run.placement.first_server_node + node, node_address(config))
+        log_dir = RunDir.attach(Path(told["run_dir"])).log_dir
+        with running_engines(run, log_dir, here, meeting.shared_key()) as urls:
             meeting.tell(_engines(node), {"urls": urls})
             while not meeting.end_file.exists():  # no deadline: SLURM ends this process with the job
                 time.sleep(_END_POLL_S)

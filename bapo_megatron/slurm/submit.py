@@ -32,7 +32,7 @@ from bapo_megatron.errors import ConfigError, UserError, escaped, plural
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.checks.slurm import check_slurm, is_address
 from bapo_megatron.preflight.inputs import Findings
-from bapo_megatron.preflight.placement import place
+from bapo_megatron.resolved import resolve
 from bapo_megatron.runtime.files import read_jsonl, write_atomically
 
 _SBATCH_TIMEOUT_S = 60.0
@@ -126,7 +126,7 @@ def _directive(value: object) -> str:
 
 
 def _render(config: Config, folder: Path, config_path: Path, tasks: Sequence[Sequence[str]]) -> str:
-    slurm, placement = config.slurm, place(config)
+    slurm, placement = config.slurm, resolve(config).placement
     interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), slurm.interface) if slurm.interface else {}
     return _template().render(
         name=config.run.name,
@@ -324,7 +324,7 @@ def unmet_needs(job: Config, task: Config) -> Iterator[Violation]:
 
 def _script_facts(config: Config) -> dict[str, Any]:
     """Return everything that the script depends on, except names, keyed as messages call it."""
-    placement, cluster = place(config), config.cluster
+    placement, cluster = resolve(config).placement, config.cluster
     return {
         "run.dir": config.run.dir,
         "run.max_restarts": config.run.max_restarts,

@@ -7,7 +7,6 @@ sent, shapes with its config.json (if this machine can read it), checksums betwe
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bapo_megatron.engines import sglang_names
@@ -15,7 +14,8 @@ from bapo_megatron.engines.base import Capabilities, Engine
 from bapo_megatron.engines.http import shortened
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError, plural
-from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
+from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.shape import hf_tensors
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -98,7 +98,7 @@ def _check_started_with(url: str, manifest: Sequence[TensorSpec], info: Mapping[
     if dtype not in (None, "auto", sent):
         raise EngineError(f"{url} computes in {dtype}, the policy is sent in {sent}: start it with --dtype {sent}")
     try:
-        shapes = hf_tensors(model_shape(load_hf_config(Path(str(info.get("model_path"))))))
+        shapes = hf_tensors(ModelFacts.of(str(info.get("model_path"))).shape)
     except CheckpointError:
         return  # on another machine, or of a family that only SGLang knows: only names are compared
     _check_specs(url, manifest, [TensorSpec(name, sent, shape) for name, shape in shapes.items()])

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.sync import verify
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.tokens import TokenStream
@@ -43,8 +43,8 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def routes(servers: Servers) -> TokenStream:
     folder = Path(servers.get("/model_info")["model_path"])
-    assert token_streams("auto", folder) == (), "no run asks for routes unless it needs them"
-    (stream,) = token_streams("auto", folder, {"routes"})
+    assert ModelFacts.of(folder).returned_streams() == (), "no run asks for routes unless it needs them"
+    (stream,) = ModelFacts.of(folder).returned_streams({"routes"})
     assert stream.name in servers.loop.run(servers.engine.capabilities()).streams
     return stream
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.runtime.environment import trainer_variables
 from tests.distributed import HANG_S
 from tests.gpu.updates import SIZES, save_model
@@ -30,7 +32,6 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
     from bapo_megatron.config.load import load_config
     from bapo_megatron.engines.base import GenerateRequest
     from bapo_megatron.engines.connected import ConnectedEngines
-    from bapo_megatron.engines.processes import EngineShare
     from bapo_megatron.engines.start import running_engines
     from bapo_megatron.learner.megatron import MegatronLearner
     from bapo_megatron.sync.broadcast import BroadcastChannel
@@ -38,10 +39,10 @@ def exchanges(folder: Path, settings: tuple[str, ...]) -> list[Exchange]:
 
     lengths = (f"data.max_prompt_tokens={len(PROMPT)}", f"rollout.max_response_tokens={NUM_NEW}")
     config = load_config([], [*settings, *lengths, "optimizer.lr=1e-2"])
-    learner = MegatronLearner(config, folder)
+    learner = MegatronLearner(resolve(config, folder))
     found: list[Exchange] = []
-    with running_engines(config, folder, folder, EngineShare(count=1, first_gpu=1), KEY) as urls:
-        engines = ConnectedEngines.connect(config.rollout, urls, SIZES["vocab_size"], KEY)
+    with running_engines(resolve(config, folder), folder, Placement(num_servers=1, num_ranks=1).on(), KEY) as urls:
+        engines = ConnectedEngines.connect(config.rollout, resolve(config).engine, urls, SIZES["vocab_size"], KEY)
         channel = BroadcastChannel(engines.pool, config.sync, engines.loop.submit)
         channel.connect(learner.weights().manifest())
         for version in (1, 2):

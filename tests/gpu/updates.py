@@ -15,6 +15,7 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.load import load_config
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.precision import check_precision, this_machine
+from bapo_megatron.resolved import resolve
 from tests.distributed import HANG_S
 from tests.integration.learner_reference import BOUNDS, TEMPERATURE, Reference, random_batch
 
@@ -91,7 +92,7 @@ def _one_update(folder: Path, overrides: tuple[str, ...]) -> Result:
     from bapo_megatron.learner.megatron import MegatronLearner
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    learner = MegatronLearner(load_config([], [*SETTINGS, *overrides]), folder)
+    learner = MegatronLearner(resolve(load_config([], [*SETTINGS, *overrides]), folder))
     batch = random_batch()
     if learner.config.model.replay_routes:
         from tests.integration.test_routes import routed_batch

@@ -40,8 +40,7 @@ from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import RequestRefusedError
-from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.hf.streams import model_streams
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.base import RankZeroChannel
@@ -274,7 +273,7 @@ class Campaign:
         self.hits: Counter[tuple[str, str]] = Counter()  # by leg and kind
         self.refused: Counter[str] = Counter()  # refusals of wrong routes, by kind
         self.policy = Policy(shipped_model_path(model), self._before_a_bucket)
-        self.streams = tuple(model_streams(load_hf_config(self.policy.folder)))
+        self.streams = tuple(ModelFacts.of(self.policy.folder).streams)
         self.trained: list[Sample] = []
         self.dropped: list[Sample] = []  # samples that were not trained, since an environment failed
         self.left: list[Sample] = []  # samples in the buffers at the end of each leg

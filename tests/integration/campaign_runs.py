@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
-from bapo_megatron.engines.processes import EngineShare
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.rewards import worker_pool
 from bapo_megatron.rewards.worker_pool import Worker
 from bapo_megatron.runtime.files import JsonlWriter
@@ -85,9 +86,9 @@ class SGLang:
         config = Config.model_validate(
             {"data": {"max_prompt_tokens": 32}, "rollout": limits, "sglang": {"extra": extra}}
         )
-        share = EngineShare(count=1, first_gpu=0)
+        share = Placement(num_servers=1).on()
         log = self._folder / f"server-{len(self._started)}.log"
-        command = sglang.command(config, checkpoint, share, 0, port, has_gpu=False)
+        command = sglang.command(resolve(config, checkpoint), share, 0, port, has_gpu=False)
         command[command.index("bapo_megatron.engines.sglang_server")] = "tests.integration.halting_sglang"
         environment = sglang.environment(config, share, 0, []) | {"BAPO_TEST_HALT": str(self._halt_file(port))}
         environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # where tests/ is

@@ -15,6 +15,7 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.convert import convert
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import MicroBatch, MiniBatch
 from tests.distributed import HANG_S, run_distributed
 
@@ -93,7 +94,7 @@ def scores(learner: MegatronLearner, minibatch: MiniBatch) -> tuple[Tensor, Tens
 def check_model(folder: Path, layout: dict[str, Any], tolerance: float, family: str = "auto") -> None:
     """Load, compare with what transformers computed, save to <folder>-saved, export to <folder>-exported."""
     config = make_config(layout, family)
-    learner = MegatronLearner(config, folder)
+    learner = MegatronLearner(resolve(config, folder))
     fill_padding(learner)
     want = torch.load(folder.with_suffix(".pt"), weights_only=True)
     minibatch = packed(token_ids(learner.shape.vocab_size))

@@ -22,6 +22,7 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch, ClipBounds
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import (
@@ -194,7 +195,7 @@ def measure(rank: int, world_size: int, root: Path, tables: Sequence[Table]) -> 
 
 def updates(config: Config, model: Path, batch: Batch) -> dict[str, list[Any]]:
     """Return what NUM_UPDATES updates give, with tensors on the CPU; all ranks call it together."""
-    learner = MegatronLearner(config, model)
+    learner = MegatronLearner(resolve(config, model))
     finder = BoundsFinder(config, learner)
     minibatch = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "bounds": []}

@@ -11,6 +11,7 @@ from torch import Tensor
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import MiniBatch
 from tests.distributed import HANG_S
 from tests.integration.learner_reference import ADAM_EPS, BOUNDS, LR, TEMPERATURE, random_batch
@@ -66,7 +67,7 @@ def updates_of(learner: MegatronLearner, *, read_between: bool = True) -> list[U
 
 
 def updates(config: Config, folder: Path) -> list[Update]:
-    return updates_of(MegatronLearner(config, folder))
+    return updates_of(MegatronLearner(resolve(config, folder)))
 
 
 def assert_close(got: list[Update], want: list[Update], *, rtol: float, atol: float) -> None:

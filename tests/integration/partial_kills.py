@@ -19,9 +19,9 @@ from typing import Any
 
 from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
@@ -114,7 +114,7 @@ class Campaign:
 
     def kept(self, run: Path, step: int) -> list[Sample]:
         """Return the samples in a checkpoint."""
-        streams = token_streams("auto", self.model, self.kind.streams)
+        streams = ModelFacts.of(self.model).returned_streams(self.kind.streams)
         state = CheckpointStore.load(run / "checkpoints" / f"step-{step:06d}", {})["rollout"]
         return [s for groups in groups_of(state, streams) for g in groups for s in g.samples]
 

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import FakeWork
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from benchmarks.side_by_side import peak_allocated
 from tests.distributed import HANG_S
@@ -176,7 +177,7 @@ def measure(rank: int, world_size: int, root: Path, case: Case) -> None:
     config, batch = case.config(), longest_batch()
 
     def update_twice() -> None:
-        learner = MegatronLearner(config, root / case.family)
+        learner = MegatronLearner(resolve(config, root / case.family))
         minibatch = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
         for _ in range(2):
             learner.step(minibatch, BOUNDS)

@@ -28,6 +28,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.learner import attention, megatron, policy, split_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import Machine
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.integration.learner_reference import (
     HYBRID,
@@ -63,7 +64,7 @@ def engine_learner(folder: Path, **sections: Any) -> Iterator[MegatronLearner]:
     """Build a learner in bfloat16 with what a Hopper GPU has; then leave the groups."""
     megatron.this_machine = policy.this_machine = lambda: GPU
     dtype = {"dtype": "bfloat16", "implementation": "transformer_engine"}
-    yield MegatronLearner(make_config(model=dtype, **sections), folder)
+    yield MegatronLearner(resolve(make_config(model=dtype, **sections), folder))
     parallel_state.destroy_model_parallel()
 
 
@@ -71,7 +72,7 @@ def engine_learner(folder: Path, **sections: Any) -> Iterator[MegatronLearner]:
 def local_learner(folder: Path) -> Iterator[MegatronLearner]:
     """Build a learner in bfloat16 with local layers and no fused kernel; then leave the groups."""
     megatron.this_machine, policy.this_machine = lambda: GPU, lambda: CPU
-    yield MegatronLearner(make_config(model={"dtype": "bfloat16", "implementation": "local"}), folder)
+    yield MegatronLearner(resolve(make_config(model={"dtype": "bfloat16", "implementation": "local"}), folder))
     parallel_state.destroy_model_parallel()
 
 

@@ -13,6 +13,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.learner import megatron
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import BOUNDS, MIXTURE, random_batch, save_random_model
 from tests.integration.learner_updates import TOKENS, make_config
@@ -28,7 +29,7 @@ def make_learner(folder: Path, dtype: str, *, parallel: dict[str, int], distribu
         optimizer={"lr": LR, "distributed": distributed},
         parallel=parallel,
     )
-    return MegatronLearner(config, folder)
+    return MegatronLearner(resolve(config, folder))
 
 
 def check_updates(rank: int, world_size: int, root: Path, parallel: dict[str, int], distributed: bool) -> None:
@@ -82,4 +83,4 @@ def test_updates_equal_float32s_up_to_rounding_and_resume_bit_for_bit(
 def test_a_run_on_a_cpu_is_refused(tmp_path: Path) -> None:
     save_random_model("qwen3", tmp_path)
     with pytest.raises(ConfigError, match=r'model\.dtype="bfloat16" needs a GPU; set it to "float32" on this machine'):
-        MegatronLearner(make_config(model={"dtype": "bfloat16"}), tmp_path)
+        MegatronLearner(resolve(make_config(model={"dtype": "bfloat16"}), tmp_path))

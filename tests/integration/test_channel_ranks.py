@@ -16,6 +16,7 @@ from bapo_megatron.engines.wire import TensorSpec, in_order
 from bapo_megatron.errors import EngineError, NoEngineLeftError, UserError
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.weight_source import ModelWeights
+from bapo_megatron.resolved import resolve
 from bapo_megatron.runtime.ranks import failing_together, gather_json
 from bapo_megatron.sync.base import RankZeroChannel, SyncStats, WeightSource
 from tests.distributed import run_distributed
@@ -129,7 +130,7 @@ class Doubled(Wrapping):
 
 
 def check_ranks(rank: int, world_size: int, root: Path) -> None:
-    learner = MegatronLearner(make_config(LAYOUT), root)
+    learner = MegatronLearner(resolve(make_config(LAYOUT), root))
     weights = learner.weights()
     assert isinstance(weights, ModelWeights)
     sender = Recorder() if rank == 0 else None
@@ -186,7 +187,7 @@ def test_every_rank_ends_with_the_same_outcome_or_error(tmp_path: Path) -> None:
 
 
 def check_one_process(rank: int, world_size: int, root: Path) -> None:
-    weights = MegatronLearner(make_config({}), root).weights()
+    weights = MegatronLearner(resolve(make_config({}), root)).weights()
     assert isinstance(weights, ModelWeights)
     sender = Recorder()
     channel = RankZeroChannel(sender)
@@ -203,7 +204,7 @@ def test_a_single_rank_that_fails_publishes_nothing(tmp_path: Path) -> None:
 
 def check_copies(rank: int, world_size: int, root: Path) -> None:
     """Ranks that hold the same weights share the sending."""
-    weights = MegatronLearner(make_config({"pipeline": 2, "data": 2}), root).weights()
+    weights = MegatronLearner(resolve(make_config({"pipeline": 2, "data": 2}), root)).weights()
     own = PiecesChannel()
     own.push(weights)
     assert all(gather_json(any(True for _ in weights.pieces())))

@@ -21,6 +21,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.learner.exchange import gather_weights
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.split_model import PARTS
+from bapo_megatron.resolved import resolve
 from tests.distributed import run_distributed
 from tests.integration.layouts import Layout
 from tests.integration.learner_reference import BOUNDS, random_batch, save_random_model
@@ -31,7 +32,7 @@ LAST_UP = "model.layers.1.mlp.up_proj.weight"
 
 def updated(layout: Layout, model: Path) -> MegatronLearner:
     """Return a learner after one update, so that Adam has moments."""
-    learner = MegatronLearner(layout.config(), model)
+    learner = MegatronLearner(resolve(layout.config(), model))
     minibatch = one_minibatch(random_batch(), max_tokens=layout.max_tokens, share=learner.share)
     learner.step(minibatch, BOUNDS)
     return learner

@@ -20,6 +20,7 @@ from bapo_megatron.learner.critic import Critic
 from bapo_megatron.learner.gradient_guard import MAX_SKIPPED_IN_A_ROW
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import ADAM_EPS, load_float64, random_batch, save_random_model
@@ -142,8 +143,8 @@ def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def make_advantages(config: Config, policy_path: Path) -> tuple[MegatronLearner, ValueAdvantages, Critic]:
-    policy = MegatronLearner(config, policy_path)
-    advantages = ValueAdvantages(config, policy)
+    policy = MegatronLearner(resolve(config, policy_path))
+    advantages = ValueAdvantages(resolve(config, policy_path), policy)
     assert advantages.critic is not None
     return policy, advantages, advantages.critic
 
@@ -222,8 +223,8 @@ def check_new_critic(root: Path) -> None:
     assert changed == {"score.weight"}
     parallel_state.destroy_model_parallel()
 
-    grpo = MegatronLearner(Config(), root / "qwen2")
-    without = ValueAdvantages(Config(), grpo)
+    grpo = MegatronLearner(resolve(Config(), root / "qwen2"))
+    without = ValueAdvantages(resolve(Config(), root / "qwen2"), grpo)
     assert without.on(batch, step=0) is batch
     assert without.parts == {}
     masked = replace(batch, mask_T=torch.zeros_like(batch.mask_T))
@@ -275,9 +276,9 @@ def check_refusals(root: Path) -> None:
         ("nowhere", CheckpointError, "critic.path = "),
     ):
         config = make_config(root / name, {})
-        policy = MegatronLearner(config, root / "qwen3")
+        policy = MegatronLearner(resolve(config, root / "qwen3"))
         with pytest.raises(error, match=re.escape(message)):
-            ValueAdvantages(config, policy)
+            ValueAdvantages(resolve(config, root / "qwen3"), policy)
         parallel_state.destroy_model_parallel()
 
 

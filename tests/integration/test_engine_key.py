@@ -22,8 +22,9 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import GenerateRequest
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from tests import debian
 from tests.distributed import HANG_S
 from tests.integration.killable import small_run
@@ -54,7 +55,7 @@ def started(engine: str, folder: Path) -> Iterator[str]:
     config = Config.model_validate(
         {"data": {"max_prompt_tokens": 32}, "rollout": rollout | {"startup_timeout_s": HANG_S}}
     )
-    with running_engines(config, demo_model_path(), folder, EngineShare(count=1, first_gpu=0), KEY) as urls:
+    with running_engines(resolve(config, demo_model_path()), folder, Placement(num_servers=1).on(), KEY) as urls:
         yield urls[0]
 
 

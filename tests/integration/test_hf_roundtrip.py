@@ -20,6 +20,7 @@ from bapo_megatron.hf.families import LAYER, Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.preflight.memory import model_parameters, rank_parameters
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import ClipBounds
 from tests.distributed import run_distributed
 from tests.hf_models import HYBRIDS, MIXTURES, MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised
@@ -72,7 +73,7 @@ def test_linear_and_full_attention_over_two_tensor_ranks_by_two_stages(tmp_path:
 
 
 def check_published(rank: int, world_size: int, folder: Path, text: dict[str, Tensor]) -> None:
-    learner = MegatronLearner(make_config({"tensor": 2, "pipeline": 2}), folder)
+    learner = MegatronLearner(resolve(make_config({"tensor": 2, "pipeline": 2}), folder))
     own = dict(learner.weights().whole())
     assert own.keys() == text.keys()
     for name, weight in own.items() if rank == 0 else ():  # the others get empty tensors
@@ -97,7 +98,7 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
     """A converted checkpoint starts as its source does; a bad value that only the last rank reads stops all ranks."""
     losses = []
     for start in (None, root / "training"):
-        learner = MegatronLearner(make_config({"tensor": 2}), root / "qwen3")
+        learner = MegatronLearner(resolve(make_config({"tensor": 2}), root / "qwen3"))
         minibatch = packed(token_ids(VOCAB_SIZE))
         if start:
             learner.step(minibatch, BOUNDS)  # this update must be forgotten
@@ -111,7 +112,7 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
         assert torch.equal(one, other)
 
     with pytest.raises(CheckpointError, match=r"q_proj\.weight in .*model\.safetensors holds nan"):
-        MegatronLearner(make_config({"tensor": 2}), root / "spoilt")
+        MegatronLearner(resolve(make_config({"tensor": 2}), root / "spoilt"))
 
 
 # Two families that no checkpoint has, each over the transformers class that computes the same.

@@ -15,6 +15,7 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from tests.distributed import run_distributed
 from tests.integration.layouts import (
     EXPERT_LAYOUTS,
@@ -74,7 +75,7 @@ def test_the_page_has_a_row_for_every_layout() -> None:
 def check_resumed(rank: int, world_size: int, root: Path, layout: Layout, load: int | None, save: int) -> None:
     """Go from checkpoint `load`, or from the start by two updates, to checkpoint `save`; then make one more update."""
     config = layout.config()
-    learner = MegatronLearner(config, root / "model")
+    learner = MegatronLearner(resolve(config, root / "model"))
     minibatch = one_minibatch(random_batch(), max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
 
     def losses(num_updates: int) -> list[float]:
@@ -131,7 +132,7 @@ def test_checkpoints_with_linear_attention_move_between_layouts(tmp_path: Path) 
 def check_replicas(rank: int, world_size: int, root: Path) -> None:
     """Make 50 updates; then compare every parameter that tensor ranks hold copies of, bit for bit."""
     config = Layout("", {"tensor": world_size}, max_tokens=400).config()
-    learner = MegatronLearner(config, root / "model")
+    learner = MegatronLearner(resolve(config, root / "model"))
     minibatch = one_minibatch(random_batch(), max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
     before = {name: parameter.clone() for name, parameter in learner.model.named_parameters()}
     for _ in range(50):

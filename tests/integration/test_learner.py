@@ -26,6 +26,7 @@ from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.policy import transformer_config
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch, MiniBatch
 from tests.distributed import HANG_S, run_distributed
 from tests.garbage import tensors_in_cycles
@@ -128,7 +129,7 @@ def check_layout(folder: Path, family: str, layout: dict[str, Any], max_tokens: 
     """Compare all updates of one learner with the reference: log-probs, bounds, loss, metrics, gradient, weights."""
     reference = torch.load(folder / f"{family}.pt", weights_only=True)
     original = load_file(folder / family / "model.safetensors")
-    learner = MegatronLearner(make_config(layout, **train), folder / family)
+    learner = MegatronLearner(resolve(make_config(layout, **train), folder / family))
     batch = random_batch()
     minibatch = make_minibatch(learner, max_tokens, batch)
     is_rank_0 = learner.layout.rank == 0
@@ -172,7 +173,7 @@ def check_layouts(rank: int, world_size: int, folder: Path, cases: list[Case]) -
 
 def check_cycles(root: Path) -> None:
     """Garbage collections are rare in a rank, so no tensor may depend on one."""
-    learner = MegatronLearner(make_config({}), root / "qwen3")
+    learner = MegatronLearner(resolve(make_config({}), root / "qwen3"))
     minibatch = make_minibatch(learner, 60, random_batch())
     assert tensors_in_cycles(lambda: (learner.score(minibatch), learner.step(minibatch, BOUNDS))) == []
     parallel_state.destroy_model_parallel()
@@ -211,7 +212,7 @@ def check_fewer_sequences_than_ranks(rank: int, world_size: int, root: Path) -> 
     batch = random_batch(num_sequences=1)
     want = reference_update(load_float64(root / "qwen3"), batch)
     for layout in ({"data": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"context": 2}):
-        learner = MegatronLearner(make_config(layout), root / "qwen3")
+        learner = MegatronLearner(resolve(make_config(layout), root / "qwen3"))
         minibatch = make_minibatch(learner, 60, batch)
         finder = make_finders(learner)["exact"]
         bounds = finder.find(minibatch)
@@ -244,7 +245,7 @@ def check_resume(rank: int, world_size: int, root: Path, model: str, layouts: li
     store = CheckpointStore(root / f"saved-{model}", CheckpointConfig())
     reference = torch.load(root / f"{model}.pt", weights_only=True)
     for number, layout in enumerate(layouts):
-        learner = MegatronLearner(make_config(layout), root / model)
+        learner = MegatronLearner(resolve(make_config(layout), root / model))
         minibatch = make_minibatch(learner, 60, random_batch())
         if number == 0:
             for _ in range(NUM_UPDATES - 1):
@@ -274,7 +275,7 @@ def test_resume_at_another_layout(folder: Path) -> None:
 
 def check_broken_gradient(rank: int, world_size: int, root: Path, distributed: bool = False) -> None:
     """After a nan advantage on one data rank, no rank changes its weights, all count it, and the next update works."""
-    learner = MegatronLearner(make_config({"data": 2, "distributed": distributed}), root / "qwen2")
+    learner = MegatronLearner(resolve(make_config({"data": 2, "distributed": distributed}), root / "qwen2"))
     minibatch = make_minibatch(learner, 60, random_batch())
     before = {name: weight.clone() for name, weight in learner.weights().whole()}
     broken = minibatch
@@ -298,11 +299,11 @@ def check_broken_gradient(rank: int, world_size: int, root: Path, distributed: b
 
 def check_sums_reach_all_ranks(rank: int, world_size: int, root: Path) -> None:
     """A table lives on the last stage of each data rank; its sum arrives on both stages."""
-    learner = MegatronLearner(make_config({"pipeline": 2}), root / "qwen2")
+    learner = MegatronLearner(resolve(make_config({"pipeline": 2}), root / "qwen2"))
     table = torch.full((2, 3), 1.5 if learner.layout.is_last_stage else 7.0, dtype=torch.float64)
     assert torch.equal(learner.sum_over_data_ranks(table), torch.full((2, 3), 1.5, dtype=torch.float64))
     parallel_state.destroy_model_parallel()
-    learner = MegatronLearner(make_config({"data": 2}), root / "qwen2")
+    learner = MegatronLearner(resolve(make_config({"data": 2}), root / "qwen2"))
     table = torch.tensor([1.0, 10.0], dtype=torch.float64) * (rank + 1)
     assert learner.sum_over_data_ranks(table).tolist() == [3.0, 30.0]
     parallel_state.destroy_model_parallel()
@@ -314,7 +315,7 @@ def check_options(rank: int, world_size: int, root: Path) -> None:
 
     config = make_config({"tensor": 2})
     optimizer = config.optimizer.model_copy(update={"clip_grad": 1e-3, "warmup_updates": 4})
-    learner = MegatronLearner(config.model_copy(update={"optimizer": optimizer}), root / "qwen3")
+    learner = MegatronLearner(resolve(config.model_copy(update={"optimizer": optimizer}), root / "qwen3"))
     minibatch = make_minibatch(learner, 60, random_batch())
     rates = []
     for _ in range(5):
@@ -324,7 +325,7 @@ def check_options(rank: int, world_size: int, root: Path) -> None:
     assert rates == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR, LR])
     parallel_state.destroy_model_parallel()
 
-    learner = MegatronLearner(make_config({"tensor": 2}, entropy_coef=0.3), root / "qwen3")
+    learner = MegatronLearner(resolve(make_config({"tensor": 2}, entropy_coef=0.3), root / "qwen3"))
     learner.step(minibatch, BOUNDS)
     model = load_float64(root / "qwen3")
     reference_update(model, random_batch(), entropy_coef=0.3)
@@ -362,7 +363,7 @@ def check_refusals(root: Path) -> None:
         ({"tensor": 2}, "1 trainer process started, but"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
-            MegatronLearner(make_config(layout), root / "qwen3")
+            MegatronLearner(resolve(make_config(layout), root / "qwen3"))
     batched = {"batch_p2p_comm": True, "overlap_p2p_comm": False}
     config = make_config({"pipeline": 2, "virtual_pipeline": 2})
     config = config.model_copy(update={"megatron": config.megatron.model_copy(update={"extra": batched})})
@@ -371,7 +372,7 @@ def check_refusals(root: Path) -> None:
     config = make_config({})
     extra = config.megatron.model_copy(update={"extra": {"num_layrs": 3}})
     with pytest.raises(ConfigError, match="num_layrs: not a field"):
-        MegatronLearner(config.model_copy(update={"megatron": extra}), root / "qwen3")
+        MegatronLearner(resolve(config.model_copy(update={"megatron": extra}), root / "qwen3"))
 
 
 def check_flops(rank: int, world_size: int, root: Path) -> None:
@@ -380,7 +381,7 @@ def check_flops(rank: int, world_size: int, root: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE}
     Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False)).save_pretrained(root)
-    learner = MegatronLearner(make_config({}, logprob_chunk_tokens=512), root)
+    learner = MegatronLearner(resolve(make_config({}, logprob_chunk_tokens=512), root))
     batch = random_batch()
     minibatch = make_minibatch(learner, 10_000, batch)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

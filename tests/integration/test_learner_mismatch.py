@@ -16,6 +16,7 @@ from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import proximal_scorer, with_scores
 from bapo_megatron.monitor.record import UpdateMetrics
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
@@ -101,7 +102,7 @@ def literal_mismatch(batch: Batch, log_probs_T: Tensor) -> tuple[int, float, flo
 def check_layout(folder: Path, layout: dict[str, Any], max_tokens: int) -> None:
     updates = torch.load(folder / "updates.pt", weights_only=True)
     config = decoupled_config(layout, max_tokens)
-    learner = MegatronLearner(config, folder / "qwen3")
+    learner = MegatronLearner(resolve(config, folder / "qwen3"))
     batch = some_of_age_0(random_batch())
     scored = with_scores(batch, [proximal_scorer(learner)], learner, config)
     is_response_T = batch.behaviour_logprobs_T != 0

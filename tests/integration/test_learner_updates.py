@@ -20,6 +20,7 @@ from bapo_megatron.learner.exchange import gather_weights
 from bapo_megatron.learner.gradient_guard import MAX_SKIPPED_IN_A_ROW
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import scorers_of, with_scores
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch, MiniBatch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
@@ -86,7 +87,7 @@ def check_kl(root: Path, layout: dict[str, Any], estimator: str) -> None:
     """Check reference scores, KL, coefficient and gradient; between updates, the state goes through JSON."""
     path = str(root / "reference")
     config = kl_config(layout, kl_coef=START, kl_target=TARGET, kl_estimator=estimator, reference_path=path)
-    learner = MegatronLearner(config, root / "policy")
+    learner = MegatronLearner(resolve(config, root / "policy"))
     batch = with_scores(random_batch(), scorers_of(config, learner, learner.reference), learner, config)
     wanted_T = torch.load(root / "reference.pt", weights_only=True)
     is_response_T = batch.behaviour_logprobs_T != 0
@@ -111,7 +112,7 @@ def check_teacher(root: Path, layout: dict[str, Any]) -> None:
     """docs/examples/distil.py: a stream that its loss declares, computed by a model of its own."""
     config = make_config(layout, max_tokens_per_microbatch=60)
     loss = CustomLoss(name="distil:DISTIL", options={"teacher": str(root / "reference")})
-    learner = MegatronLearner(config.model_copy(update={"loss": loss}), root / "policy")
+    learner = MegatronLearner(resolve(config.model_copy(update={"loss": loss}), root / "policy"))
     scorers = scorers_of(learner.config, learner, learner.reference)
     batch = with_scores(random_batch(), scorers, learner, learner.config)
     teacher_T = torch.load(root / "reference.pt", weights_only=True)
@@ -133,7 +134,7 @@ def check_policy_as_reference(policy: Path, layout: dict[str, Any]) -> None:
     gradients = []
     for loss in ({}, {"kl_coef": 100.0, "kl_estimator": "k2"}, {"kl_coef": 100.0}):
         config = kl_config(layout, **loss)
-        learner = MegatronLearner(config, policy)
+        learner = MegatronLearner(resolve(config, policy))
         batch = with_scores(random_batch(), scorers_of(config, learner, learner.reference), learner, config)
         metrics = learner.step(make_minibatch(learner, 60, batch), BOUNDS).metrics
         assert metrics.get("loss/kl_reference") == (0.0 if loss else None)
@@ -149,10 +150,10 @@ def check_refusals(root: Path) -> None:
     (root / "other" / "config.json").write_text(json.dumps(config_json | {"vocab_size": 40}))
     (root / "other" / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="has a vocabulary of 40 tokens, but the policy's has 33"):
-        MegatronLearner(kl_config({}, kl_coef=0.1, reference_path=str(root / "other")), root / "policy")
+        MegatronLearner(resolve(kl_config({}, kl_coef=0.1, reference_path=str(root / "other")), root / "policy"))
     parallel_state.destroy_model_parallel()
     with pytest.raises(CheckpointError, match=r"loss.reference_path = .* there is no folder"):
-        MegatronLearner(kl_config({}, kl_coef=0.1, reference_path=str(root / "none")), root / "policy")
+        MegatronLearner(resolve(kl_config({}, kl_coef=0.1, reference_path=str(root / "none")), root / "policy"))
     parallel_state.destroy_model_parallel()
 
 
@@ -205,7 +206,7 @@ def check_weight_decay(root: Path, layout: dict[str, Any]) -> None:
     for weight_decay in (0.0, decay):
         config = make_config(layout, max_tokens_per_microbatch=60)
         optimizer = config.optimizer.model_copy(update={"weight_decay": weight_decay})
-        learner = MegatronLearner(config.model_copy(update={"optimizer": optimizer}), root / "policy")
+        learner = MegatronLearner(resolve(config.model_copy(update={"optimizer": optimizer}), root / "policy"))
         minibatch = make_minibatch(learner, 60, random_batch())
         learner.step(minibatch, BOUNDS)
         results.append({name: tensor.clone() for name, tensor in learner.weights().whole()})

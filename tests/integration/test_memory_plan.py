@@ -11,6 +11,7 @@ from bapo_megatron.preflight.memory import trainer_memory
 from tests.distributed import run_distributed
 from tests.hf_models import save_randomised
 from tests.integration.peak_memory import BACKEND, SIZES, Case, measure
+from tests.resolving import shaped
 
 LIMIT = 0.1
 
@@ -76,7 +77,7 @@ def check_cases(models: Path, cases: list[Case], num_processes: int, limit: floa
         shape = model_shape(load_hf_config(models / case.family))
         stages = [[rank] for rank in range(num_processes)] if "pipeline" in case.parallel else [range(num_processes)]
         for stage, ranks in enumerate(stages):
-            plan = trainer_memory(case.config(), shape, stage=stage).total
+            plan = trainer_memory(shaped(case.config(), shape), stage=stage).total
             peak = max(peaks[rank] for rank in ranks)
             if abs(plan / peak - 1) > limit:
                 far.append(f"{case.title}, stage {stage}: planned {plan:,}, measured {peak:,}")

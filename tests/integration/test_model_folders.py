@@ -12,6 +12,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.sglang import model_overrides
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.shape import load_hf_config, model_shape, rotary_frequencies
+from bapo_megatron.resolved import resolve
 from tests.distributed import in_new_process, run_distributed
 from tests.model_folders import compare_in_rank, written
 
@@ -49,7 +50,7 @@ def sglang_rotations(root: Path, num_cases: int) -> list[str]:
             continue
         if shape.activation != "silu":
             continue  # SGLang's classes have no other
-        told = json.loads(json.dumps(model_overrides(Config(), folder)))
+        told = json.loads(json.dumps(model_overrides(resolve(Config(), folder))))
         theirs = get_hf_text_config(get_config(str(folder), trust_remote_code=False, model_override_args=told))
         theta, scaling = get_rope_config(theirs)
         rotary = get_rope(

@@ -21,6 +21,7 @@ import pytest
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.monitor.prometheus import prometheus_name
+from bapo_megatron.resolved import resolve
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.steps import read_metrics
 from tests.distributed import HANG_S, forkserver
@@ -246,13 +247,14 @@ def _out_of_memory(folder: Path) -> None:
     from tests.integration.learner_reference import random_batch
 
     config = load_config(["demo"], ["parallel.tensor=1", f"parallel.timeout_s={HANG_S}"])
+    run = resolve(config, demo_model_path())
     found: dict[str, str] = {}
     heartbeat = Heartbeat()
     watch = Stopwatch(heartbeat)
 
     def explained(name: str, body: Callable[[], object]) -> None:
         try:
-            with explaining_out_of_memory(config, demo_model_path(), 0, heartbeat):
+            with explaining_out_of_memory(run, 0, heartbeat):
                 body()
         except OutOfMemoryError as error:
             found[name] = str(error)
@@ -263,13 +265,13 @@ def _out_of_memory(folder: Path) -> None:
     def build() -> None:
         megatron.PolicyModel, real = fail, megatron.PolicyModel  # type: ignore[assignment,misc]
         try:
-            MegatronLearner(config, demo_model_path())
+            MegatronLearner(resolve(config, demo_model_path()))
         finally:
             megatron.PolicyModel = real  # type: ignore[misc]
 
     explained("building", build)
     stop_processes()
-    learner = MegatronLearner(config, demo_model_path())
+    learner = MegatronLearner(resolve(config, demo_model_path()))
     batch = random_batch()
     batch = replace(batch, token_ids_T=batch.token_ids_T % learner.shape.vocab_size)
     minibatch = one_minibatch(batch, max_tokens=200, share=learner.share)

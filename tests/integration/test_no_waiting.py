@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.learner import attention, linear_attention, schedule
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import MicroBatch
 from tests.distributed import run_distributed
@@ -132,7 +133,7 @@ def check(rank: int, world_size: int, root: Path) -> None:
     for family, train in cases:
         config, reads = make_config(train=train, monitor={"token_profile": True}), Reads()
         with watching(reads, *DESCRIBING):
-            learner = MegatronLearner(config, root / family)
+            learner = MegatronLearner(resolve(config, root / family))
             minibatch = pack(learner)
             learner.score(minibatch)
             learner.step(minibatch, BOUNDS)

@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from bapo_megatron.learner import split_model
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import BOUNDS, save_random_model
 from tests.integration.learner_updates import Update, assert_close, make_config, pack, updates_of
@@ -27,7 +28,9 @@ class SmallBuckets(DistributedDataParallelConfig):
 def run(overlap: bool, root: Path, case: Case, read_between: bool = True) -> list[Update]:
     family, parallel, distributed, train = case
     parallel = {**parallel, "overlap_communication": overlap}
-    learner = MegatronLearner(make_config(distributed=distributed, parallel=parallel, train=train), root / family)
+    learner = MegatronLearner(
+        resolve(make_config(distributed=distributed, parallel=parallel, train=train), root / family)
+    )
     (ddp, *_) = learner.wrapped
     assert ddp.ddp_config.overlap_grad_reduce == overlap
     assert ddp.ddp_config.overlap_param_gather == (overlap and distributed)
@@ -53,7 +56,7 @@ def check_readers(rank: int, world_size: int, root: Path) -> None:
     split_model.DistributedDataParallelConfig = SmallBuckets  # type: ignore[misc]
     config = make_config(distributed=True, parallel={"data": 2, "overlap_communication": True})
     for read in (lambda learner: list(learner.weights().whole()), lambda learner: learner.snapshot()):
-        learner = MegatronLearner(config, root / "qwen3")
+        learner = MegatronLearner(resolve(config, root / "qwen3"))
         learner.step(pack(learner), BOUNDS)
         stale = [p.detach().clone() for p in learner.model.parameters()]
         read(learner)

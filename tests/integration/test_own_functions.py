@@ -79,8 +79,8 @@ class Client(HttpEngine):
         await super().close()
 
 
-def specs(config, model_path, logs, ports, share):
-    found = embedded_specs(config, model_path, logs, ports, share)
+def specs(run, logs, ports, here):
+    found = embedded_specs(run, logs, ports, here)
     print("specs of mine", len(found), flush=True)
     return found
 """

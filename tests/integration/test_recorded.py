@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.config.families import token_streams
 from bapo_megatron.errors import DataError
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.rollout.recorded import read_groups, write_groups
 from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment, Trajectory
@@ -69,7 +69,10 @@ def test_a_step_that_was_not_recorded_or_is_damaged_is_one_clear_error(
 
 def test_a_recording_with_routes_serves_runs_with_and_without_replay(tmp_path: Path) -> None:
     """One without routes serves no run that replays them."""
-    prompt, (routes,) = Prompt(0, (1, 2), "", "", ""), token_streams("auto", resolve_model_path("moe"), {"routes"})
+    prompt, (routes,) = (
+        Prompt(0, (1, 2), "", "", ""),
+        ModelFacts.of(resolve_model_path("moe")).returned_streams({"routes"}),
+    )
     for folder, kept in ((tmp_path / "with", (routes,)), (tmp_path / "without", ())):
         given, sampled = ({stream: stream.filled(num) for stream in kept} for num in (2, 3))
         segments = Segment.given("prompt", (1, 2), given), Segment.sampled(0, 0, (3, 4, 5), [-1.0] * 3, sampled)

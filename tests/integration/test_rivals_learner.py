@@ -16,6 +16,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import RatioLoss
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch, ClipBounds
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
@@ -83,7 +84,7 @@ def sequence_of(batch: Batch) -> Tensor:
 def check_correction(root: Path, name: str, layout: dict[str, Any], max_tokens: int) -> None:
     """Check importance weights and masks, with log-probs of a given proximal policy."""
     config = config_of({"name": name, "proximal": "learner"} | CORRECTED[name], layout, max_tokens)
-    learner = MegatronLearner(config, root / "qwen3")
+    learner = MegatronLearner(resolve(config, root / "qwen3"))
     batch = batch_of_outcomes()
     noise_T = 0.15 * torch.randn(batch.mask_T.shape, generator=torch.Generator().manual_seed(8))
     batch = dataclasses.replace(batch, proximal_logprobs_T=batch.behaviour_logprobs_T + noise_T, proximal_version=-1)
@@ -121,7 +122,7 @@ def check_layout(root: Path, name: str, layout: dict[str, Any], max_tokens: int)
     options = {} if name in ("sapo", "m2po") else WIDE
     config = config_of({"name": name} | options, layout, max_tokens)
     loss_config: Any = config.loss
-    learner = MegatronLearner(config, root / "qwen3")
+    learner = MegatronLearner(resolve(config, root / "qwen3"))
     batch = batch_of_outcomes()
 
     def loss_of(log_probs_T: Tensor, batch: Batch) -> Tensor:

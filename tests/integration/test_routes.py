@@ -15,11 +15,11 @@ from torch.nn import Module
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.hf.streams import model_streams
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.learner.attention import PackedSequences
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.replay import LayerRoutes, PackRoutes
+from bapo_megatron.resolved import resolve
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Batch, MiniBatch
 from tests.distributed import run_distributed
@@ -49,7 +49,7 @@ LOSS_LIMIT, GRADIENT_LIMIT = 3e-6, 1e-5
 
 def routed_batch(folder: Path) -> Batch:
     """Return a batch with random experts; a fed token's row lies with the next token, and some have none."""
-    (stream,) = model_streams(load_hf_config(folder))
+    (stream,) = ModelFacts.of(folder).streams
     batch, generator = random_batch(), torch.Generator().manual_seed(3)
     num_tokens, num_layers, num_chosen = batch.token_ids_T.numel(), *stream.shape
     scores_TLC = torch.rand(num_tokens, num_layers, 8, generator=generator)
@@ -81,7 +81,7 @@ def measure(rank: int, world_size: int, root: Path) -> None:
 
 
 def update(config: Config, folder: Path) -> dict[str, Any]:
-    learner = MegatronLearner(config, folder)
+    learner = MegatronLearner(resolve(config, folder))
     minibatch = one_minibatch(
         of_stage(routed_batch(folder), learner),
         max_tokens=config.train.max_tokens_per_microbatch,
@@ -173,14 +173,14 @@ def sampled_in_bfloat16(folder: Path) -> Batch:
         log_probs += [torch.zeros(1), all_log_probs.gather(1, ids[1:, None])[:, 0]]
         rows_TLK = torch.stack(chosen, 1).to(torch.uint8)
         rows += [torch.full_like(rows_TLK[:1], 255), rows_TLK[:-1]]
-    (stream,) = model_streams(load_hf_config(folder))
+    (stream,) = ModelFacts.of(folder).streams
     batch = batch.having(stream, torch.cat(rows))
     return replace(batch, behaviour_logprobs_T=torch.cat(log_probs) * batch.sampled_T)
 
 
 def check_mismatch(rank: int, world_size: int, folder: Path, results: Path) -> None:
     """Save the mean difference from the sampler's log-probs, with its experts and with the routers' own."""
-    learner = MegatronLearner(config_of(Layout("one process")), folder)
+    learner = MegatronLearner(resolve(config_of(Layout("one process")), folder))
     minibatch = one_minibatch(sampled_in_bfloat16(folder), max_tokens=40, share=learner.share)
     sampled_R = torch.cat([batch.behaviour_logprobs_R for batch in minibatch.micro_batches])
     means = [
@@ -211,7 +211,7 @@ def check_counts_and_reference(rank: int, world_size: int, folder: Path) -> None
     """The reference policy has the same weights; then one layer on one of two ranks does not take its routes."""
     config = config_of(Layout("EP2", DP | EP))
     loss = config.loss.model_copy(update={"kl_coef": 0.1})
-    learner = MegatronLearner(config.model_copy(update={"loss": loss}), folder)
+    learner = MegatronLearner(resolve(config.model_copy(update={"loss": loss}), folder))
     minibatch = one_minibatch(routed_batch(folder), max_tokens=40, share=learner.share)
     assert learner.reference is not None
     plain = torch.cat(learner.reference.log_probs(minibatch))

@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bapo_megatron.assets import shipped_model_path
-from bapo_megatron.config.families import token_streams
 from bapo_megatron.convert import hf_folder
 from bapo_megatron.engines.key import KEY_VARIABLE
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
+from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.rollout.recorded import read_groups
 from bapo_megatron.runtime.files import read_jsonl
 from bapo_megatron.tokens import TokenStream
@@ -145,12 +146,12 @@ def test_every_row_of_a_run_is_the_choice_of_the_weights_of_its_time(tmp_path: P
     save_mixture(mixture)
     config = small_run(tmp_path, "run", f"model.path={mixture}", *SETTINGS)
     with (
-        running_engines(config, mixture, tmp_path, EngineShare(count=1, first_gpu=0), KEY) as (url,),
+        running_engines(resolve(config, mixture), tmp_path, Placement(num_servers=1).on(), KEY) as (url,),
         Attempt(config, SimpleNamespace(url=url), prepare=prepare) as attempt,
     ):
         attempt.finish()
         run = attempt.run_dir
-    (routes,) = token_streams("auto", mixture, {"routes"})
+    (routes,) = ModelFacts.of(mixture).returned_streams({"routes"})
     groups = [g for step in range(1, NUM_STEPS + 1) for g in read_groups(run / "rollouts", step, [routes])]
     trajectories = [t for group in groups for sample in group.samples for t in sample.trajectories]
     assert all(len(trajectory.turns) == 2 for trajectory in trajectories)

@@ -17,6 +17,7 @@ from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import proximal_scorer, with_scores
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import ADAM_EPS, LR, SEARCH, TEMPERATURE, random_batch, save_random_model
@@ -166,7 +167,7 @@ def check_auto(root: Path) -> None:
         (SMALL, {"schedule": "forwards_first"}, True),
         (LARGE, {"schedule": "interleaved"}, False),
     ):
-        learner = MegatronLearner(make_config({}, max_tokens, **train), root / "qwen2")
+        learner = MegatronLearner(resolve(make_config({}, max_tokens, **train), root / "qwen2"))
         schedule = learner.schedule
         (minibatch,) = pack(learner)
         assert schedule.runs_forwards_first(minibatch) == expected, train
@@ -196,7 +197,7 @@ def check_supervised(root: Path) -> None:
     """With loss.name = "sft", the loss is the mean negative log-prob of the trained tokens, and it falls."""
     config = make_config({}, SMALL)
     config = config.model_copy(update={"loss": SftLoss()})
-    learner = MegatronLearner(config, root / "qwen2")
+    learner = MegatronLearner(resolve(config, root / "qwen2"))
     finder = BoundsFinder(config, learner)
     (minibatch,) = pack(learner)
     losses = []

@@ -14,6 +14,7 @@ from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, scorers_of, with_scores
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import ADAM_EPS, LR, random_batch, save_random_model
@@ -48,8 +49,11 @@ def check_steps(rank: int, world_size: int, root: Path, cases: list[dict[str, An
                     **settings,
                 }
             )
-            learner = MegatronLearner(config, root / "model")
-            advantages, finder = ValueAdvantages(config, learner), BoundsFinder(config, learner)
+            learner = MegatronLearner(resolve(config, root / "model"))
+            advantages, finder = (
+                ValueAdvantages(resolve(config, root / "model"), learner),
+                BoundsFinder(config, learner),
+            )
             scorers, found = scorers_of(config, learner, learner.reference), []
             for step, lengths in enumerate(LENGTHS):
                 whole = replace(random_batch(seq_lens=lengths), rewards_S=torch.linspace(0, 1, len(lengths)))

@@ -25,11 +25,12 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.rewards.environments import StepAnswer, TurnJson, as_answer
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.rollout.turn_tokens import TurnTokens, turn_driver
@@ -227,7 +228,7 @@ def turns_config(folder: Path) -> Config:
 def sglang_engine(config: Config, model: Path, folder: Path) -> Iterator[tuple[LoopThread, EnginePool]]:
     """Start a real SGLang server; yield its client, and the loop on which that runs."""
     loop = LoopThread()
-    with running_engines(config, model, folder, EngineShare(count=1, first_gpu=0), KEY) as urls:
+    with running_engines(resolve(config, model), folder, Placement(num_servers=1).on(), KEY) as urls:
         engine = HttpEngine(urls[0], request_timeout_s=HANG_S, key=KEY)
         try:
             yield loop, EnginePool([engine])

@@ -20,10 +20,10 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.buffer.packing import context_tokens
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.base import Section
-from bapo_megatron.config.families import token_streams
 from bapo_megatron.config.losses import Loss, StepStream
 from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.streams import ModelStream, ServedTokens
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.rollout.recorded import read_groups
 from bapo_megatron.tokens import TokenStream
@@ -193,7 +193,7 @@ def test_declared_streams_reach_the_loss_row_by_row(tmp_path: Path) -> None:
     settings += ("parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2", "train.max_tokens_per_microbatch=40")
     settings += (f"model.family={HERE}:FAMILY", f"loss.name={HERE}:LOSS", f"loss.options.folder={tmp_path / 'seen'}")
     config = small_run(tmp_path, "run", *settings)
-    streams = token_streams(config.model.family, demo_model_path())
+    streams = resolve(config, demo_model_path()).streams
     engine = Engine(tmp_path / "engine", "--family", config.model.family)
     try:
         with Attempt(config, engine, Gates(tmp_path / "gates", KILLED_AFTER + 1), take_turns) as attempt:

@@ -24,9 +24,10 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang, supervisor
 from bapo_megatron.engines import start as launch_engines
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from tests.distributed import HANG_S
 
 
@@ -367,7 +368,7 @@ def test_a_killed_sglang_server_comes_back(tmp_path: Path) -> None:
     )
     with processes.reserved_ports(1) as ports:
         logs = [tmp_path / "engine-0.log"]
-        engines = sglang.engine_specs(config, demo_model_path(), logs, ports, EngineShare(count=1, first_gpu=0))
+        engines = sglang.engine_specs(resolve(config, demo_model_path()), logs, ports, Placement(num_servers=1).on())
         with supervised(
             engines, startup_timeout_s=HANG_S, max_restarts=1, hang_timeout_s=math.inf, tell=told.append
         ) as started:

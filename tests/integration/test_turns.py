@@ -17,6 +17,7 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rewards.environments import Continue, End, StepAnswer, TurnJson
 from bapo_megatron.rollout.drivers import JudgeOnce, StepDriver
 from bapo_megatron.types import Batch, ClipBounds, Ended, Group, MiniBatch, NeedsTokens, Sample, Segment
@@ -100,7 +101,7 @@ def packed_kinds(batch: Batch, minibatch: MiniBatch) -> list[set[int]]:
 def check_layout(root: Path, layout: dict[str, Any], max_tokens: int, groups: list[Group]) -> None:
     config = make_config(layout, max_tokens)
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad": 1e9})})
-    learner = MegatronLearner(config, root)
+    learner = MegatronLearner(resolve(config, root))
     batch = BatchBuilder(config).build(groups, {})
     mask_T = trained_once(groups)
     assert int(mask_T.sum()) == sum(s.num_sampled_tokens for g in groups for s in g.samples)

@@ -14,6 +14,7 @@ from bapo_megatron.config.losses import CustomLoss
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import load_float64, reference_update, save_random_model
@@ -84,7 +85,7 @@ def check_layout(root: Path, layout: dict[str, Any], train: dict[str, Any], max_
 
 def check_all_rejected(root: Path) -> None:
     """With nothing left to learn from, the gradient is 0, and means of no tokens are nan."""
-    learner = MegatronLearner(config_of({}, LARGE, limit=1e-9), root / "qwen3")
+    learner = MegatronLearner(resolve(config_of({}, LARGE, limit=1e-9), root / "qwen3"))
     minibatch = one_minibatch(batch_of_outcomes(), max_tokens=LARGE, share=learner.share)
     found = BoundsFinder(learner.config, learner).find(minibatch)
     assert found.num_tokens == 0

@@ -25,6 +25,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.environment import check_environment
 from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.prompts.continuation import Continuation
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import WorkersError
 from bapo_megatron.rollout.agent_endpoint import MODEL, Asked, Endpoint, Inbox, Reply
@@ -797,7 +798,7 @@ def test_what_a_program_needs_besides_is_checked_before_the_run() -> None:
     def settings(**data: Any) -> list[tuple[str, ...]]:
         agent = {"kind": "agent", "options": {"command": ["python"]}, "concurrency": 4}
         config = Config.model_validate({"environment": agent, "data": data})
-        return [found.settings for found in (*check_environment(config, None), *idle_settings(config))]
+        return [found.settings for found in (*check_environment(config, None), *idle_settings(resolve(config)))]
 
     assert ("data.chat_template", "environment.kind") in settings()
     found = settings(chat_template=True)

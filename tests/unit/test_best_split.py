@@ -19,6 +19,8 @@ from bapo_megatron.preflight.explain import time_text
 from bapo_megatron.preflight.known import planned_config
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import best_split, fitting_splits, suggest, trainer_sizes
+from bapo_megatron.resolved import resolve
+from tests.resolving import shaped
 
 SMALL = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"]
 BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/1x8-h100"]
@@ -109,13 +111,15 @@ def test_the_present_layout_does_not_matter(layout: str, capsys: pytest.CaptureF
 def test_the_best_split_is_round_unless_another_is_a_tenth_faster(size: str, nodes: int, response: int) -> None:
     config = of_size(size, nodes)
     hf_config = planned_config(config.model.path)
-    best = best_split(config, hf_config, response)
+    best = best_split(resolve(config, hf_config), response)
     assert best is not None
-    assert accepts_layout(best.config, hf_config, on_gpus=True)
-    every = [s for n in trainer_sizes(config) for s in fitting_splits(config, model_shape(hf_config), n, response)]
+    assert accepts_layout(resolve(best.run.config, hf_config), on_gpus=True)
+    every = [
+        s for n in trainer_sizes(config) for s in fitting_splits(shaped(config, model_shape(hf_config)), n, response)
+    ]
     fastest_s = min(s.balance.step_s for s in every)
     assert best.balance.step_s <= fastest_s / 0.9
-    ranks = best.config.parallel.size
+    ranks = best.run.config.parallel.size
     if ranks & (ranks - 1):
         rounds = [s for s in every if s.config.parallel.size in (1, 2, 4, 8)]
         assert all(s.balance.step_s > fastest_s / 0.9 or s.plan.trainer.total > 0.9 * 79.1 * 2**30 for s in rounds)
@@ -133,8 +137,8 @@ def test_what_is_suggested_is_a_tenth_faster() -> None:
     """A tiny model has layouts whose times differ by less than a second."""
     for config in (load_config(SMALL), load_config(["demo", "algorithms/bapo", "clusters/1x8-h100"], WORKLOAD[:1])):
         hf_config = planned_config(config.model.path)
-        present = make_plan(config, model_shape(hf_config))
-        for suggestion in suggest(config, hf_config, present):
+        present = make_plan(shaped(config, model_shape(hf_config)))
+        for suggestion in suggest(resolve(config, hf_config), present):
             assert suggestion.plan.train.expected < 0.9 * present.train.expected
             assert time_text(suggestion.plan.train.expected) != time_text(present.train.expected)
 
@@ -216,11 +220,11 @@ def test_the_nodes_that_a_hint_names_are_accepted(nodes: int, ranks: int, server
     split = [f"rollout.num_servers={servers}", f"rollout.server_tensor_parallel={size}", "parallel.num_ranks=none"]
     layout = [f"parallel.data={ranks // 2}", "parallel.tensor=2"]
     config = load_config(SMALL, [f"cluster.nodes={nodes}", *split, *layout])
-    hints = [v.remedy for v in check_nodes(config) if "such as" in v.remedy]
+    hints = [v.remedy for v in check_nodes(resolve(config)) if "such as" in v.remedy]
     for hint in hints:
         fitting = load_config(SMALL, [hint.rpartition(" ")[2], *split, *layout])
         if fitting.cluster.nodes > 1:
-            assert not [v for v in check_placement(fitting) if v.severity == "error"]
+            assert not [v for v in check_placement(resolve(fitting)) if v.severity == "error"]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ objectives.__path__.append(sys.argv[1])  # as if the file lay with the others
 
 from bapo_megatron.config.load import dump_config, load_config, load_tables
 from bapo_megatron.preflight.checks.idle import idle_settings
+from bapo_megatron.resolved import resolve
 from bapo_megatron.errors import ConfigError
 import tomllib
 
@@ -63,7 +64,7 @@ assert "did you mean loss.baseline?" in message("loss.name=reinforce", "loss.bas
 assert 'but of loss.name="reinforce" (' in message("loss.name=sft", "loss.baseline=1")
 assert "loss.baseline must be at least 0, got -1" in message("loss.name=reinforce", "loss.baseline=-1")
 assert '"reinforce"' in message("loss.name=reinfor")
-(idle,) = idle_settings(load_config(["demo"], ["loss.name=reinforce", "monitor.token_profile=true"]))
+(idle,) = idle_settings(resolve(load_config(["demo"], ["loss.name=reinforce", "monitor.token_profile=true"])))
 assert "monitor.token_profile=true has no effect" in idle.message
 
 from bapo_megatron.config.page import settings_page

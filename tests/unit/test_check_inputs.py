@@ -15,6 +15,7 @@ from bapo_megatron.config.load import load_config, read_config
 from bapo_megatron.errors import escaped, install_command
 from bapo_megatron.preflight import inputs
 from bapo_megatron.preflight.checks.monitor import check_monitor
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
@@ -416,7 +417,7 @@ def test_the_tasks_of_a_sweep_read_each_thing_once(monkeypatch: pytest.MonkeyPat
     )
     memory: inputs.Memory = {}
     for settings in (["optimizer.lr=1"], ["optimizer.lr=2"], ["data.size=5"]):
-        inputs.read_inputs(load_config(["demo"], settings), None, memory, here=True)
+        inputs.read_inputs(resolve(load_config(["demo"], settings)), None, memory, here=True)
     assert read == ["chains", "chains"]
 
 

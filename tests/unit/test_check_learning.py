@@ -7,12 +7,14 @@ import pytest
 
 from bapo_megatron.assets import demo_model_path, shipped_model_path
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.preflight.checks.all import check_settings
+from bapo_megatron.resolved import resolve
 
 
 def messages(severity: str, **sections: Any) -> list[str]:
     config = Config.model_validate({"train": {"minibatches_per_step": 2}, **sections})
-    return [v.message for v in check_settings(config, hf_config=None) if v.severity == severity]
+    return [v.message for v in check_settings(resolve(config)) if v.severity == severity]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_values_in_our_units_are_not_questioned(sections: dict[str, Any]) -> Non
 
 def test_a_limit_of_a_micro_batch_is_only_questioned_if_it_was_given() -> None:
     config = Config.model_validate({"rollout": {"max_response_tokens": 32_768}})
-    found = [v.message for v in check_settings(config, hf_config=None, given=["rollout.max_response_tokens"])]
+    found = [v.message for v in check_settings(resolve(config), given=["rollout.max_response_tokens"])]
     assert not [message for message in found if "max_tokens_per_microbatch" in message]
 
 
@@ -95,9 +97,9 @@ def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() ->
     loss = {"kl_coef": 0.1, "reference_path": "x"}
     config = Config.model_validate({"parallel": {"tensor": 2}, "loss": loss, "train": {"minibatches_per_step": 2}})
     policy |= {"max_position_embeddings": 4096}
-    assert check_settings(config, hf_config=policy, reference_config=policy) == []
+    assert check_settings(resolve(config, policy), reference=ModelFacts(policy)) == []
     other = policy | {"vocab_size": 7, "num_key_value_heads": 1}
-    found = [v.message for v in check_settings(config, hf_config=policy, reference_config=other)]
+    found = [v.message for v in check_settings(resolve(config, policy), reference=ModelFacts(other))]
     assert len(found) == 2
     assert found[0].startswith("loss.reference_path='x' has a vocabulary of 7 tokens, but the policy's has")
     assert found[1].startswith("loss.reference_path='x': parallel.tensor=2 does not divide 1 key-value head")
@@ -109,7 +111,7 @@ def test_a_critic_needs_a_vocabulary_like_the_policys_and_fits_the_layout() -> N
     config = Config.model_validate({"advantage": {"kind": "gae"}, "critic": {"path": "x"}})
 
     def found(critic: dict[str, Any]) -> list[str]:
-        violations = check_settings(config, hf_config=policy, critic_config=critic)
+        violations = check_settings(resolve(config, policy), critic=ModelFacts(critic))
         return [v.message for v in violations if v.severity == "error"]
 
     assert found(policy) == found(policy | {"vocab_size": 1000}) == []

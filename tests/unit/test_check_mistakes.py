@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.cli import main
 from bapo_megatron.config.base import Section, Violation, overlap
+from bapo_megatron.config.engines import EngineKind
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import LossConfig
@@ -22,6 +23,7 @@ from bapo_megatron.preflight import check
 from bapo_megatron.preflight.checks.idle import IDLE, Idle
 from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.plan import MEMORY, SERVER_MEMORY, check_memory
+from bapo_megatron.resolved import resolve
 
 WHOLE = 'slurm.options=["--exclusive","--mem=0"]'
 BASE = (
@@ -301,7 +303,7 @@ def test_the_memory_plan_reads_the_settings_that_its_violations_name(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     hf_config = load_hf_config(demo_model_path())
     on_gpus = [configured(text) for text in VARIANTS if "cluster.gpu" not in text]
-    read = {name for config in on_gpus for name in reads(config, lambda c: check_memory(c, hf_config))}
+    read = {name for config in on_gpus for name in reads(config, lambda c: check_memory(resolve(c, hf_config)))}
     for_times = {"cluster", "train.epochs_per_step", "critic.epochs_per_step", "rollout.overlap", "rollout.abort_tail"}
     for_times |= {"rollout.groups_in_flight", "rollout.max_concurrent_requests"}
     for_times |= {"checkpoint.asynchronous", "checkpoint.interval_steps"}
@@ -310,9 +312,23 @@ def test_the_memory_plan_reads_the_settings_that_its_violations_name(
     assert {name for name in named | for_times if not overlap([name], read)} == {"model.path"}, "it decides hf_config"
 
 
+class Watched:
+    """An engine's kind that notes whether it is read."""
+
+    def __init__(self, kind: EngineKind) -> None:
+        self.kind, self.read = kind, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add("rollout.engine")
+        return getattr(self.kind, name)
+
+
 @pytest.mark.parametrize("row", IDLE, ids=lambda row: row.settings.split()[0])
 def test_an_idle_setting_depends_on_the_settings_that_its_condition_reads(row: Idle) -> None:
-    read = {name for variant in VARIANTS for name in reads(configured(variant), row.act)}
+    read: set[str] = set()
+    for config in map(configured, VARIANTS):
+        kind = Watched(resolve(config).engine)
+        read |= reads(config, lambda c, kind=kind: row.act(c, kind)) | kind.read  # type: ignore[misc]
     assert read == set(row.on.split())
 
 

@@ -13,6 +13,7 @@ from bapo_megatron.hf.shape import model_shape, rotary_frequencies
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.explain import outline
 from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.resolved import resolve
 
 HF_CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -73,7 +74,7 @@ def test_the_activation_that_sglang_computes_must_be_the_models() -> None:
 
 
 def messages(*overrides: str, hf_config: dict[str, Any] = HF_CONFIG) -> list[str]:
-    return [v.message for v in check_settings(load_config([], overrides), hf_config=hf_config)]
+    return [v.message for v in check_settings(resolve(load_config([], overrides), hf_config))]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_shaping_that_makes_no_sense_only_warns() -> None:
         ["reward.overlong_buffer_tokens=60"],
         ["rollout.keep_group=informative", "train.entropy_coef=0.1"],
     ):
-        (found,) = check_settings(load_config([], overrides), hf_config=None)
+        (found,) = check_settings(resolve(load_config([], overrides)))
         assert found.severity == "warning"
     assert messages("rollout.keep_group=informative", "rollout.truncated=mask") == []
 
@@ -286,30 +287,32 @@ def test_turns_may_be_discounted() -> None:
 
 def test_overlap_on_shared_cores_warns() -> None:
     config = load_config([], ["rollout.overlap=true", "rollout.max_staleness=7"])
-    (found,) = check_settings(config, hf_config=None)
+    (found,) = check_settings(resolve(config))
     assert found.severity == "warning"
     assert "share the cores" in found.message
-    assert check_settings(config, hf_config=None, num_gpus=8) == []
+    assert check_settings(resolve(config), num_gpus=8) == []
     elsewhere = load_config([], ["rollout.overlap=true", "rollout.max_staleness=7", 'cluster.gpu="h100"'])
-    assert not any("share the cores" in other.message for other in check_settings(elsewhere, hf_config=None))
+    assert not any("share the cores" in other.message for other in check_settings(resolve(elsewhere)))
 
 
 def test_bfloat16_warns_on_a_cpu_only() -> None:
     config = load_config([], ["model.dtype=bfloat16"])
-    (found,) = check_settings(config, hf_config=None)
+    (found,) = check_settings(resolve(config))
     assert found.severity == "warning"
-    assert check_settings(config, hf_config=None, num_gpus=8) == []
+    assert check_settings(resolve(config), num_gpus=8) == []
 
 
 def test_a_run_in_bfloat16_does_not_start_without_a_gpu() -> None:
     config = load_config([], ["model.dtype=bfloat16"])
-    (found,) = check_settings(config, hf_config=None, starts_here=True)
+    (found,) = check_settings(resolve(config), starts_here=True)
     assert found.severity == "error"
-    assert check_settings(config, hf_config=None, starts_here=True, num_gpus=8) == []
+    assert check_settings(resolve(config), starts_here=True, num_gpus=8) == []
 
 
 def test_one_of_a_kind_is_singular() -> None:
-    text = outline(load_config([], ["train.num_steps=1", "rollout.prompts_per_step=1", "rollout.tokens_per_round=1"]))
+    text = outline(
+        resolve(load_config([], ["train.num_steps=1", "rollout.prompts_per_step=1", "rollout.tokens_per_round=1"]))
+    )
     assert "run: 1 step, 1 optimizer update\n" in text
     assert " 1 rank = tensor 1" in text
     assert "1 prompt x 8 samples = 8 sequences" in text
@@ -325,7 +328,7 @@ def test_one_of_a_kind_is_singular() -> None:
 
 
 def test_summary_has_the_arithmetic() -> None:
-    text = outline(load_config([], ["train.minibatches_per_step=4", "parallel.pipeline=3", "parallel.data=2"]))
+    text = outline(resolve(load_config([], ["train.minibatches_per_step=4", "parallel.pipeline=3", "parallel.data=2"])))
     assert "6 ranks = tensor 1 x pipeline 3 x context 1 x data 2" in text
     assert "16 prompts x 8 samples = 128 sequences" in text
     assert "4 mini-batches of 32 sequences" in text
@@ -344,18 +347,18 @@ def test_summary_has_the_arithmetic() -> None:
 )
 def test_each_rank_and_server_needs_a_gpu_of_its_own(settings: tuple[str, ...], num_gpus: int, message: str) -> None:
     config = load_config([], list(settings))
-    (violation,) = check_settings(config, hf_config=None, num_gpus=num_gpus)
+    (violation,) = check_settings(resolve(config), num_gpus=num_gpus)
     assert message in violation.message
-    assert check_settings(config, hf_config=None, num_gpus=num_gpus + 1) == []
-    assert check_settings(config, hf_config=None) == []
+    assert check_settings(resolve(config), num_gpus=num_gpus + 1) == []
+    assert check_settings(resolve(config)) == []
 
 
 def test_sglang_on_gpus_gets_float32_only_with_an_attention_of_the_users_choice() -> None:
     on_gpus, other = "rollout.engine=sglang", "sglang.extra.attention_backend=triton"
-    (violation,) = check_settings(load_config([], [on_gpus]), hf_config=None, num_gpus=2)
+    (violation,) = check_settings(resolve(load_config([], [on_gpus])), num_gpus=2)
     assert 'has no kernels for float32; set model.dtype="bfloat16"' in violation.message
     for settings in ([on_gpus, "model.dtype=bfloat16"], [on_gpus, other], []):
-        assert check_settings(load_config([], settings), hf_config=None, num_gpus=2) == []
+        assert check_settings(resolve(load_config([], settings)), num_gpus=2) == []
 
 
 @pytest.mark.parametrize(
@@ -424,6 +427,6 @@ def test_a_cut_that_cannot_be(section: str, setting: str) -> None:
 
 def test_a_hang_timeout_leaves_time_for_a_weight_update() -> None:
     config = load_config([], ["rollout.engine=sglang", "rollout.hang_timeout_s=10"])
-    (violation,) = check_settings(config, hf_config=None)
+    (violation,) = check_settings(resolve(config))
     assert violation.severity == "warning"
     assert f"rollout.hang_timeout_s={config.sync.timeout_s:g}" in violation.message

@@ -14,6 +14,7 @@ import transformers
 
 from bapo_megatron import cli
 from bapo_megatron.algorithms.advantages import GroupView, SampleView
+from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.advantages import advantage_function
 from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.families import own_family
@@ -21,11 +22,12 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.losses import CustomLoss
 from bapo_megatron.config.paths import schema
 from bapo_megatron.engines.embedded.model import Model
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import CheckpointError, UserError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
 from bapo_megatron.metrics import METRICS, metrics_page
 from bapo_megatron.report.gallery import PANELS, with_named
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.runs.history import read_history
 from bapo_megatron.types import ClipBounds, Ended, Group, Prompt, Sample
@@ -195,7 +197,9 @@ def test_the_engine_is_the_embedded_one_at_a_low_priority(tmp_path: Path) -> Non
     nice_engine = importlib.import_module("nice_engine")
     config = load_config(["demo"], ["rollout.engine=nice_engine:KIND"])
     assert engine_kind(config.rollout.engine) is nice_engine.KIND
-    (spec,) = nice_engine.engine_specs(config, tmp_path, [tmp_path / "log"], [30000], EngineShare(1, first_gpu=0))
+    (spec,) = nice_engine.engine_specs(
+        resolve(config, demo_model_path()), [tmp_path / "log"], [30000], Placement(num_servers=1).on()
+    )
     assert (spec.url, spec.log) == ("http://127.0.0.1:30000", tmp_path / "log")
     assert spec.command[:7] == ["nice", "-n", "10", sys.executable, "-P", "-m", "bapo_megatron.engines.embedded"]
 

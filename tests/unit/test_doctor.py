@@ -37,6 +37,7 @@ from bapo_megatron.preflight.group import Probes, Rendezvous, started_probes
 from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.preflight.software_checks import NvidiaDriver, visible_indexes
+from bapo_megatron.resolved import resolve
 from tests.distributed import HANG_S, in_new_process
 
 DRIVER = NvidiaDriver("570.1", (12, 8), (("NVIDIA H100", 80 * GIB, 0), ("NVIDIA H100", 80 * GIB, 3 * GIB)), (0, 1))
@@ -297,14 +298,14 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch, free_share: float, se
     needed = 12 * sum(t.numel() for t in load_file(folder / "model.safetensors").values())
     free = int(free_share * needed)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
-    found = list(machine.check_room(config, load_hf_config(folder)))
+    found = list(machine.check_room(resolve(config, load_hf_config(folder))))
     assert [v.severity for v in found] == severities
     assert all("of which there are up to 3" in v.problem for v in found if v.severity == "warning")
     (tmp_path / "runs/run/checkpoints/step-000001").mkdir(parents=True)
-    later = list(machine.check_room(config, load_hf_config(folder)))
+    later = list(machine.check_room(resolve(config, load_hf_config(folder))))
     assert [v.severity for v in later] == [s for s in severities if s == "error"], "their room is already taken"
     only_if_stopped = config.model_copy(update={"checkpoint": CheckpointConfig(interval_steps=None)})
-    assert not list(machine.check_room(only_if_stopped, load_hf_config(folder)))
+    assert not list(machine.check_room(resolve(only_if_stopped, load_hf_config(folder))))
 
 
 @pytest.mark.parametrize(
@@ -322,10 +323,10 @@ def test_copies_of_checkpoints_fit_the_memory(monkeypatch, options: list[str], s
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 65536, "SC_PAGE_SIZE": 4096}.__getitem__)
     monkeypatch.setattr("bapo_megatron.preflight.memory.model_parameters", lambda shape: 31_000_000)
     config = Config.model_validate({"checkpoint": {"asynchronous": True}, "slurm": {"options": options}})
-    found = list(machine.check_host_memory(config, load_hf_config(demo_model_path()), starts_here=starts_here))
+    found = list(machine.check_host_memory(resolve(config, load_hf_config(demo_model_path())), starts_here=starts_here))
     assert [problem in v.problem for v in found] == [True] * bool(problem)
     off = Config.model_validate({"slurm": {"options": options}})
-    assert not list(machine.check_host_memory(off, load_hf_config(demo_model_path()), starts_here=starts_here))
+    assert not list(machine.check_host_memory(resolve(off, load_hf_config(demo_model_path())), starts_here=starts_here))
 
 
 def test_routes_fit_the_memory(monkeypatch) -> None:
@@ -333,12 +334,12 @@ def test_routes_fit_the_memory(monkeypatch) -> None:
     mixture = load_hf_config(shipped_model_path("moe"))
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 40, "SC_PAGE_SIZE": 4096}.__getitem__)
     config = load_config(["demo"], ["model.path=moe", "model.replay_routes=true"])
-    assert not list(machine.check_host_memory(config, mixture, starts_here=True)), "163,840 bytes are there"
+    assert not list(machine.check_host_memory(resolve(config, mixture), starts_here=True)), "163,840 bytes are there"
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 39, "SC_PAGE_SIZE": 4096}.__getitem__)
-    (found,) = machine.check_host_memory(config, mixture, starts_here=True)
+    (found,) = machine.check_host_memory(resolve(config, mixture), starts_here=True)
     assert "model.replay_routes=true keeps 0.00 GiB in the memory of trainer rank 0's node, and this" in found.problem
     both = config.model_copy(update={"checkpoint": CheckpointConfig(asynchronous=True)})
-    (found,) = machine.check_host_memory(both, mixture, starts_here=True)
+    (found,) = machine.check_host_memory(resolve(both, mixture), starts_here=True)
     assert found.problem.startswith("checkpoint.asynchronous=true copies 0.00 GiB to the memory of each node that")
     assert ", and model.replay_routes=true keeps 0.00 GiB" in found.problem
     assert found.remedy == "set checkpoint.asynchronous=false"

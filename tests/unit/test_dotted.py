@@ -17,7 +17,7 @@ from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.advantages import ADVANTAGE
 from bapo_megatron.config.dotted import KEEP_GROUP, REWARD, Seam
-from bapo_megatron.config.engines import ENGINE, ENGINE_CLIENT, ENGINE_SPECS, num_started
+from bapo_megatron.config.engines import ENGINE, ENGINE_CLIENT, ENGINE_SPECS, engine_kind
 from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.losses import LOSS, CustomLoss
@@ -101,7 +101,7 @@ def unreadable_loss(inputs, options: "Nothing"): return None
 def advantage(group): return [0.0 for sample in group.samples]
 def keep(group, config): return True
 def judge(response): return 1.0
-def specs(config, model_path, logs, ports, share): return []
+def specs(run, logs, ports, here): return []
 def client(url, config, vocab_size, key): return Options()
 def no_parameters(): return None
 def four(a, b, c, d): return None
@@ -222,13 +222,13 @@ def test_looking_at_settings_imports_nothing(parts: Path) -> None:
         assert all(hasattr(section, name) for name in properties)
     assert not {"own_parts", "broken_parts"} & sys.modules.keys()
     with pytest.raises(UserError, match="ZeroDivisionError"):
-        num_started(config.rollout)
+        engine_kind(config.rollout.engine)
 
 
 def test_a_client_that_is_not_an_engine_is_named_before_anything_is_sent() -> None:
     config = RolloutConfig(engine="own_parts:WRONG_CLIENT")
     with pytest.raises(UserError) as raised:
-        ConnectedEngines.connect(config, ["http://127.0.0.1:1"], 10, None)
+        ConnectedEngines.connect(config, engine_kind(config.engine), ["http://127.0.0.1:1"], 10, None)
     message = str(raised.value)
     assert message.startswith(
         'rollout.engine="own_parts:client": it returned an object of type Options, which has no url, '
@@ -242,7 +242,7 @@ def test_a_client_that_is_not_an_engine_is_named_before_anything_is_sent() -> No
 def test_a_client_that_fails_is_named_too() -> None:
     config = RolloutConfig(engine="own_parts:FAILING_CLIENT")
     with pytest.raises(UserError) as raised:
-        ConnectedEngines.connect(config, ["http://127.0.0.1:1"], 10, None)
+        ConnectedEngines.connect(config, engine_kind(config.engine), ["http://127.0.0.1:1"], 10, None)
     message = "rollout.engine=\"own_parts:failing_client\": it failed: KeyError: 'no such option'. Expected: "
     assert str(raised.value) == message + ENGINE_CLIENT.expected
 

@@ -24,9 +24,9 @@ from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.server import Server
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import FAMILIES, Family
-from bapo_megatron.hf.shape import load_hf_config
-from bapo_megatron.hf.streams import ModelStream, ServedTokens, model_streams
+from bapo_megatron.hf.streams import ModelStream, ServedTokens
 from bapo_megatron.tokens import TokenStream
 from tests.distributed import HANG_S
 from tests.unit.test_embedded_engine import answer_to
@@ -239,8 +239,8 @@ def test_a_reply_brings_the_rows_that_were_asked_for(engine: BatchingEngine, mon
 def test_a_declaration_that_contradicts_itself_is_refused(stream, said: str) -> None:
     family = family_with(*DECLARED, ModelStream(lambda shape: stream(), marks))
     with pytest.raises(UserError, match=f"model family qwen3: {said}"):
-        model_streams(load_hf_config(demo_model_path()), family)
-    assert model_streams(load_hf_config(demo_model_path())) == {}
+        _ = ModelFacts.of(demo_model_path(), family).streams
+    assert ModelFacts.of(demo_model_path()).streams == {}
 
 
 ROUTED = TokenStream(
@@ -400,7 +400,7 @@ def test_routes_that_do_not_fit_are_named(rows: Any, said: str) -> None:
 )
 def test_a_server_without_a_stream_on_request_is_refused_at_the_start(info: dict[str, Any], said: str | None) -> None:
     client = Scripted(None, info)
-    engines = ConnectedEngines([client], LoopThread())
+    engines = ConnectedEngines([client], HANG_S, LoopThread())
     try:
         if said is None:
             engines._check_streams(client, [ROUTED])

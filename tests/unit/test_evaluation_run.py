@@ -19,6 +19,7 @@ from bapo_megatron.engines.connected import ConnectedEngines, LoopThread
 from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.evaluation.run import Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.worker_pool import Verdict
 from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
@@ -144,7 +145,7 @@ def test_responses_that_are_no_answers_count_as_wrong_and_are_reported(
     overrides = [f"reward.timeout_s={timeout_s}", "reward.concurrency=2"]
     config = eval_config(Path("demo"), [], overrides, path, len(rewards))
     with RewardScorer(config) as scorer:
-        asking = Asking(config, demo_model_path(), scorer, None)
+        asking = Asking(resolve(config, demo_model_path()), scorer, None)
         asking.tokenizer = Texts(list(rewards))
         asking.driver = JudgeOnce(TextJudge(scorer, asking.tokenizer))
         (prompt,) = asking.prompts
@@ -168,7 +169,7 @@ def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monk
 
     engine = Closable()
     engine.version = -1  # the weights that it started with
-    connected = ConnectedEngines([engine], LoopThread())  # type: ignore[list-item]
+    connected = ConnectedEngines([engine], HANG_S, LoopThread())  # type: ignore[list-item]
     deadlines = Deadlines(connected.loop, monkeypatch)
 
     class Unhurried:
@@ -180,7 +181,7 @@ def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monk
     write_chains(tmp_path / "chains.jsonl")
     settings = ["reward.kind=chains", "rollout.request_timeout_s=400", "rollout.max_retries=0", *SMALL]
     config = eval_config(Path("demo"), [], settings, tmp_path / "chains.jsonl", 2)
-    asking = Asking(config, demo_model_path(), Unhurried(), 3)  # type: ignore[arg-type]
+    asking = Asking(resolve(config, demo_model_path()), Unhurried(), 3)  # type: ignore[arg-type]
     problems = asking.ask(["http://scripted"], "a-key", tmp_path / "responses.jsonl", lambda _: None)
     assert deadlines.seen[0] == 800
     assert [p.count("timeout") for p in problems] == [2, 2, 2]

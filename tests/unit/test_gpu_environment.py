@@ -12,12 +12,12 @@ from megatron.core.transformer.enums import AttnBackend
 
 from bapo_megatron import trainer
 from bapo_megatron.checkpoint.folder import SQUARES
-from bapo_megatron.config.engines import startup_limit_s
+from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import sglang
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.learner.adam import AdamState
 from bapo_megatron.learner.policy import PolicyModel
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.runtime import environment
 from bapo_megatron.runtime.environment import TRAINER_VARIABLES, nccl_variables, trainer_variables
 from bapo_megatron.runtime.heartbeat import HEARTBEAT
@@ -35,7 +35,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_engine(**extra: object) -> dict[str, str]:
     config = Config.model_validate({"sglang": {"extra": extra}})
-    variables = sglang.environment(config, EngineShare(count=1, first_gpu=1), 0, ["0", "1"])
+    variables = sglang.environment(config, Placement(num_servers=1, num_ranks=1).on(), 0, ["0", "1"])
     return {name: value for name, value in variables.items() if name in NAMES}
 
 
@@ -241,4 +241,5 @@ def test_adam_is_fused_and_counts_where_its_weights_are() -> None:
     [({"engine": "sglang"}, 1800), ({}, 180), ({"engine": "sglang", "startup_timeout_s": 60}, 60)],
 )
 def test_a_first_start_of_sglang_may_take_half_an_hour(rollout: dict[str, object], limit_s: float) -> None:
-    assert startup_limit_s(Config.model_validate({"rollout": rollout}).rollout) == limit_s
+    config = Config.model_validate({"rollout": rollout})
+    assert engine_kind(config.rollout.engine).startup_limit_s(config.rollout.startup_timeout_s) == limit_s

@@ -14,6 +14,7 @@ import transformers
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape, rotary_frequencies
 from bapo_megatron.learner.fit import check_split
@@ -35,7 +36,8 @@ CONFIG: dict[str, Any] = {
 
 
 def problems(hf_config: dict[str, Any], **parallel: Any) -> list[str]:
-    return [v.message for v in check_split(Config.model_validate({"parallel": parallel}), hf_config, "model.path")]
+    config = Config.model_validate({"parallel": parallel})
+    return [v.message for v in check_split(config, ModelFacts(hf_config), "model.path")]
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (3, 1), (1, 2), (3, 5)])

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from bapo_megatron.config.schema import Config
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.reader import SINGLE
 from bapo_megatron.hf.shape import (
     LinearAttention,
@@ -29,6 +30,7 @@ from bapo_megatron.preflight.known import GIB, KNOWN_MODELS
 from bapo_megatron.preflight.memory import model_parameters
 from bapo_megatron.preflight.work import DEFAULT_MEM_FRACTION, server_memory
 from tests.hf_models import make_model_config, save_model
+from tests.resolving import shaped
 
 QWEN_9B, QWEN_27B = (KNOWN_MODELS[name]["text_config"] for name in ("Qwen3.5-9B", "Qwen3.5-27B"))
 
@@ -171,7 +173,7 @@ def test_the_interval_may_be_missing() -> None:
 )
 def test_layouts_and_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
     config = Config.model_validate(settings)
-    (violation,) = check_split(config, published(QWEN_9B), "model.path")
+    (violation,) = check_split(config, ModelFacts(published(QWEN_9B)), "model.path")
     assert message in violation.message
 
 
@@ -189,7 +191,7 @@ def test_flops_of_a_linear_layer_do_not_grow_with_the_length() -> None:
 def test_a_server_divides_its_memory_between_states_and_keys() -> None:
     """A request holds five times 50 MB of state and 1 MB for convolutions in 24 layers."""
     config, shape = Config.model_validate({"model": {"dtype": "bfloat16"}}), model_shape(QWEN_9B)
-    memory = server_memory(config, shape, 80)
+    memory = server_memory(shaped(config, shape), 80)
     assert memory.kv_bytes_per_token == 8 * 2 * 4 * 256 * 2
     assert memory.state_bytes == 24 * (4 * 32 * 128 * 128 + 2 * 8192 * 3)
     assert memory.state_cache == pytest.approx(0.9 * memory.kv_cache)
@@ -197,13 +199,13 @@ def test_a_server_divides_its_memory_between_states_and_keys() -> None:
 
     rollout = {"max_response_tokens": 1000, "max_concurrent_requests": 1000, "prompts_per_step": 1000}
     many = {"model": {"dtype": "bfloat16"}, "data": {"max_prompt_tokens": 1000}, "rollout": rollout}
-    by_states = server_memory(Config.model_validate(many), shape, 80)
+    by_states = server_memory(shaped(Config.model_validate(many), shape), 80)
     assert by_states.concurrency == by_states.state_cache // (5 * by_states.state_bytes) < by_states.kv_tokens // 2000
     few_states = many | {"sglang": {"extra": {"mamba_full_memory_ratio": 9.0}}}
-    by_tokens = server_memory(Config.model_validate(few_states), shape, 80)
+    by_tokens = server_memory(shaped(Config.model_validate(few_states), shape), 80)
     assert by_tokens.concurrency == by_tokens.kv_tokens // 2000
 
-    whole = server_memory(config, model_shape({**KNOWN_MODELS["Qwen3-32B"], "model_type": "qwen3"}), 80)
+    whole = server_memory(shaped(config, model_shape({**KNOWN_MODELS["Qwen3-32B"], "model_type": "qwen3"})), 80)
     assert (whole.state_bytes, whole.state_cache) == (0, 0)
 
 

@@ -15,16 +15,18 @@ import pytest
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from tests.distributed import HANG_S
 from tests.hybrid_model import save_hybrid
 
-SHARE = EngineShare(count=1, first_gpu=0)
+SHARE = Placement(num_servers=1).on()
+PAIR = Placement(num_servers=1, gpus_per_server=2).on()
 
 
 def command(extra: dict[str, Any] | None = None, *, has_gpu: bool = False, **rollout: Any) -> list[str]:
-    return sglang.command(settings(extra, **rollout), demo_model_path(), SHARE, 0, 1234, has_gpu=has_gpu)
+    return sglang.command(resolve(settings(extra, **rollout), demo_model_path()), SHARE, 0, 1234, has_gpu=has_gpu)
 
 
 def settings(extra: dict[str, Any] | None = None, **rollout: Any) -> Config:
@@ -48,8 +50,8 @@ def test_a_response_may_fill_the_context() -> None:
 def test_servers_of_a_run_that_replays_routes_return_them() -> None:
     flag, plain = "--enable-return-routed-experts", settings()
     replaying = plain.model_copy(update={"model": plain.model.model_copy(update={"replay_routes": True})})
-    assert flag in sglang.command(replaying, demo_model_path(), SHARE, 0, 1234, has_gpu=True)
-    assert flag not in sglang.command(plain, demo_model_path(), SHARE, 0, 1234, has_gpu=True)
+    assert flag in sglang.command(resolve(replaying, demo_model_path()), SHARE, 0, 1234, has_gpu=True)
+    assert flag not in sglang.command(resolve(plain, demo_model_path()), SHARE, 0, 1234, has_gpu=True)
 
 
 def test_extra_arguments_have_the_last_word() -> None:
@@ -132,7 +134,7 @@ def test_servers_are_told_what_they_would_not_read(
     hf_config = json.loads(file.read_text())
     (hf_config["text_config"] if published else hf_config).update(change)
     file.write_text(json.dumps(hf_config))
-    arguments = sglang.command(settings(), tmp_path, SHARE, 0, 1234, has_gpu=True)
+    arguments = sglang.command(resolve(settings(), tmp_path), SHARE, 0, 1234, has_gpu=True)
     flag = "--json-model-override-args"
     assert (json.loads(option(arguments, flag)) if flag in arguments else None) == expected
 
@@ -143,7 +145,7 @@ def test_nothing_of_the_cpu_is_set_where_there_is_a_gpu() -> None:
     assert "--device" not in arguments
     assert "--enable-fp32-lm-head" in arguments, "log-probs of bfloat16 logits are coarse"
     assert "--enable-fp32-lm-head" not in command({"enable_fp32_lm_head": False}, has_gpu=True)
-    variables = sglang.environment(settings(server_tensor_parallel=2), SHARE, 0, ["4", "5"])
+    variables = sglang.environment(settings(server_tensor_parallel=2), PAIR, 0, ["4", "5"])
     assert "SGLANG_USE_CPU_ENGINE" not in variables
     assert variables["CUDA_VISIBLE_DEVICES"] == "4,5"
 
@@ -154,10 +156,10 @@ def test_servers_and_trainer_ranks_share_no_gpu(monkeypatch: pytest.MonkeyPatch)
     assert sglang.visible_gpus(4) == ["0", "1", "2", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3,GPU-5,1")
     visible = sglang.visible_gpus(4)
-    assert sglang.gpus(0, 1, 2, visible) == ("GPU-5",)
-    assert sglang.gpus(1, 1, 2, visible) == ("1",)
-    assert sglang.gpus(0, 2, 2, visible) == ("GPU-5", "1")
-    assert sglang.gpus(0, 2, 2, []) == ()
+    two = Placement(num_ranks=2, num_servers=2).on()
+    assert [sglang.named_gpus(gpus, visible) for gpus in two.gpus] == [("GPU-5",), ("1",)]
+    (wide,) = Placement(num_ranks=2, num_servers=1, gpus_per_server=2).on().gpus
+    assert sglang.named_gpus(wide, visible) == ("GPU-5", "1")
 
 
 def test_ranks_get_cpus_of_their_own_while_there_are_some() -> None:

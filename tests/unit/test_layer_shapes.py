@@ -16,6 +16,7 @@ from bapo_megatron.preflight.memory import (
     rank_parameters,
     trainer_memory,
 )
+from tests.resolving import shaped
 from tests.unit.test_hf_convert import make_shape
 from tests.unit.test_splits import EXPERTS
 
@@ -72,7 +73,7 @@ def test_parameters_are_a_sum_over_layers_and_stages() -> None:
 
 def test_memory_of_layers_follows_the_widest_chunk() -> None:
     shape, config = uneven(), Config.model_validate({"parallel": {"pipeline": 3}})
-    kept = [trainer_memory(config, replace(shape, layers=layers)).activations for layers in layouts_of(shape)]
+    kept = [trainer_memory(shaped(config, replace(shape, layers=layers))).activations for layers in layouts_of(shape)]
     assert kept[0] == kept[1] > kept[2]
 
 

@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_chunk_gated_delta_rule
 
 from bapo_megatron.errors import install_command
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.shape import RULE_CHUNK, model_shape
 from bapo_megatron.learner.linear_attention import Sequences, causal_convolution, delta_rule, gated_norm
 from bapo_megatron.learner.precision import Machine, check_precision
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.resolved import resolve
 from tests.unit.test_hybrids import QWEN_9B
 from tests.unit.test_precision import GOOD, load_config
 
@@ -159,7 +161,7 @@ def test_a_reference_needs_flash_linear_attention_too() -> None:
 
     def found(policy: dict[str, Any], machine: Machine) -> list[str]:
         violations = check_settings(
-            load_config([], settings), hf_config=policy, reference_config=hybrid, num_gpus=2, machine=machine
+            resolve(load_config([], settings), policy), reference=ModelFacts(hybrid), num_gpus=2, machine=machine
         )
         return [v.message for v in violations if v.severity == "error"]
 

@@ -12,12 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from bapo_megatron.config.families import token_streams
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import CheckpointError, EngineError, UserError
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.reader import SINGLE, HFReader
 from bapo_megatron.hf.shape import Experts, LayerShape, hf_tensors, layer_entries, load_hf_config, model_shape
-from bapo_megatron.hf.streams import model_streams
 from bapo_megatron.learner.slicing import canonical
 from bapo_megatron.preflight.known import KNOWN_MODELS
 from bapo_megatron.sync.verify import _check_names
@@ -170,16 +169,16 @@ def test_routes_are_declared_and_asked_for_on_request(
     num_experts: int, dtype: str, missing: int, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN | {"num_experts": num_experts}))
-    (stream,) = model_streams(load_hf_config(tmp_path))
+    (stream,) = ModelFacts.of(tmp_path).streams
     assert (stream.dtype, stream.missing, stream.most, stream.shape) == (dtype, missing, num_experts - 1, (48, 8))
-    assert token_streams("auto", tmp_path) == ()
-    assert token_streams("auto", tmp_path, {"routes"}) == (stream,)
+    assert ModelFacts.of(tmp_path).returned_streams() == ()
+    assert ModelFacts.of(tmp_path).returned_streams({"routes"}) == (stream,)
 
 
 def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen3-32B"]))
     with pytest.raises(UserError, match="qwen3 models have no stream 'routes', which the run needs"):
-        token_streams("auto", tmp_path, {"routes"})
+        ModelFacts.of(tmp_path).returned_streams({"routes"})
 
 
 @pytest.mark.parametrize("held", [{"lm_head.weight": "7"}, {"lm_head.weight": "8"}, {}])

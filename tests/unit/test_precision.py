@@ -22,6 +22,7 @@ from bapo_megatron.learner.precision import (
 )
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.model import precision_warnings
+from bapo_megatron.resolved import resolve
 from tests.integration.learner_reference import random_batch
 
 FP8 = "precision.fp8=hybrid model.dtype=bfloat16"
@@ -178,19 +179,19 @@ def test_check_names_what_can_be_known_without_a_gpu() -> None:
         "max_position_embeddings": 2048,
     }
     by_severity: dict[str, list[str]] = {"error": [], "warning": []}
-    for violation in check_settings(load_config([], overrides), hf_config=hf_config):
+    for violation in check_settings(resolve(load_config([], overrides), hf_config)):
         by_severity[violation.severity].append(violation.message)
     assert len(by_severity["error"]) == 3, by_severity  # dtype, distributed optimizer, hidden size
     assert any("needs a GPU" in message for message in by_severity["warning"])
     with_machine = check_settings(
-        load_config([], overrides), hf_config=hf_config, num_gpus=8, machine=Machine((8, 0), (12, 8))
+        resolve(load_config([], overrides), hf_config), num_gpus=8, machine=Machine((8, 0), (12, 8))
     )
     assert any("8.9" in violation.message for violation in with_machine)
 
 
 def test_warnings() -> None:
     def warnings(settings: str, num_gpus: int) -> list[str]:
-        return [v.message for v in precision_warnings(load_config([], settings.split()), num_gpus)]
+        return [v.message for v in precision_warnings(resolve(load_config([], settings.split())), num_gpus)]
 
     assert ["scales" in m for m in warnings(f"{FP8} precision.recipe=delayed rollout.engine=sglang", 1)] == [True]
     assert ["embedded" in m for m in warnings(FP8, 1)] == [True]

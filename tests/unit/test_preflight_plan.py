@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.cli import main
-from bapo_megatron.config.engines import num_server_gpus
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
@@ -28,10 +27,11 @@ from bapo_megatron.preflight.memory import (
     model_parameters,
     trainer_memory,
 )
-from bapo_megatron.preflight.placement import place
 from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused, make_plan, step_balance
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
 from bapo_megatron.preflight.work import decode_seconds, server_memory
+from bapo_megatron.resolved import resolve
+from tests.resolving import shaped
 
 HF_CONFIG = KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-7B"]
 SHAPE = model_shape(HF_CONFIG)
@@ -50,22 +50,22 @@ def test_six_flops_per_weight_and_token() -> None:
     config = recipe("train.recompute=false")
     rule = 6 * (model_parameters(SHAPE) - 2 * SHAPE.vocab_size * SHAPE.hidden_size) * tokens.total
     output = 8 * SHAPE.vocab_size * SHAPE.hidden_size * 63  # logits twice, two gradients
-    assert math.isclose(work.step_flops(config, SHAPE, tokens, 0), rule + output, rel_tol=2e-3)
+    assert math.isclose(work.step_flops(shaped(config, SHAPE), tokens, 0), rule + output, rel_tol=2e-3)
 
 
 def test_the_expected_mfu_leaves_out_what_is_done_twice() -> None:
     """Without recomputation, scoring and messages, only computing logits twice lowers the assumed share of the peak."""
     alone = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=1", "bapo.scope=lagged"]
-    plan = make_plan(recipe(*alone, "train.recompute=false"), SHAPE)
+    plan = make_plan(shaped(recipe(*alone, "train.recompute=false"), SHAPE))
     layers, output = work.forward_flops(SHAPE, plan.tokens)
     assert plan.mfu == pytest.approx(0.4 * 3 * (layers + output) / (3 * layers + 4 * output))
-    assert make_plan(recipe(*alone), SHAPE).mfu < plan.mfu
-    assert make_plan(recipe(*alone[:-1], "train.recompute=false"), SHAPE).mfu < plan.mfu
+    assert make_plan(shaped(recipe(*alone), SHAPE)).mfu < plan.mfu
+    assert make_plan(shaped(recipe(*alone[:-1], "train.recompute=false"), SHAPE)).mfu < plan.mfu
 
 
 def test_the_plan_names_the_levers_that_are_not_used() -> None:
     def unused(*overrides: str) -> set[str]:
-        return {setting.partition("=")[0] for setting in make_plan(recipe(*overrides), SHAPE).unused}
+        return {setting.partition("=")[0] for setting in make_plan(shaped(recipe(*overrides), SHAPE)).unused}
 
     off = {"train.recompute", "bapo.scope", "precision.fp8", "sglang.extra.enable_nccl_nvls"}
     assert unused() == off
@@ -83,7 +83,9 @@ def test_recomputation_repeats_the_forward_flops_of_what_it_covers() -> None:
     layers, _ = work.forward_flops(SHAPE, tokens)
 
     def repeated(*overrides: str) -> float:
-        flops = [work.step_flops(recipe(*each), SHAPE, tokens, 0) for each in (overrides, ["train.recompute=false"])]
+        flops = [
+            work.step_flops(shaped(recipe(*each), SHAPE), tokens, 0) for each in (overrides, ["train.recompute=false"])
+        ]
         return (flops[0] - flops[1]) / layers
 
     mlp = 3 * SHAPE.hidden_size * SHAPE.ffn_sizes[0] * SHAPE.num_layers * 2 * tokens.total / layers
@@ -99,7 +101,7 @@ def test_recomputation_repeats_the_forward_flops_of_what_it_covers() -> None:
 def test_partial_recomputation_lies_between_all_and_nothing() -> None:
     parts = "train.recompute_layers=20", 'train.recompute_modules=["mlp"]'
     ways = ("train.recompute=true", *parts, "train.recompute=false")
-    kept = [trainer_memory(recipe(way), SHAPE, gpu_bytes=GPU_BYTES).activations for way in ways]
+    kept = [trainer_memory(shaped(recipe(way), SHAPE), gpu_bytes=GPU_BYTES).activations for way in ways]
     assert kept[0] < min(kept[1:3]) <= max(kept[1:3]) < kept[3]
 
 
@@ -138,8 +140,8 @@ def test_scoring_passes(overrides: str, passes: int) -> None:
 
 
 def test_what_the_distributed_optimizer_saves() -> None:
-    whole = trainer_memory(recipe("optimizer.distributed=false"), SHAPE, gpu_bytes=GPU_BYTES)
-    split = trainer_memory(recipe(), SHAPE, gpu_bytes=GPU_BYTES)
+    whole = trainer_memory(shaped(recipe("optimizer.distributed=false"), SHAPE), gpu_bytes=GPU_BYTES)
+    split = trainer_memory(shaped(recipe(), SHAPE), gpu_bytes=GPU_BYTES)
     assert whole.optimizer == 12 * whole.held.total
     assert math.isclose(split.optimizer, whole.optimizer / 4, rel_tol=1e-6)
     assert (split.weights, split.gradients) == (whole.weights, whole.gradients)
@@ -148,23 +150,23 @@ def test_what_the_distributed_optimizer_saves() -> None:
 @pytest.mark.parametrize("distributed", ["true", "false"])
 def test_float32_weights_have_no_master_copy(distributed: str) -> None:
     ways = [(f"optimizer.distributed={distributed}", f"model.dtype={dtype}") for dtype in ("bfloat16", "float32")]
-    low, full = (trainer_memory(recipe(*way), SHAPE, gpu_bytes=GPU_BYTES) for way in ways)
+    low, full = (trainer_memory(shaped(recipe(*way), SHAPE), gpu_bytes=GPU_BYTES) for way in ways)
     assert full.optimizer * 3 == low.optimizer * 2
 
 
 def test_forward_passes_first_keep_every_micro_batch() -> None:
-    by_turns = trainer_memory(recipe("train.schedule=interleaved"), SHAPE, gpu_bytes=GPU_BYTES)
-    all_first = trainer_memory(recipe("train.schedule=forwards_first"), SHAPE, gpu_bytes=GPU_BYTES)
-    auto = trainer_memory(recipe(), SHAPE, gpu_bytes=GPU_BYTES)
+    by_turns = trainer_memory(shaped(recipe("train.schedule=interleaved"), SHAPE), gpu_bytes=GPU_BYTES)
+    all_first = trainer_memory(shaped(recipe("train.schedule=forwards_first"), SHAPE), gpu_bytes=GPU_BYTES)
+    auto = trainer_memory(shaped(recipe(), SHAPE), gpu_bytes=GPU_BYTES)
     assert by_turns.activations < auto.activations < all_first.activations
-    kept = forwards_under_way(recipe(), SHAPE, GPU_BYTES)
+    kept = forwards_under_way(shaped(recipe(), SHAPE), GPU_BYTES)
     inputs = 34816 // 4 * SHAPE.hidden_size * 2 * SHAPE.num_layers  # inputs of one micro-batch
     assert kept == int(0.1 * GPU_BYTES / inputs) > 1, "auto: layer inputs take a tenth of the memory"
 
 
 def test_a_reference_policy_costs_its_weights() -> None:
     without, with_kl = (
-        trainer_memory(recipe(o), SHAPE, gpu_bytes=GPU_BYTES) for o in ("run.seed=0", "loss.kl_coef=0.1")
+        trainer_memory(shaped(recipe(o), SHAPE), gpu_bytes=GPU_BYTES) for o in ("run.seed=0", "loss.kl_coef=0.1")
     )
     assert with_kl.total - without.total == without.weights
 
@@ -172,30 +174,30 @@ def test_a_reference_policy_costs_its_weights() -> None:
 def test_a_critic_costs_nearly_as_much_as_the_policy() -> None:
     """It has the same layers, without the output layer."""
     config = recipe("advantage.kind=gae")
-    memory = trainer_memory(config, SHAPE, gpu_bytes=GPU_BYTES)
+    memory = trainer_memory(shaped(config, SHAPE), gpu_bytes=GPU_BYTES)
     policy = memory.weights + memory.gradients + memory.optimizer
     assert 0.9 * policy < memory.critic < policy
 
 
 def test_kv_cache_of_a_server() -> None:
     """2 x 28 layers x 4 heads x 128 x bfloat16 are 57,344 bytes per token, shared by 4 ranks."""
-    memory = server_memory(recipe(), SHAPE, 80.0)
+    memory = server_memory(shaped(recipe(), SHAPE), 80.0)
     assert memory.kv_bytes_per_token == 57_344 // 4
     assert memory.kv_cache == int(0.85 * 80 * GIB) - model_parameters(SHAPE) * 2 // 4
     assert memory.concurrency == 512 // 4, "all responses of a step fit: four servers share them"
-    small = server_memory(recipe("sglang.extra.mem_fraction_static=0.1"), SHAPE, 80.0)
+    small = server_memory(shaped(recipe("sglang.extra.mem_fraction_static=0.1"), SHAPE), 80.0)
     assert small.concurrency == small.kv_tokens // (2048 + 32768)
 
 
 def test_decoding_one_response_reads_the_weights_once_a_token() -> None:
     config = recipe("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "train.minibatches_per_step=1")
     tokens = work.StepTokens.of(config, 100)
-    seconds = decode_seconds(config, SHAPE, GPUS["h100"], server_memory(config, SHAPE, 80.0), tokens)
+    seconds = decode_seconds(shaped(config, SHAPE), GPUS["h100"], server_memory(shaped(config, SHAPE), 80.0), tokens)
     assert math.isclose(seconds, 100 * model_parameters(SHAPE) * 2 / 4 / 3.35e12, rel_tol=0.01)
 
 
 def test_sync() -> None:
-    plan = make_plan(recipe(), SHAPE)
+    plan = make_plan(shaped(recipe(), SHAPE))
     assert plan.sync_bytes == 2 * model_parameters(SHAPE)
     gathering = plan.sync_bytes * 3 / 4 / 450e9
     assert math.isclose(plan.sync.least, gathering + plan.sync_bytes / 50e9)
@@ -214,30 +216,34 @@ def test_sync() -> None:
 )
 def test_what_does_not_fit_is_told_with_the_numbers(overrides: str, parts: list[str]) -> None:
     config = recipe(*overrides.split())
-    found = list(check_machines(config)) or check_memory(config, HF_CONFIG)
+    found = list(check_machines(resolve(config))) or check_memory(resolve(config, HF_CONFIG))
     text = "\n".join(v.message for v in found)
     assert all(part in text for part in parts), text
 
 
 def test_suggestions_fit_and_are_faster() -> None:
     config = recipe()
-    present = make_plan(config, SHAPE)
-    found = suggest(config, HF_CONFIG, present)
+    present = make_plan(shaped(config, SHAPE))
+    found = suggest(resolve(config, HF_CONFIG), present)
     assert found
     for s in found:
-        changed = make_plan(recipe(*s.overrides), SHAPE)
+        changed = make_plan(shaped(recipe(*s.overrides), SHAPE))
         assert changed.fits
         assert changed.train.expected < present.train.expected
         fitting = recipe(*s.overrides)
-        assert [*check_machines(fitting), *check_memory(fitting, HF_CONFIG), *check_unused(fitting)] == []
+        assert [
+            *check_machines(resolve(fitting)),
+            *check_memory(resolve(fitting, HF_CONFIG)),
+            *check_unused(resolve(fitting)),
+        ] == []
         assert changed.train == s.plan.train, "the overrides deliver what was promised"
 
 
 def test_a_layout_that_does_not_fit_gets_one_that_does() -> None:
     config = recipe("parallel.tensor=1", "parallel.sequence=false", "parallel.data=16", "train.recompute=false")
-    present = make_plan(config, SHAPE)
+    present = make_plan(shaped(config, SHAPE))
     assert not present.fits
-    found = suggest(config, HF_CONFIG, present)
+    found = suggest(resolve(config, HF_CONFIG), present)
     assert found
     assert all(s.plan.fits for s in found)
 
@@ -249,20 +255,20 @@ def test_suggestions_pass_the_check(settings: str) -> None:
     """forwards_first does not support pipeline stages, which the fastest layouts have."""
     start = ["parallel.tensor=1", "parallel.sequence=false", "parallel.data=16", *settings.split()]
     config = recipe(*start)
-    found = suggest(config, HF_CONFIG, make_plan(config, SHAPE))
+    found = suggest(resolve(config, HF_CONFIG), make_plan(shaped(config, SHAPE)))
     assert found
     for s in found:
         changed = recipe(*start, *s.overrides)
-        assert check_settings(changed, hf_config=HF_CONFIG, num_gpus=32) == []
-        assert check_placement(changed) == []
+        assert check_settings(resolve(changed, HF_CONFIG), num_gpus=32) == []
+        assert check_placement(resolve(changed)) == []
 
 
 def test_a_layout_must_fit_the_nodes() -> None:
     """With separate nodes for servers, a node takes eight trainer ranks; with shared nodes, four."""
     files, hf_config = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/4x8-h200"], KNOWN_MODELS["Qwen3-32B-64k"]
     layout = ["parallel.tensor=8", "parallel.pipeline=1", "parallel.data=2"]
-    assert accepts_layout(load_config(files, layout), hf_config, on_gpus=True)
-    assert not accepts_layout(load_config(files, [*layout, "slurm.rollout_nodes=0"]), hf_config, on_gpus=True)
+    assert accepts_layout(resolve(load_config(files, layout), hf_config), on_gpus=True)
+    assert not accepts_layout(resolve(load_config(files, [*layout, "slurm.rollout_nodes=0"]), hf_config), on_gpus=True)
 
 
 def test_a_server_beside_fewer_ranks_than_it_has_gpus() -> None:
@@ -284,15 +290,18 @@ def test_no_accepted_layout_splits_a_server_or_a_tensor_group() -> None:
                 ),
             }
         )
-        found = check_settings(config, hf_config=None, num_gpus=nodes * gpus)
-        found += [*(check_placement(config) if nodes > 1 else []), *check_machines(config)]
+        found = check_settings(resolve(config), num_gpus=nodes * gpus)
+        found += [
+            *(check_placement(resolve(config)) if nodes > 1 else []),
+            *check_machines(resolve(config)),
+        ]
         if any(v.severity == "error" for v in found):
             continue
         accepted += 1
-        placed = place(config)
+        placed = resolve(config).placement
         assert placed.ranks_per_node % tensor == 0, "a tensor-parallel group is on one machine"
         assert placed.ranks_per_node <= gpus
-        last_gpu = placed.first_server_gpu + placed.servers_per_node * server_tensor
+        last_gpu = 1 + placed.server(servers - 1)[-1].gpu
         assert last_gpu <= gpus, "each server has its GPUs on one machine"
     assert accepted > 100
 
@@ -304,10 +313,10 @@ def test_groups_that_are_on_two_machines(sharing: str) -> None:
     for tensor, context, data, pipeline in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
         layout = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline, "num_ranks": None}
         config = base.model_copy(update={"parallel": base.parallel.model_copy(update=layout)})
-        if any(v.severity == "error" for v in check_placement(config)):
+        if any(v.severity == "error" for v in check_placement(resolve(config))):
             continue
         ranks = torch.arange(config.parallel.size).view(pipeline, data, context, tensor)
-        node = ranks // place(config).ranks_per_node
+        node = ranks // resolve(config).placement.ranks_per_node
         for name, in_a_row, nodes_of_groups in (
             ("context", tensor * context, node.movedim(2, -1).reshape(-1, context)),
             ("data x context", tensor * context * data, node.permute(0, 3, 1, 2).reshape(-1, data * context)),
@@ -315,7 +324,7 @@ def test_groups_that_are_on_two_machines(sharing: str) -> None:
         ):
             if nodes_of_groups.shape[1] > 1:
                 are_apart = bool((nodes_of_groups != nodes_of_groups[:, :1]).any())
-                assert work.spans_nodes(config, in_a_row) == are_apart
+                assert work.spans_nodes(resolve(config).placement, in_a_row) == are_apart
                 seen.add((name, are_apart))
     assert {("context", False), ("context", True), ("data x context", False), ("data x context", True)} <= seen
     assert ("pipeline", True) in seen
@@ -327,7 +336,7 @@ def test_what_goes_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def seconds(bytes_per_s: float, *more: str) -> float:
         monkeypatch.setattr(plan, "NETWORK_BYTES_PER_S", bytes_per_s)
-        return make_plan(recipe(*stages, *more), SHAPE).train.least
+        return make_plan(shaped(recipe(*stages, *more), SHAPE)).train.least
 
     # the bytes times (1/1e9 - 1/2e9)
     sent = [seconds(1e9, *more) - seconds(2e9, *more) for more in ([], ["slurm.rollout_nodes=0"])]
@@ -335,7 +344,7 @@ def test_what_goes_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = 2 + work.num_scoring_passes(config, forwards_first=False)
     hidden = tokens / 8 * 3584 * 2 / 2 * passes  # bfloat16; one of two stages sends in each direction
     assert math.isclose(sent[0] * 2e9, hidden, rel_tol=1e-6)
-    gradients = 2 * 2 * 7 / 8 * 4 * make_plan(config, SHAPE).trainer.held.total  # two updates, float32
+    gradients = 2 * 2 * 7 / 8 * 4 * make_plan(shaped(config, SHAPE)).trainer.held.total  # two updates, float32
     assert math.isclose(sent[1] * 2e9, hidden + gradients, rel_tol=1e-6)
 
 
@@ -343,13 +352,13 @@ def test_tensor_ranks_send_their_share_to_the_next_stage_with_sequence_paralleli
     tokens = work.StepTokens.of(recipe())
     both = ["parallel.tensor=2", "parallel.pipeline=4", "parallel.data=2"]
     split, whole = (
-        work.pipeline_parallel_bytes(recipe(*both, f"parallel.sequence={on}"), SHAPE, tokens, 1)
+        work.pipeline_parallel_bytes(shaped(recipe(*both, f"parallel.sequence={on}"), SHAPE), tokens, 1)
         for on in ("true", "false")
     )
     assert whole == 2 * split == 3 * 3 / 4 * tokens.total / 2 * 3584 * 2
     chunks = recipe(*both, "parallel.sequence=false", "parallel.virtual_pipeline=7")
-    assert work.pipeline_parallel_bytes(chunks, SHAPE, tokens, 1) == whole * (4 * 7 - 1) / 3
-    assert work.pipeline_parallel_bytes(recipe(), SHAPE, tokens, 1) == 0
+    assert work.pipeline_parallel_bytes(shaped(chunks, SHAPE), tokens, 1) == whole * (4 * 7 - 1) / 3
+    assert work.pipeline_parallel_bytes(shaped(recipe(), SHAPE), tokens, 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -365,7 +374,7 @@ def test_memory_of_a_mixture_is_split_over_two_kinds_of_copies(
 ) -> None:
     given = [f"parallel.{one}" for one in layout.split()]
     given += ["parallel.num_ranks=none", f"parallel.sequence={'false' if 'tensor=1' in layout else 'true'}"]
-    memory = trainer_memory(recipe(*given, "optimizer.distributed=true"), model_shape(KNOWN_MODELS[model]))
+    memory = trainer_memory(shaped(recipe(*given, "optimizer.distributed=true"), model_shape(KNOWN_MODELS[model])))
     assert tuple(round(part / GIB, 1) for part in (memory.weights, memory.gradients, memory.optimizer)) == parts
 
 
@@ -377,8 +386,8 @@ def test_tokens_travel_to_their_experts_and_back() -> None:
     p = config.parallel
     rows = tokens.total / (p.tensor * p.context * p.data)
     crossings = 48 * (2 * config.train.epochs_per_step + 1)  # layers, in each pass
-    assert work.expert_parallel_bytes(config, shape, tokens, 1) == 2 * rows * 8 * 7 / 8 * 2048 * 2 * crossings
-    assert work.expert_parallel_bytes(config, SHAPE, tokens, 1) == 0
+    assert work.expert_parallel_bytes(shaped(config, shape), tokens, 1) == 2 * rows * 8 * 7 / 8 * 2048 * 2 * crossings
+    assert work.expert_parallel_bytes(shaped(config, SHAPE), tokens, 1) == 0
     held = Held(dense=1000, expert=100)
     copies, of_experts = p.data * p.context, p.tensor * p.context * p.data / 8
     summed = 2 * 4 * (1000 * (copies - 1) / copies + 100 * (of_experts - 1) / of_experts)
@@ -411,20 +420,23 @@ def test_the_plan_has_room_for_routes(capsys: pytest.CaptureFixture[str]) -> Non
     given += ["parallel.pipeline=2", "parallel.data=2", "model.dtype=bfloat16"]
     shape = model_shape(KNOWN_MODELS["Qwen3-30B-A3B"])
     without, config = recipe(*given), recipe(*given, "model.replay_routes=true")
-    before, memory = (trainer_memory(one, shape, stage=1, gpu_bytes=GPU_BYTES) for one in (without, config))
+    before, memory = (trainer_memory(shaped(one, shape), stage=1, gpu_bytes=GPU_BYTES) for one in (without, config))
     num_tokens = before.batch // 64
     assert memory.batch == num_tokens * (64 + 24 * 8)
     assert memory.total == before.total + num_tokens * 24 * 8
     r = config.rollout
     num_groups = 2 * r.prompts_per_step
-    made = make_plan(config, shape)
+    made = make_plan(shaped(config, shape))
     assert made.routes_bytes == 2 * num_groups * r.samples_per_prompt * config.longest_trained * 384
     assert made.server.routes == made.server.kv_tokens * 48 * 8 * 4
     overlapped = recipe(*given, "model.replay_routes=true", "rollout.overlap=true", "rollout.max_staleness=11")
     num_updates = config.train.minibatches_per_step * config.train.epochs_per_step
     steps = 12 // num_updates
-    assert make_plan(overlapped, shape).routes_bytes == made.routes_bytes // num_groups * r.prompts_per_step * steps
-    dense = make_plan(recipe(), SHAPE)
+    assert (
+        make_plan(shaped(overlapped, shape)).routes_bytes
+        == made.routes_bytes // num_groups * r.prompts_per_step * steps
+    )
+    dense = make_plan(shaped(recipe(), SHAPE))
     assert dense.routes_bytes == dense.server.routes == 0
     files = ["recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100", "train.recompute=true"]
     for one, said in (
@@ -449,15 +461,15 @@ OVERLAPPED = ("rollout.overlap=true", "rollout.max_staleness=8")
 def test_the_best_split_shortens_the_step(files: list[str], overrides: tuple[str, ...], factor: float) -> None:
     config = load_config(files, overrides)
     hf_config = KNOWN_MODELS[Path(config.model.path).name]
-    present = make_plan(config, model_shape(hf_config))
-    before, best = step_balance(config, present), best_split(config, hf_config)
+    present = make_plan(shaped(config, model_shape(hf_config)))
+    before, best = step_balance(config, present), best_split(resolve(config, hf_config))
     assert before is not None
     assert best is not None
     assert best.balance.step_s < factor / 0.9 * before.step_s  # within a tenth, the plainest wins
     assert best.plan.fits
-    assert accepts_layout(best.config, hf_config, on_gpus=True)
+    assert accepts_layout(resolve(best.run.config, hf_config), on_gpus=True)
     num_gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    assert best.config.parallel.size + num_server_gpus(best.config.rollout) == num_gpus
+    assert best.run.placement.num_gpus == num_gpus
     for share in (best.balance.trainer_idle, best.balance.servers_idle):
         assert 0 <= share < 1
 
@@ -466,7 +478,7 @@ def test_each_side_waits_for_the_other_or_the_slower_one() -> None:
     shape = model_shape(KNOWN_MODELS["Qwen3-32B-64k"])
     for overrides, mode in (((), "synchronous"), (("rollout.abort_tail=true",), "partial"), (OVERLAPPED, "overlapped")):
         config = load_config(BIG, overrides)
-        plan = make_plan(config, shape)
+        plan = make_plan(shaped(config, shape))
         found = step_balance(config, plan)
         assert found is not None
         assert plan.rollout is not None
@@ -544,7 +556,7 @@ def test_every_kind_can_be_planned_for() -> None:
         config = load_config(
             ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"], [f"cluster.gpu={kind}"]
         )
-        made = make_plan(config, SHAPE)
+        made = make_plan(shaped(config, SHAPE))
         assert made.gpu == gpu
         assert made.trainer_fits == (made.trainer.total <= 0.95 * gpu.memory_gib * GIB)
         assert ("precision.fp8" in " ".join(made.unused)) == (gpu.fp8_flops is not None)
@@ -571,7 +583,7 @@ def test_the_peak_of_a_cpu_is_measured() -> None:
 )
 def test_more_recomputation_is_suggested_where_memory_is_short(present: str, more: str) -> None:
     config = recipe("train.recompute=true", present)
-    totals = {change.overrides: change.total for change in lighter(config, SHAPE, HF_CONFIG, GPU_BYTES)}
+    totals = {change.overrides: change.total for change in lighter(resolve(config, HF_CONFIG), GPU_BYTES)}
     assert (more,) in totals
     if not config.train.recompute:
         parts = (more, 'train.recompute_modules=["core_attn", "mlp"]')
@@ -586,5 +598,5 @@ def test_the_environment_s_answers_are_part_of_the_longest_sequence() -> None:
     assert turns.longest_trained == turns.longest_sequence == 16 + 50 + 4 * 100
     assert microbatch_tokens(turns) > microbatch_tokens(one)
     assert work.StepTokens.of(turns).per_sequence == turns.longest_trained
-    assert "turns      guess answers: at most 5 turns, answers of at most 100 tokens" in outline(turns)
-    assert "turns " not in outline(one)
+    assert "turns      guess answers: at most 5 turns, answers of at most 100 tokens" in outline(resolve(turns))
+    assert "turns " not in outline(resolve(one))

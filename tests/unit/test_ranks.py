@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import start
-from bapo_megatron.engines.processes import EngineShare
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.runtime import num_cores
 from tests.distributed import HANG_S
 
@@ -56,7 +58,9 @@ def test_processes_are_started_with_these_threads(tmp_path: Path, monkeypatch: p
     config = Config.model_validate({"rollout": {"overlap": True, "max_staleness": 5}})
     logs = [tmp_path / "engine-0.log"]
     for num_ranks, num_threads in ((0, "8"), (2, "4")):
-        (spec,) = start.embedded_specs(config, tmp_path, logs, [30000], EngineShare(1, 0, num_ranks=num_ranks))
+        (spec,) = start.embedded_specs(
+            resolve(config, demo_model_path()), logs, [30000], Placement(num_servers=1, num_ranks=num_ranks).on()
+        )
         assert spec.command[spec.command.index("--threads") + 1] == num_threads
 
 

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans_page import ALGORITHMS, RESPONSE_SHARE, best_example, combinations, example, planned, table
+from plans_page import ALGORITHMS, RESPONSE_SHARE, best_example, cell, combinations, example, table
 
 from bapo_megatron import cli, local
 from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import ModelShape, model_shape
+from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.checks.all import check_settings
-from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, planned_config
+from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS
 from bapo_megatron.preflight.memory import fullest_rank
 from bapo_megatron.preflight.plan import (
     ROOMY,
@@ -23,10 +23,12 @@ from bapo_megatron.preflight.plan import (
     check_unused,
     decided,
     make_plan,
+    planned,
     step_balance,
     with_choices,
 )
 from bapo_megatron.preflight.suggest import fitting_splits
+from bapo_megatron.resolved import Resolved, resolve
 
 COMBINATIONS = [(model, algorithm, cluster) for model, cluster in combinations() for algorithm in ALGORITHMS]
 
@@ -48,8 +50,12 @@ def test_it_passes_the_check_on_its_cluster_without_a_warning(model: str, cluste
         configs.append(load_config([model, "algorithms/bapo", FP8, cluster], ["precision.recipe=blockwise"]))
     for config in configs:
         gpus = config.cluster.nodes * config.cluster.gpus_per_node
-        assert check_settings(config, hf_config=hf_config, num_gpus=gpus, given=()) == []
-        assert [*check_machines(config), *check_memory(config, hf_config), *check_unused(config)] == []
+        assert check_settings(resolve(config, hf_config), num_gpus=gpus, given=()) == []
+        assert [
+            *check_machines(resolve(config)),
+            *check_memory(resolve(config, hf_config)),
+            *check_unused(resolve(config)),
+        ] == []
         servers = config.rollout.num_servers * config.rollout.server_tensor_parallel
         assert config.parallel.size + servers == gpus, "no GPU is idle"
 
@@ -60,7 +66,7 @@ def test_every_recipe_fits_sixteen_nodes_with_any_one_algorithm(algorithm: str) 
     for model in (name for name in shipped_configs() if name.startswith("recipes/")):
         config = load_config([model, algorithm, f"clusters/16x8-h200{'-wide' if '235b' in model else ''}"])
         hf_config = KNOWN_MODELS[Path(config.model.path).name]
-        assert [*check_memory(config, hf_config), *check_unused(config)] == [], model
+        assert [*check_memory(resolve(config, hf_config)), *check_unused(resolve(config))] == [], model
 
 
 def test_the_command_says_so_without_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,16 +92,20 @@ def test_32b_on_one_node_is_refused_with_the_numbers(
 def test_mixtures_are_split_as_the_best_split_says() -> None:
     """No other layout with these GPUs and servers has a step that is a tenth shorter."""
     for model, cluster in combinations():
-        config = planned(model, "BAPO", cluster)
-        shape = model_shape(planned_config(config.model.path))
-        if shape.experts is None:
+        run = planned(cell(model, "BAPO", cluster))
+        config = run.config
+        if run.shape.experts is None:
             continue
         response = config.rollout.max_response_tokens // RESPONSE_SHARE
-        plan = make_plan(config, shape, response)
+        plan = make_plan(run, response)
         own = step_balance(config, plan)
         servers = (config.rollout.num_servers, config.rollout.server_tensor_parallel)
-        others = fitting_splits(config, shape, config.parallel.size, response)
-        same = [s for s in others if (s.config.rollout.num_servers, s.config.rollout.server_tensor_parallel) == servers]
+        others = fitting_splits(run, config.parallel.size, response)
+        same = [
+            s
+            for s in others
+            if (s.run.config.rollout.num_servers, s.run.config.rollout.server_tensor_parallel) == servers
+        ]
         assert own
         assert same
         assert 0.9 * own.step_s <= min(s.balance.step_s for s in same), f"{model} on {cluster}"
@@ -104,19 +114,19 @@ def test_mixtures_are_split_as_the_best_split_says() -> None:
 def test_as_few_layers_are_recomputed_as_the_memory_asks_for() -> None:
     chosen = set()
     for model, algorithm, cluster in COMBINATIONS:
-        config = planned(model, algorithm, cluster)
-        shape = model_shape(planned_config(config.model.path))
+        run = planned(cell(model, algorithm, cluster))
+        config = run.config
         assert config.cluster.gpu
         limit = ROOMY * GPUS[config.cluster.gpu].memory_gib * GIB
-        train = with_choices(config, shape).train
-        per_rank = max(config.parallel.stage_sizes(shape.num_layers))
+        train = with_choices(run).config.train
+        per_rank = max(config.parallel.stage_sizes(run.shape.num_layers))
         count = (train.recompute_layers or per_rank) if train.recompute else 0
         chosen.add(0 < count < per_rank)
 
-        def need(count: int, config: Config = config, shape: ModelShape = shape) -> int:
+        def need(count: int, run: Resolved = run) -> int:
             settings = {"recompute": count > 0, "recompute_layers": count or None}
-            fixed = config.model_copy(update={"train": config.train.model_copy(update=settings)})
-            return make_plan(fixed, shape).trainer.total
+            train = run.config.train.model_copy(update=settings)
+            return make_plan(run.changed(run.config.model_copy(update={"train": train}))).trainer.total
 
         assert need(count) <= limit
         assert count == 0 or need(count - 1) > limit
@@ -130,21 +140,22 @@ def chosen_chunk(model: str, algorithm: str, memory_gib: float, recompute: bool 
     """Check the choice by trying each size: the largest that leaves a tenth free, after recomputation is chosen."""
     files = [model, *ALGORITHMS[algorithm], "clusters/1x8-h100"]
     overrides = [f"cluster.gpu_memory_gib={memory_gib}"]
-    config = load_config(
-        files, overrides if recompute is None else [*overrides, f"train.recompute={recompute}".lower()]
+    run = planned(
+        load_config(files, overrides if recompute is None else [*overrides, f"train.recompute={recompute}".lower()])
     )
-    shape, gpu_bytes = model_shape(planned_config(config.model.path)), int(memory_gib * GIB)
-    kept = with_choices(config, shape)
-    usual = chunk_rows(shape.padded_vocab_size(config.parallel.tensor) // config.parallel.tensor, on_gpu=True)
+    tensor, gpu_bytes = run.config.parallel.tensor, int(memory_gib * GIB)
+    kept = with_choices(run)
+    usual = chunk_rows(run.shape.padded_vocab_size(tensor) // tensor, on_gpu=True)
 
-    def chunked(config: Config, rows: int) -> Config:
-        return config.model_copy(update={"train": config.train.model_copy(update={"logprob_chunk_tokens": rows})})
+    def chunked(run: Resolved, rows: int) -> Resolved:
+        train = run.config.train.model_copy(update={"logprob_chunk_tokens": rows})
+        return run.changed(run.config.model_copy(update={"train": train}))
 
-    needs = {n: fullest_rank(chunked(kept, n), shape, gpu_bytes).total for n in (2048, 3072, 4096)}
+    needs = {n: fullest_rank(chunked(kept, n), gpu_bytes).total for n in (2048, 3072, 4096)}
     rows = max([usual, *(n for n, need in needs.items() if need <= ROOMY * gpu_bytes)])
-    assert kept.train.logprob_chunk_tokens == (rows if rows > usual else None)
-    assert make_plan(config, shape).chunk_rows == rows
-    own = with_choices(chunked(config, usual), shape)
+    assert kept.config.train.logprob_chunk_tokens == (rows if rows > usual else None)
+    assert make_plan(run).chunk_rows == rows
+    own = with_choices(chunked(run, usual))
     assert own == chunked(kept, usual), "your own choice stays, and no layer is recomputed for larger chunks"
     return "usual" if rows == usual else "most" if rows == 4096 else "between"
 
@@ -171,7 +182,7 @@ def test_chunks_of_logits_on_gpus_of_every_size(model: str, memory_gib: float, c
 
 
 def test_a_run_keeps_what_its_plan_has_chosen() -> None:
-    config = planned("recipes/r1-distill-qwen-7b-8k", "BAPO", "clusters/1x8-h100")
+    config = cell("recipes/r1-distill-qwen-7b-8k", "BAPO", "clusters/1x8-h100")
     assert (config.train.recompute, config.train.recompute_layers) == (None, None)
     kept = decided(config)
     assert kept.train.recompute is True
@@ -225,8 +236,8 @@ def test_a_recipes_run_has_its_name() -> None:
 
 def test_octothinker_searches_in_the_papers_ranges() -> None:
     """The model sets them, overriding the preset that the algorithm names."""
-    bapo = planned("recipes/octothinker-3b-8k", "BAPO", "clusters/1x8-h100").bapo
+    bapo = cell("recipes/octothinker-3b-8k", "BAPO", "clusters/1x8-h100").bapo
     assert (bapo.preset, bapo.rho0) == ("paper", 0.45)
     assert (bapo.low.start, bapo.low.stop, bapo.high.start, bapo.high.stop) == (0.8, 0.9, 1.2, 2.0)
-    paper = planned("recipes/r1-distill-qwen-7b-8k", "BAPO", "clusters/1x8-h100").bapo
+    paper = cell("recipes/r1-distill-qwen-7b-8k", "BAPO", "clusters/1x8-h100").bapo
     assert (paper.rho0, paper.low.start, paper.high.stop) == (0.4, 0.6, 3.0)

@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.runtime.files import JsonlWriter
 from studies import bfloat16
 from studies.page import write
@@ -105,7 +107,9 @@ settings = { train = { minibatches_per_step = 2 }, loss = { clip_low = 0.7 } }
 
 def test_the_bfloat16_engine_starts_in_place_of_the_embedded_one(tmp_path: Path) -> None:
     config = load_config(["moe_demo"], ["rollout.engine=studies.bfloat16:KIND"])
-    (spec,) = bfloat16.engine_specs(config, tmp_path, [tmp_path / "log"], [30000], EngineShare(1, first_gpu=0))
+    (spec,) = bfloat16.engine_specs(
+        resolve(config, demo_model_path()), [tmp_path / "log"], [30000], Placement(num_servers=1).on()
+    )
     assert spec.command[1:4] == ["-P", "-m", "studies.bfloat16"]
     found = subprocess.run([*spec.command[:4], "--help"], env=os.environ | spec.environment, cwd=tmp_path)
     assert found.returncode == 0, "it starts in any folder"

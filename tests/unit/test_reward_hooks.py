@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.all import check_settings
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rewards import RewardScorer, worker_pool
 from bapo_megatron.rewards.judges import JudgeSpec, as_verdict, fields_of
 from bapo_megatron.rewards.worker_pool import Worker, WorkerLost, WorkerPool
@@ -401,7 +402,7 @@ class TestParts:
     )
     def test_settings_that_contradict_each_other(self, reward: dict[str, Any], message: str) -> None:
         assert message in " ".join(
-            v.message for v in check_settings(Config.model_validate({"reward": reward}), hf_config=None)
+            v.message for v in check_settings(resolve(Config.model_validate({"reward": reward})))
         )
 
     @given(st.dictionaries(st.sampled_from("abc"), st.tuples(*[st.floats(-1e6, 1e6)] * 2), min_size=1))

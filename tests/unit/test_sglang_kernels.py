@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import rms_norm, silu
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.load import load_config
 from bapo_megatron.engines import sglang_kernels
 from bapo_megatron.engines.sglang_kernels import NAMES, VARIABLE, Serving
 from bapo_megatron.errors import UserError
 from bapo_megatron.preflight import check, inputs, software_checks
+from bapo_megatron.resolved import resolve
 from tests.hybrid_model import save_hybrid
 from tests.mixture_model import save_mixture
 
@@ -186,7 +188,7 @@ def test_models_that_need_kernels_are_refused(tmp_path: Path) -> None:
 def test_check_and_doctor_say_which_way_serving_will_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_gpu(monkeypatch, "sgl_kernel is not installed")
     monkeypatch.setattr(software_checks, "installed_version", lambda name: "0.5.23")
-    served, embedded = load_config(["demo"], ["rollout.engine=sglang"]), load_config(["demo"], [])
+    served, embedded = ENGINES["sglang"], ENGINES["embedded"]
     (told,) = check._check_kernels(served, demo_model_path())
     assert (told.severity, told.settings) == ("warning", ("rollout.engine",))
     assert "in torch and Triton, slower but right" in told.problem
@@ -221,7 +223,7 @@ def test_an_argument_that_may_mean_several_is_one_line(name: str, meant: str, mo
     known = frozenset((*of_sglang, "cuda_graph_backend_decode", "cuda_graph_backend_prefill"))
     monkeypatch.setattr(inputs, "server_arguments", lambda: known)
     config = load_config(["demo"], ["rollout.engine=sglang", f"sglang.extra={{{name}=64}}"])
-    (told,) = inputs._passed_on(config)
+    (told,) = inputs._passed_on(resolve(config))
     assert told.settings[0] == f"sglang.extra.{name}"
     assert told.remedy == f"did you mean {meant}?"
 

@@ -21,6 +21,8 @@ from bapo_megatron.engines import sglang
 from bapo_megatron.learner import parallel
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.doctor import _gpus_needed
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.runtime import nccl
 from benchmarks import one_gpu_ranks
 from tests.distributed import HANG_S
@@ -105,7 +107,7 @@ def test_shared_gpus_are_accepted_or_refused_before_the_start(
 ) -> None:
     def found(*, starts_here: bool = True) -> list[str]:
         config = load_config([], list(settings))
-        return [v.message for v in check_settings(config, hf_config=None, num_gpus=1, starts_here=starts_here)]
+        return [v.message for v in check_settings(resolve(config), num_gpus=1, starts_here=starts_here)]
 
     (unset,) = found()
     assert "GPUs, and 1 is visible" in unset
@@ -122,9 +124,9 @@ def test_shared_gpus_are_accepted_or_refused_before_the_start(
 def test_a_server_of_two_ranks_needs_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, NEW)
     settings = ["rollout.engine=sglang", "model.dtype=bfloat16", "rollout.server_tensor_parallel=2"]
-    (refused,) = check_settings(load_config([], settings), hf_config=None, num_gpus=1, starts_here=True)
+    (refused,) = check_settings(resolve(load_config([], settings)), num_gpus=1, starts_here=True)
     assert "need 3 GPUs" in refused.message
-    assert check_settings(load_config([], settings), hf_config=None, num_gpus=2, starts_here=True) == []
+    assert check_settings(resolve(load_config([], settings)), num_gpus=2, starts_here=True) == []
 
 
 @pytest.mark.parametrize(
@@ -144,11 +146,11 @@ def test_a_server_that_may_be_on_the_trainers_gpu_is_a_warning(
 ) -> None:
     settings = ["rollout.engine=attach", f"rollout.urls={urls}", f"sync.channel={channel}"]
     have(monkeypatch, OLD, variable=None)
-    found = check_settings(load_config([], settings), hf_config=None, num_gpus=num_gpus, starts_here=True)
+    found = check_settings(resolve(load_config([], settings)), num_gpus=num_gpus, starts_here=True)
     assert [v.severity for v in found] == ["warning"] * is_told
     assert all('set sync.channel="disk", or set NCCL_MULTI_RANK_GPU_ENABLE=1' in v.message for v in found)
     have(monkeypatch, NEW)
-    assert check_settings(load_config([], settings), hf_config=None, num_gpus=num_gpus, starts_here=True) == []
+    assert check_settings(resolve(load_config([], settings)), num_gpus=num_gpus, starts_here=True) == []
 
 
 @given(st.data(), st.integers(1, 8), st.integers(0, 9), st.integers(0, 5))
@@ -157,19 +159,20 @@ def test_each_server_has_different_gpus_and_goes_round(
 ) -> None:
     tensor_parallel = data.draw(st.integers(1, num_gpus))
     visible = [f"GPU-{i}" for i in range(num_gpus)]
+    placed = Placement(num_ranks=first, num_servers=server + 1, gpus_per_server=tensor_parallel)
+    gpus = placed.on().gpus[server]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "environ", dict(os.environ))
         os.environ[nccl.SHARING_VARIABLE] = "1"
-        mine = sglang.gpus(server, tensor_parallel, first, visible)
-        assert sglang.gpus(server, tensor_parallel, first, []) == ()
+        mine = sglang.named_gpus(gpus, visible)
     assert len(set(mine)) == tensor_parallel, "CUDA shows no GPU at all if one is named twice"
     end = first + (server + 1) * tensor_parallel
     if end <= num_gpus:
         assert mine == tuple(visible[end - tensor_parallel : end])
-        assert mine == sglang.gpus(server, tensor_parallel, first, visible)
+        assert mine == sglang.named_gpus(gpus, visible)
     else:
         with pytest.raises(AssertionError, match="counts them"):
-            sglang.gpus(server, tensor_parallel, first, visible)
+            sglang.named_gpus(gpus, visible)
 
 
 @pytest.mark.parametrize(("variable", "devices"), [(None, [0, 1, 2, 3]), ("0", [0, 1, 2, 3]), ("1", [0, 1, 0, 1])])

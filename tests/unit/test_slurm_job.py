@@ -26,13 +26,14 @@ from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.engines import processes, sglang
-from bapo_megatron.engines.processes import EngineShare, loopback_variables, own_address
+from bapo_megatron.engines.processes import loopback_variables, own_address
 from bapo_megatron.engines.start import embedded_specs
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.monitor.record import Recorder
 from bapo_megatron.preflight.checks.slurm import check_placement, check_shares, check_slurm
-from bapo_megatron.preflight.placement import Placement, place
+from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.placement import Device, Placement
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.restarts import Restart, write_restart
 from bapo_megatron.runtime.ranks import StopFile
@@ -50,7 +51,7 @@ def configured(*settings: str) -> Config:
 
 
 def errors(config: Config, step_s: float | None = None) -> list[str]:
-    found = [*check_slurm(config, step_s=step_s), *check_placement(config)]
+    found = [*check_slurm(config, step_s=step_s), *check_placement(resolve(config))]
     return [v.message for v in found if v.severity == "error"]
 
 
@@ -98,17 +99,23 @@ def test_lines_of_setup_may_read_unset_variables_and_no_other_line_may() -> None
 
 def test_nodes_are_shared_or_dedicated() -> None:
     layout = ("cluster.nodes=2", "parallel.tensor=4", "parallel.data=2", "rollout.num_servers=8")
-    assert place(configured(*GPUS, *layout)).trainer_nodes == 1, "the servers fill a node"
+    assert resolve(configured(*GPUS, *layout)).placement.trainer_nodes == 1, "the servers fill a node"
     split = configured(*GPUS, *layout, "slurm.rollout_nodes=0")
     assert errors(split) == []
-    assert place(split) == Placement(2, 2, 2, ranks_per_node=4, servers_per_node=4, first_server_gpu=4)
+    shared = resolve(split).placement
+    assert (shared.trainer_nodes, shared.server_nodes, shared.first_server_node) == (2, 2, 0)
+    assert (shared.ranks_per_node, shared.servers_per_node) == (4, 4)
+    assert shared.server(5) == (Device(node=1, gpu=5),)
     dedicated = configured(
         *GPUS, "cluster.nodes=3", "parallel.tensor=4", "parallel.data=4", "rollout.num_servers=4",
         "rollout.server_tensor_parallel=2",
     )  # fmt: skip
     assert errors(dedicated) == []
-    assert place(dedicated) == Placement(3, 2, 1, ranks_per_node=8, servers_per_node=4, first_server_gpu=0)
-    assert place(dedicated).first_server_node == 2
+    apart = resolve(dedicated).placement
+    assert (apart.trainer_nodes, apart.server_nodes, apart.first_server_node) == (2, 1, 2)
+    assert (apart.ranks_per_node, apart.servers_per_node) == (8, 4)
+    assert apart.rank(9) == Device(node=1, gpu=1)
+    assert apart.server(3)[0] == Device(node=2, gpu=6)
 
 
 @given(
@@ -127,14 +134,15 @@ def test_what_is_accepted_runs_everything_once_on_gpus_of_its_own(
     )  # fmt: skip
     if errors(config):
         return
-    p = place(config)
+    p = resolve(config).placement
     assert p.trainer_nodes * p.ranks_per_node == config.parallel.size
     assert p.server_nodes * p.servers_per_node == servers
     used = [0] * nodes
     for trainer_node in range(p.trainer_nodes):
         used[trainer_node] += p.ranks_per_node
     for server_node in range(p.first_server_node, nodes):
-        assert p.first_server_gpu == used[server_node]
+        first = (server_node - p.first_server_node) * p.servers_per_node
+        assert p.server(first)[0] == Device(server_node, used[server_node])
         used[server_node] += p.servers_per_node * width
     assert max(used) <= config.cluster.gpus_per_node
 
@@ -614,7 +622,7 @@ def test_engines_of_one_machine_stay_on_loopback(
     make_specs = {"embedded": embedded_specs, "sglang": sglang.engine_specs}[engine]
     config = load_config(["demo"], [])
     (spec,) = make_specs(
-        config, demo_model_path(), [tmp_path / "log"], [1], EngineShare(count=1, first_gpu=0, host=host)
+        resolve(config, demo_model_path()), [tmp_path / "log"], [1], Placement(num_servers=1).on(host=host)
     )
     assert spec.environment.get("GLOO_SOCKET_IFNAME") == spec.environment.get("NCCL_SOCKET_IFNAME") == interface
 

@@ -26,6 +26,7 @@ from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.encoding import many_prompt_ids, prompt_ids, words_ids
 from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rollout.conversations import Asked, Conversations
 from bapo_megatron.runs import resuming
 from bapo_megatron.runs.resuming import check_resumable, with_pins
@@ -327,9 +328,9 @@ def test_a_time_is_pinned_only_if_it_is_read(dated: Config) -> None:
 
 def test_check_says_that_a_template_reads_the_clock(dated: Config) -> None:
     kept = "it gets the run's start, which its config.toml keeps as data.template_time"
-    assert outline(dated).endswith(f"reads the clock; {kept}")
+    assert outline(resolve(dated)).endswith(f"reads the clock; {kept}")
     demo = load_config(["demo"], ["data.chat_template=true"])
-    assert "clock" not in outline(demo)
+    assert "clock" not in outline(resolve(demo))
 
 
 def test_init_names_the_row_that_a_template_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,11 +27,11 @@ from bapo_megatron.engines.embedded.linear_attention import linear_attention
 from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT, Family
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import Experts, ModelShape, entries, load_hf_config, model_shape, rotary_frequencies
+from bapo_megatron.hf.shape import Experts, ModelShape, entries, rotary_frequencies
 from bapo_megatron.hf.splits import Entry
-from bapo_megatron.hf.streams import model_streams
 
 _TOGETHER = 256  # tokens scored at a time, since log-probs of the whole vocabulary take memory
 
@@ -134,14 +134,13 @@ class Model:
         Raises:
             CheckpointError: a file is missing, the family is not supported, or the weights do not fit config.json.
         """
-        folder = Path(path)
-        hf_config = load_hf_config(folder)
-        spec = model_shape(hf_config, folder, own=own)
+        folder, facts = Path(path), ModelFacts.of(path, own)
+        spec = facts.shape
         if max_len > spec.max_positions:
             raise CheckpointError(
                 f"{folder}: a context of {max_len} tokens exceeds the model's {spec.max_positions} positions"
             )
-        model = cls(spec, max_len=max_len, dtype=dtype, streams=model_streams(hf_config, own))
+        model = cls(spec, max_len=max_len, dtype=dtype, streams=facts.streams)
         with HFReader(folder) as read:
             read.check(spec)
             for name, weight in model.named_weights.items():

@@ -22,8 +22,8 @@ from bapo_megatron.engines.embedded.engine import BatchingEngine
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
 from bapo_megatron.errors import UserError, plural
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import Family
-from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
 from bapo_megatron.prompts.continuation import Continuation, TooLongError
 from bapo_megatron.prompts.encoding import prompt_ids, surely_exceeds
@@ -83,7 +83,7 @@ class TextModel:
             CheckpointError: see `Model.from_pretrained` and `end_token_ids`.
             UserError: the model allows no such context, no token ends a response, or there is no room for the cache.
         """
-        longest = model_shape(load_hf_config(folder), folder, own=own).max_positions
+        longest = ModelFacts.of(folder, own).shape.max_positions
         context = max_context or longest
         if context > longest:
             raise UserError(f"--max-context {context}: {name} allows at most {longest} tokens")

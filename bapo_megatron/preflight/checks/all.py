@@ -1,12 +1,9 @@
 """All checks of settings against each other and the model. Each message has numbers and a working alternative."""
 
 from collections.abc import Collection
-from typing import Any
 
 from bapo_megatron.config.base import Violation
-from bapo_megatron.config.families import own_family
-from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import model_shape, unsupported
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.learner.fit import check_critic_model, check_reference
 from bapo_megatron.learner.precision import Machine, check_precision
 from bapo_megatron.preflight.checks.data import check_data
@@ -19,44 +16,44 @@ from bapo_megatron.preflight.checks.model import check_dtype, check_policy, prec
 from bapo_megatron.preflight.checks.monitor import check_monitor
 from bapo_megatron.preflight.checks.reward import check_reward
 from bapo_megatron.preflight.checks.rollout import check_cut, check_rollout, check_servers, check_shared_cores
+from bapo_megatron.resolved import Resolved
 
 
 def check_settings(
-    config: Config,
+    run: Resolved,
     *,
-    hf_config: dict[str, Any] | None,
-    reference_config: dict[str, Any] | None = None,
-    critic_config: dict[str, Any] | None = None,
+    reference: ModelFacts | None = None,
+    critic: ModelFacts | None = None,
     num_gpus: int = 0,
     starts_here: bool = False,
     machine: Machine | None = None,
     given: Collection[str] | None = None,
 ) -> list[Violation]:
-    """Find all violations across sections, layout first. Engine and family must be loadable: see `check_functions`.
+    """Find all violations across sections, layout first.
 
     Args:
-        hf_config: the model's config.json; None leaves the model's own limits unchecked.
-        reference_config: the config.json of `loss.reference_path`, if the KL term has one.
-        critic_config: the config.json of `critic.path`, if there is a critic with weights of its own.
+        run: without its model, the model's own limits are not checked.
+        reference: the model of `loss.reference_path`, if the KL term has one.
+        critic: the model of `critic.path`, if there is a critic with weights of its own.
         num_gpus: GPUs of this machine that a run may use; 0 means a run on CPUs.
         starts_here: whether the run starts on this machine, which must then have the GPUs that the run needs.
         machine: its facts for FP8 and linear attention; None leaves them unchecked.
         given: settings to warn of if they have no effect; None means all.
     """
-    own = own_family(config.model.family)
-    shape = None if hf_config is None or unsupported(hf_config, own) else model_shape(hf_config, own=own)
+    config, model = run.config, run.model
+    shape = None if model is None or model.problems else model.shape
     found = [
         *check_layout(config),
-        *check_gpu_count(config, num_gpus, starts_here=starts_here),
+        *check_gpu_count(run, num_gpus, starts_here=starts_here),
         *check_batch(config),
         *check_rollout(config),
-        *check_shared_cores(config, num_gpus),
-        *check_servers(config),
-        *check_cut(config),
+        *check_shared_cores(run, num_gpus),
+        *check_servers(run),
+        *check_cut(run),
         *check_data(config),
         *check_reward(config),
-        *check_environment(config, hf_config),
-        *check_eval(config),
+        *check_environment(config, None if model is None else model.hf_config),
+        *check_eval(run),
         *check_loss(config),
         *check_units(config, given),
         *check_kl(config),
@@ -64,14 +61,14 @@ def check_settings(
         *check_critic(config),
         *check_sync(config),
         *check_monitor(config),
-        *idle_settings(config, given),
+        *idle_settings(run, given),
         *check_precision(config, shape=shape, machine=machine),
-        *precision_warnings(config, num_gpus),
+        *precision_warnings(run, num_gpus),
     ]
-    if hf_config is not None:
-        found += check_policy(config, hf_config)
-        if reference_config is not None:
-            found += check_reference(config, reference_config, hf_config, machine)
-        if critic_config is not None:
-            found += check_critic_model(config, critic_config, hf_config)
+    if model is not None:
+        found += check_policy(run)
+        if reference is not None:
+            found += check_reference(config, reference, model, machine)
+        if critic is not None:
+            found += check_critic_model(config, critic, model)
     return [*found, *check_dtype(config, num_gpus, starts_here=starts_here)]

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 from bapo_megatron.config.base import Violation
-from bapo_megatron.config.engines import engine_kind
-from bapo_megatron.config.schema import Config
 from bapo_megatron.preflight.checks.data import check_source
+from bapo_megatron.resolved import Resolved
 
 EVALUATES = ("eval.sets", "eval.interval_steps")
 
 
-def check_eval(config: Config) -> Iterator[Violation]:
+def check_eval(run: Resolved) -> Iterator[Violation]:
     """Check the sets of prompts for evaluation during the run."""
+    config = run.config
     if config.eval.interval_steps is None:
         return
     for table, one in config.eval_sets.items() if config.eval.sets else ():
@@ -36,7 +36,7 @@ def check_eval(config: Config) -> Iterator[Violation]:
             "evaluate on",
             "set them, or leave eval.interval_steps out",
         )
-    if not engine_kind(config.rollout.engine).samples:
+    if not run.engine.samples:
         yield Violation(
             ("eval.interval_steps", "rollout.engine"),
             f'eval.interval_steps needs engines to ask, and rollout.engine="{config.rollout.engine}" has none',

@@ -8,22 +8,23 @@ from typing import Any
 from pydantic import BaseModel
 
 from bapo_megatron.config.base import Violation
-from bapo_megatron.config.engines import engine_kind
+from bapo_megatron.config.engines import EngineKind
 from bapo_megatron.config.losses import losses_with
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import ClipBoundConfig
+from bapo_megatron.resolved import Resolved
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
     """Settings that act only under a condition.
 
-    Example: Idle("run.standby", "run.max_restarts", lambda c: c.run.max_restarts > 0, "run.max_restarts=3")
+    Example: Idle("run.standby", "run.max_restarts", lambda c, _: c.run.max_restarts > 0, "run.max_restarts=3")
     """
 
     settings: str  # names, separated by blanks; "bapo.*" is a whole section
-    on: str  # settings that `act` reads
-    act: Callable[[Config], bool]
+    on: str  # settings that `act` reads; the engine's kind follows from rollout.engine
+    act: Callable[[Config, EngineKind], bool]
     needed: str  # what a user must set for them to act
     refused: str | None = None  # why setting them would mislead; makes it an error instead of a warning
 
@@ -35,196 +36,198 @@ IDLE = (
     Idle(
         "bapo.*",
         "loss.name",
-        lambda c: not c.loss.averages_ratios,
+        lambda c, _: not c.loss.averages_ratios,
         'loss.name="bapo"',
         f"the search chooses bounds of a token's ratio, but {_AVERAGING} take the mean over a response",
     ),
-    Idle("bapo.*", _BOUNDS, lambda c: c.loss.searches_bounds, 'loss.name="bapo"'),
+    Idle("bapo.*", _BOUNDS, lambda c, _: c.loss.searches_bounds, 'loss.name="bapo"'),
     Idle(
         "bapo.rho0 bapo.contribution bapo.token_weight bapo.order",
         f"bapo.scope {_BOUNDS}",
-        lambda c: not c.loss.searches_bounds or c.bapo.scope != "fixed",
+        lambda c, _: not c.loss.searches_bounds or c.bapo.scope != "fixed",
         'bapo.scope="exact"',
     ),
-    Idle("bapo.smoothing_updates", "bapo.scope", lambda c: c.bapo.scope == "smoothed", 'bapo.scope="smoothed"'),
+    Idle("bapo.smoothing_updates", "bapo.scope", lambda c, _: c.bapo.scope == "smoothed", 'bapo.scope="smoothed"'),
     Idle(
         "monitor.mismatch_action",
         "monitor.mismatch_alarm rollout.top_p rollout.top_k model.replay_routes rollout.tokens_per_round "
         "rollout.abort_tail rollout.overlap",
-        lambda c: c.monitor.mismatch_alarm is not None or not c.expects_mismatch,
+        lambda c, _: c.monitor.mismatch_alarm is not None or not c.expects_mismatch,
         "monitor.mismatch_alarm=0.1",
     ),
-    Idle("loss.reference_path loss.kl_estimator", "loss.kl_coef", lambda c: c.loss.kl_coef > 0, "loss.kl_coef=0.001"),
+    Idle(
+        "loss.reference_path loss.kl_estimator", "loss.kl_coef", lambda c, _: c.loss.kl_coef > 0, "loss.kl_coef=0.001"
+    ),
     Idle(
         "loss.importance_level loss.importance_kind loss.importance_floor loss.importance_cap",
         "loss.proximal",
-        lambda c: getattr(c.loss, "proximal", "learner") == "learner",
+        lambda c, _: getattr(c.loss, "proximal", "learner") == "learner",
         'loss.proximal="learner"',
         "the ratio to the policy that sampled a token is its importance weight already",
     ),
     Idle(
         "optimizer.min_lr_ratio optimizer.total_updates",
         "optimizer.schedule",
-        lambda c: c.optimizer.schedule != "constant",
+        lambda c, _: c.optimizer.schedule != "constant",
         'optimizer.schedule="cosine"',
     ),
     Idle(
         "train.recompute_layers train.recompute_modules",
         "train.recompute",
-        lambda c: bool(c.train.recompute),
+        lambda c, _: bool(c.train.recompute),
         "train.recompute=true",
     ),
     Idle(
         "parallel.overlap_communication",
         "parallel.data parallel.context cluster.gpu",
-        lambda c: c.parallel.data * c.parallel.context > 1 or c.cluster.gpu is not None,
+        lambda c, _: c.parallel.data * c.parallel.context > 1 or c.cluster.gpu is not None,
         "parallel.data above 1",
     ),
     Idle(
         "critic.*",
         "advantage.kind",
-        lambda c: not c.advantage.compares_responses,
+        lambda c, _: not c.advantage.compares_responses,
         'advantage.kind="gae" or "n_step"',
     ),
     Idle(
         "advantage.gamma",
         "advantage.kind",
-        lambda c: c.advantage.discounts,
+        lambda c, _: c.advantage.discounts,
         'advantage.kind="gae", "n_step" or "grpo_turns"',
     ),
     Idle(
         "advantage.whiten_tokens",
         "advantage.kind",
-        lambda c: not c.advantage.compares_responses,
+        lambda c, _: not c.advantage.compares_responses,
         'advantage.kind="gae" or "n_step"',
     ),
-    Idle("advantage.lam", "advantage.kind", lambda c: c.advantage.kind == "gae", 'advantage.kind="gae"'),
-    Idle("advantage.n_step", "advantage.kind", lambda c: c.advantage.kind == "n_step", 'advantage.kind="n_step"'),
+    Idle("advantage.lam", "advantage.kind", lambda c, _: c.advantage.kind == "gae", 'advantage.kind="gae"'),
+    Idle("advantage.n_step", "advantage.kind", lambda c, _: c.advantage.kind == "n_step", 'advantage.kind="n_step"'),
     Idle(
         "data.source data.format data.fields data.subset data.split data.dataset data.options data.size",
         "data.sources",
-        lambda c: not c.data.sources,
+        lambda c, _: not c.data.sources,
         "data.sources=[]",
     ),
     Idle(
         "data.path",
         "data.source data.sources",
-        lambda c: c.data.needs_path or bool(c.data.sources),
+        lambda c, _: c.data.needs_path or bool(c.data.sources),
         'data.source="jsonl"',
     ),
     Idle(
         "data.format data.fields",
         "data.source data.sources",
-        lambda c: c.data.has_rows or bool(c.data.sources),
+        lambda c, _: c.data.has_rows or bool(c.data.sources),
         'data.source="jsonl"',
     ),
-    Idle("data.subset data.split", "data.source", lambda c: "split" in c.data.kind.reads, 'data.source="hub"'),
+    Idle("data.subset data.split", "data.source", lambda c, _: "split" in c.data.kind.reads, 'data.source="hub"'),
     Idle(
         "data.dataset",
         "data.source",
-        lambda c: "dataset" in c.data.kind.reads,
+        lambda c, _: "dataset" in c.data.kind.reads,
         'data.source="reasoning_gym"',
     ),
     Idle(
         "data.options",
         "data.source",
-        lambda c: not c.data.has_rows or c.data.is_own_function,
+        lambda c, _: not c.data.has_rows or c.data.is_own_function,
         "a procedural data.source, or your own function",
     ),
-    Idle("data.size", "data.source", lambda c: not c.data.has_rows, "a procedural data.source"),
+    Idle("data.size", "data.source", lambda c, _: not c.data.has_rows, "a procedural data.source"),
     Idle(
         "reward.kind reward.judges reward.weights reward.timeout_s reward.concurrency reward.allowed_calls",
         "environment.kind",
-        lambda c: c.environment.kind in ("none", "tools", "agent"),
+        lambda c, _: c.environment.kind in ("none", "tools", "agent"),
         'environment.kind="none", "tools" or "agent"',
         "an environment gives the rewards itself",
     ),
     Idle(
         "environment.*",
         "environment.kind",
-        lambda c: c.environment.is_used,
+        lambda c, _: c.environment.is_used,
         'environment.kind="calculator", "tools" or a function of your own',
     ),
     Idle(
         "environment.concurrency",
         "environment.kind",
-        lambda c: not c.environment.is_agent,
+        lambda c, _: not c.environment.is_agent,
         "a step function",
         "each sample has a program of its own, and rollout.groups_in_flight says how many there are",
     ),
     Idle(
         "reward.overlong_buffer_tokens",
         "reward.overlong_penalty",
-        lambda c: c.reward.overlong_penalty > 0,
+        lambda c, _: c.reward.overlong_penalty > 0,
         "reward.overlong_penalty=1",
     ),
-    Idle("eval.*", "eval.interval_steps", lambda c: c.eval.interval_steps is not None, "eval.interval_steps=10"),
+    Idle("eval.*", "eval.interval_steps", lambda c, _: c.eval.interval_steps is not None, "eval.interval_steps=10"),
     Idle(
         "eval.path eval.num_prompts eval.samples_per_prompt eval.temperature eval.top_p eval.top_k",
         "eval.sets",
-        lambda c: not c.eval.sets,
+        lambda c, _: not c.eval.sets,
         "eval.sets=[]",
     ),
     Idle(
         "eval.path",
         "eval.interval_steps data.source",
-        lambda c: c.eval.interval_steps is None or c.data.kind.path == "file",
+        lambda c, _: c.eval.interval_steps is None or c.data.kind.path == "file",
         'data.source="jsonl"',
     ),
     Idle(
         "rollout.urls rollout.api_key",
         "rollout.engine",
-        lambda c: engine_kind(c.rollout.engine).needs == "urls",
+        lambda _, engine: engine.needs == "urls",
         'rollout.engine="attach"',
     ),
     Idle(
         "rollout.recorded_from",
         "rollout.engine",
-        lambda c: engine_kind(c.rollout.engine).needs == "recordings",
+        lambda _, engine: engine.needs == "recordings",
         'rollout.engine="recorded"',
     ),
     Idle(
         "rollout.num_servers rollout.max_restarts rollout.engine_threads",
         "rollout.engine",
-        lambda c: engine_kind(c.rollout.engine).specs is not None,
+        lambda _, engine: engine.specs is not None,
         'an engine that the run starts, such as rollout.engine="embedded"',
     ),
-    Idle("run.standby", "run.max_restarts", lambda c: c.run.max_restarts > 0, "run.max_restarts=3"),
+    Idle("run.standby", "run.max_restarts", lambda c, _: c.run.max_restarts > 0, "run.max_restarts=3"),
     Idle(
         "sglang.extra",
         "rollout.engine",
-        lambda c: engine_kind(c.rollout.engine).section == "sglang",
+        lambda _, engine: engine.section == "sglang",
         'rollout.engine="sglang"',
     ),
     Idle(
         "sync.bucket_mib",
         "sync.channel",
-        lambda c: c.sync.channel == "broadcast",
+        lambda c, _: c.sync.channel == "broadcast",
         'sync.channel="broadcast"',
     ),
     Idle(
         "checkpoint.keep_last checkpoint.asynchronous",
         "checkpoint.interval_steps",
-        lambda c: c.checkpoint.interval_steps is not None,
+        lambda c, _: c.checkpoint.interval_steps is not None,
         "checkpoint.interval_steps=20",
     ),
     Idle(
         "monitor.token_profile",
         "loss.name",
-        lambda c: c.loss.clips,
+        lambda c, _: c.loss.clips,
         'a loss that clips, such as loss.name="bapo"',
     ),
     Idle(
         "cluster.gpus_per_node cluster.gpu_memory_gib",
         "cluster.gpu",
-        lambda c: c.cluster.gpu is not None,
+        lambda c, _: c.cluster.gpu is not None,
         'cluster.gpu="h100" or another kind',
     ),
 )
 """A setting is reported by the first row that says it does not act."""
 
 
-def idle_settings(config: Config, given: Collection[str] | None = None) -> Iterator[Violation]:
+def idle_settings(run: Resolved, given: Collection[str] | None = None) -> Iterator[Violation]:
     """Find settings that differ from their defaults and have no effect.
 
     Args:
@@ -233,11 +236,11 @@ def idle_settings(config: Config, given: Collection[str] | None = None) -> Itera
     """
     told: set[str] = set()
     for row in IDLE:
-        if row.act(config):
+        if row.act(run.config, run.engine):
             continue
         changed = {
             name: value
-            for name, value in _changed(config, row.settings)
+            for name, value in _changed(run.config, row.settings)
             if name not in told and (given is None or name in given)
         }
         told |= changed.keys()

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.engines import engine_kind, num_server_gpus
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
+from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime.nccl import may_share_gpus, sharing_problem, sharing_remedy
 
 RANKS = ("parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.data")
@@ -54,19 +54,18 @@ def check_layout(config: Config) -> Iterator[Violation]:
         )
 
 
-def check_gpu_count(config: Config, num_gpus: int, *, starts_here: bool = False) -> Iterator[Violation]:
+def check_gpu_count(run: Resolved, num_gpus: int, *, starts_here: bool = False) -> Iterator[Violation]:
     """Check the number of GPUs: each rank and server needs its own, unless NCCL lets them share (runtime/nccl.py).
 
     Args:
         num_gpus: GPUs that the run may use; 0 means a run on CPUs.
         starts_here: whether they are this machine's, whose processes may share them.
     """
-    c, r, ranks = config.cluster, config.rollout, config.parallel.size
-    on_servers = num_server_gpus(r)
-    needed = ranks + on_servers
+    c, r, placement = run.config.cluster, run.config.rollout, run.placement
+    ranks, on_servers, needed = placement.num_ranks, placement.num_server_gpus, placement.num_gpus
     if not num_gpus or needed <= num_gpus:
         if starts_here and num_gpus:
-            yield from _check_attached(config, num_gpus)
+            yield from _check_attached(run, num_gpus)
         return
     if starts_here and may_share_gpus() and (not on_servers or r.server_tensor_parallel <= num_gpus):
         if problem := sharing_problem():
@@ -77,7 +76,7 @@ def check_gpu_count(config: Config, num_gpus: int, *, starts_here: bool = False)
             )
         return
     each = plural(r.server_tensor_parallel, "GPU")
-    servers = f" and {plural(r.num_servers, engine_kind(r.engine).title)} x {each}" if on_servers else ""
+    servers = f" and {plural(r.num_servers, run.engine.title)} x {each}" if on_servers else ""
     lower = f"lower parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}"
     there = f"{num_gpus} {'is' if num_gpus == 1 else 'are'} visible"
     remedy = f'{lower}, or set CUDA_VISIBLE_DEVICES="" to run on CPUs'
@@ -92,15 +91,15 @@ def check_gpu_count(config: Config, num_gpus: int, *, starts_here: bool = False)
     )
 
 
-def _check_attached(config: Config, num_gpus: int) -> Iterator[Violation]:
+def _check_attached(run: Resolved, num_gpus: int) -> Iterator[Violation]:
     """Warn of more ranks and servers on this machine than GPUs: two of them may be on one, which NCCL refuses."""
-    r = config.rollout
-    is_sent = config.sync.channel == "broadcast" and engine_kind(r.engine).needs == "urls"
+    r, num_ranks = run.config.rollout, run.placement.num_ranks
+    is_sent = run.config.sync.channel == "broadcast" and run.engine.needs == "urls"
     num_here = sum(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in r.urls) if is_sent else 0
-    if config.parallel.size + num_here > num_gpus and num_here and (problem := sharing_problem()):
+    if num_ranks + num_here > num_gpus and num_here and (problem := sharing_problem()):
         yield warning(
             ("sync.channel", "rollout.urls", *RANKS),
-            f"{plural(config.parallel.size, 'trainer rank')} and {plural(num_here, 'server')} at rollout.urls use "
+            f"{plural(num_ranks, 'trainer rank')} and {plural(num_here, 'server')} at rollout.urls use "
             f"{plural(num_gpus, 'GPU')}: if one serves on a trainer's GPU, its weights cannot go over NCCL ({problem})",
             f'set sync.channel="disk", or {sharing_remedy()}',
         )

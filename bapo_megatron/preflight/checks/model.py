@@ -5,21 +5,21 @@ learner/fit.py and learner/precision.py refuse what the trainer cannot do.
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from bapo_megatron.config.base import Severity, Violation, warning
-from bapo_megatron.config.engines import engine_kind, num_started
-from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import ModelShape, model_shape, unsupported
+from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.learner.fit import check_extra, check_replay, check_split
 from bapo_megatron.preflight.checks.eval import EVALUATES
 from bapo_megatron.preflight.checks.layout import nearest_divisor
+from bapo_megatron.resolved import Resolved
 
 
-def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violation]:
+def check_policy(run: Resolved) -> Iterator[Violation]:
     """Check the model against its family, the layout, the servers and the longest sequence."""
-    own, model_type = own_family(config.model.family), hf_config.get("model_type")
+    config, own, model = run.config, run.own, run.model
+    assert model is not None
+    model_type = model.hf_config.get("model_type")
     if own is not None and own.model_type != model_type:
         yield Violation(
             ("model.family", "model.path"),
@@ -29,11 +29,11 @@ def check_policy(config: Config, hf_config: dict[str, Any]) -> Iterator[Violatio
         )
         return
     yield from check_extra(config)
-    yield from check_split(config, hf_config, "model.path")
-    yield from check_replay(config, hf_config)
-    if unsupported(hf_config, own):
+    yield from check_split(config, model, "model.path")
+    yield from check_replay(config, model)
+    if model.problems:
         return
-    shape = model_shape(hf_config, own=own)
+    shape = model.shape
     if config.rollout.engine == "sglang" and shape.activation != "silu":
         yield Violation(
             ("rollout.engine", "model.path"),
@@ -114,24 +114,24 @@ def check_server_dtype(config: Config) -> Iterator[Violation]:
         )
 
 
-def precision_warnings(config: Config, num_gpus: int) -> Iterator[Violation]:
+def precision_warnings(run: Resolved, num_gpus: int) -> Iterator[Violation]:
     """Warn of FP8 settings and a log-prob backend that need a GPU or care.
 
     Args:
         num_gpus: GPUs that a run may use.
     """
-    p, r = config.precision, config.rollout
+    config, p = run.config, run.config.precision
     if not num_gpus and p.uses_fp8:
         yield warning(
             ("precision.fp8", "precision.recipe", "cluster.gpu"),
             f'precision.fp8="{p.fp8}" needs a GPU, and none is visible here: whether GPU, CUDA and Transformer Engine '
             f'are fit for precision.recipe="{p.recipe}" is checked where the run starts',
         )
-    if p.uses_fp8 and num_started(r) and not engine_kind(r.engine).on_gpus:
+    if p.uses_fp8 and run.placement.num_servers and not run.engine.on_gpus:
         yield warning(
             ("rollout.engine", "precision.fp8"),
-            f'precision.fp8="{p.fp8}" with rollout.engine="{r.engine}": that engine samples on a CPU, from bfloat16 '
-            "weights",
+            f'precision.fp8="{p.fp8}" with rollout.engine="{config.rollout.engine}": that engine samples on a CPU, '
+            "from bfloat16 weights",
             'set rollout.engine="sglang"',
         )
     if p.uses_fp8 and p.recipe == "delayed":

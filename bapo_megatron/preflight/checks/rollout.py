@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.engines import engine_kind, num_started
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.sglang import OWN_ARGUMENTS
 from bapo_megatron.errors import plural
+from bapo_megatron.resolved import Resolved
 
 
 def check_rollout(config: Config) -> Iterator[Violation]:
@@ -44,11 +44,10 @@ def check_rollout(config: Config) -> Iterator[Violation]:
         )
 
 
-def check_shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
+def check_shared_cores(run: Resolved, num_gpus: int) -> Iterator[Violation]:
     """Warn of sampling and training at the same time on the same cores."""
-    r = config.rollout
-    shares = num_started(r) and not engine_kind(r.engine).on_gpus and not num_gpus and config.cluster.gpu is None
-    if r.overlap and shares:
+    has_gpus = run.engine.on_gpus or num_gpus or run.config.cluster.gpu is not None
+    if run.config.rollout.overlap and run.placement.num_servers and not has_gpus:
         yield warning(
             ("rollout.overlap", "rollout.engine", "cluster.gpu"),
             "rollout.overlap=true, but trainer and engines share the cores of this machine and already keep them "
@@ -57,9 +56,9 @@ def check_shared_cores(config: Config, num_gpus: int) -> Iterator[Violation]:
         )
 
 
-def check_servers(config: Config) -> Iterator[Violation]:
+def check_servers(run: Resolved) -> Iterator[Violation]:
     """Check what the engine needs, and the settings that are passed on to its servers."""
-    r, kind = config.rollout, engine_kind(config.rollout.engine)
+    config, r, kind = run.config, run.config.rollout, run.engine
     if kind.needs == "urls" and not r.urls:
         yield Violation(
             ("rollout.urls", "rollout.engine"),
@@ -128,9 +127,9 @@ def server_address(url: str) -> tuple[str, int] | None:
     return (parts.hostname, port) if parts.hostname and port and parts.scheme in _DEFAULT_PORTS else None
 
 
-def check_cut(config: Config) -> Iterator[Violation]:
+def check_cut(run: Resolved) -> Iterator[Violation]:
     """Check that the engine returns the log-probs that top_p and top_k need; warn of the resulting ratios."""
-    r, kind = config.rollout, engine_kind(config.rollout.engine)
+    config, r, kind = run.config, run.config.rollout, run.engine
     for table, cut in ({"rollout": r} | config.eval_sets).items():
         if not kind.samples or (cut.top_p == 1 and cut.top_k is None):
             continue

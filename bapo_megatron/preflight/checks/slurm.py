@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.config.engines import engine_kind, num_server_gpus, num_started
 from bapo_megatron.config.schema import Config, seconds_of
 from bapo_megatron.errors import plural
 from bapo_megatron.preflight.checks.layout import RANKS
-from bapo_megatron.preflight.placement import place, rollout_nodes
+from bapo_megatron.resolved import Resolved
 
 WHOLE_NODES = '"--exclusive", "--mem=0"'
 # The first part of an address is a registry if it has a dot, a port or a user, or is localhost: in
@@ -28,9 +27,9 @@ def check_slurm(config: Config, *, step_s: float | None = None) -> list[Violatio
     return [*_image(config), *_jobs(config), *check_time(config, step_s)]
 
 
-def check_placement(config: Config) -> list[Violation]:
+def check_placement(run: Resolved) -> list[Violation]:
     """Check that trainer ranks and engines spread evenly over the nodes, with GPUs for all."""
-    return list(check_nodes(config)) or list(check_node_gpus(config))
+    return list(check_nodes(run)) or list(check_node_gpus(run))
 
 
 def several_nodes(config: Config) -> Violation:
@@ -42,10 +41,11 @@ def several_nodes(config: Config) -> Violation:
     )
 
 
-def check_nodes(config: Config) -> Iterator[Violation]:
+def check_nodes(run: Resolved) -> Iterator[Violation]:
     """Check that trainer ranks and engines spread evenly over the nodes."""
-    nodes, alone = config.cluster.nodes, rollout_nodes(config)
-    ranks, servers = config.parallel.size, num_started(config.rollout)
+    config, placement = run.config, run.placement
+    nodes, ranks, servers = placement.num_nodes, placement.num_ranks, placement.num_servers
+    alone = config.slurm.rollout_nodes or placement.engine_nodes
     if alone >= nodes:
         yield Violation(
             _NODES,
@@ -60,7 +60,7 @@ def check_nodes(config: Config) -> Iterator[Violation]:
             "set slurm.rollout_nodes=0",
         )
     if ranks % (nodes - alone):
-        fitting = _nearest_nodes(config)
+        fitting = _nearest_nodes(run)
         yield Violation(
             ("cluster.nodes", "slurm.rollout_nodes", *RANKS, "rollout.num_servers", *_SERVERS),
             f"{plural(ranks, 'trainer rank')} cannot be divided evenly among {plural(nodes - alone, 'node')} "
@@ -77,28 +77,30 @@ def check_nodes(config: Config) -> Iterator[Violation]:
         )
 
 
-def _nearest_nodes(config: Config) -> int | None:
+def _nearest_nodes(run: Resolved) -> int | None:
     """Return the nearest number of nodes over which the run spreads evenly, with GPUs for all."""
-    most = config.parallel.size + num_started(config.rollout)
-    counts = sorted(range(1, most + 1), key=lambda nodes: abs(nodes - config.cluster.nodes))
-    return next((nodes for nodes in counts if _spreads(config, nodes)), None)
+    cluster, least = run.config.cluster, (run.config.slurm.rollout_nodes or 0) + 1
+    most = run.placement.num_ranks + run.placement.num_servers
+    for nodes in sorted(range(least, most + 1), key=lambda nodes: abs(nodes - cluster.nodes)):
+        changed = run.config.model_copy(update={"cluster": cluster.model_copy(update={"nodes": nodes})})
+        if _spreads(run.changed(changed)):
+            return nodes
+    return None
 
 
-def _spreads(config: Config, nodes: int) -> bool:
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
-    alone, r, gpus = rollout_nodes(config), config.rollout, config.cluster.gpus_per_node
-    if alone >= nodes or config.parallel.size % (nodes - alone) or num_started(r) % (alone or nodes):
+def _spreads(run: Resolved) -> bool:
+    placement, cluster = run.placement, run.config.cluster
+    if not placement.is_even or placement.ranks_per_node % run.config.parallel.tensor:
         return False
-    ranks, servers = config.parallel.size // (nodes - alone), num_server_gpus(r) // (alone or nodes)
-    has_gpus = max(ranks, servers) <= gpus if alone else ranks + servers <= gpus
-    return ranks % config.parallel.tensor == 0 and (has_gpus or config.cluster.gpu is None)
+    return cluster.gpu is None or placement.gpus_per_node <= cluster.gpus_per_node
 
 
-def check_node_gpus(config: Config) -> Iterator[Violation]:
+def check_node_gpus(run: Resolved) -> Iterator[Violation]:
     """Check that each node has the GPUs that it needs, for a run that `check_nodes` accepts."""
+    config, placement = run.config, run.placement
     if config.cluster.gpu is None:
         return
-    placement, r, gpus = place(config), config.rollout, config.cluster.gpus_per_node
+    r, gpus = config.rollout, config.cluster.gpus_per_node
     ranks, servers = placement.ranks_per_node, placement.servers_per_node
     if ranks % config.parallel.tensor:
         yield Violation(
@@ -107,11 +109,11 @@ def check_node_gpus(config: Config) -> Iterator[Violation]:
             "node: ranks that share layers would be on two machines",
             "set slurm.rollout_nodes, or change parallel.*",
         )
-    on_servers = servers * r.server_tensor_parallel if engine_kind(r.engine).on_gpus else 0
-    all_servers = f"{plural(servers, engine_kind(r.engine).title)} x {plural(r.server_tensor_parallel, 'GPU')}"
+    on_servers = placement.server_gpus_per_node
+    all_servers = f"{plural(servers, run.engine.title)} x {plural(r.server_tensor_parallel, 'GPU')}"
     trainer_ranks = plural(ranks, "trainer rank")
     nodes = [("trainer", trainer_ranks, ranks)]
-    if rollout_nodes(config):
+    if placement.engine_nodes:
         nodes.append(("rollout", all_servers, on_servers))
     elif on_servers:
         nodes = [("trainer", f"{trainer_ranks} and {all_servers}", ranks + on_servers)]

@@ -1,0 +1,77 @@
+"""A run's facts, resolved once from its configuration: the engine's kind, the model, and who has which GPU.
+
+Start at `resolve`. Rooms that start or check runs take a `Resolved`; the functions below them take the one thing that
+they need: a shape, a placement, a section of the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.config.engines import EngineKind, engine_kind
+from bapo_megatron.config.families import own_family
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.families import Family
+from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.resolved.placement import Placement, place
+
+if TYPE_CHECKING:
+    from bapo_megatron.tokens import TokenStream
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and what follows from it."""
+
+    config: Config
+    engine: EngineKind
+    own: Family | None  # the user's own family (`model.family`)
+    model: ModelFacts | None = None  # of model.path; None if it is unknown, as before it is downloaded
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's. Raises CheckpointError if it is not supported."""
+        assert self.model is not None, "only for runs whose model is known"
+        return self.model.shape
+
+    @property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """The streams that the run's engines return. Raises UserError: see `ModelFacts.returned_streams`."""
+        return self.model.returned_streams(self.config.model.requested_streams) if self.model else ()
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint of model.path."""
+        folder = None if self.model is None else self.model.folder
+        assert folder is not None, "only for runs whose model is on this machine"
+        return folder
+
+    @cached_property
+    def placement(self) -> Placement:
+        return place(self.config, self.engine)
+
+    def changed(self, config: Config) -> Resolved:
+        """Return the same run with other settings, but with its engine's kind and its model."""
+        return replace(self, config=config)
+
+
+def resolve(config: Config, model: str | Path | dict[str, Any] | None = None) -> Resolved:
+    """Resolve a run's facts.
+
+    Args:
+        model: the folder of model.path, or only its config.json; None if neither is known.
+
+    Raises:
+        UserError: rollout.engine or model.family names something that cannot be loaded.
+        CheckpointError: the folder has no readable config.json.
+    """
+    engine, own = engine_kind(config.rollout.engine), own_family(config.model.family)
+    if model is None:
+        return Resolved(config, engine, own)
+    return Resolved(
+        config, engine, own, ModelFacts(model, own) if isinstance(model, dict) else ModelFacts.of(model, own)
+    )
