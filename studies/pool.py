@@ -23,6 +23,7 @@ from bapo_megatron.engines.key import new_key
 from bapo_megatron.errors import UserError
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.steps import read_metrics
+from bapo_megatron.runtime import LOOPBACK
 
 # What rollout.engine may be, and the module whose `main` serves.
 ENGINES = {"embedded": "bapo_megatron.engines.embedded.server", "studies.bfloat16:KIND": "studies.bfloat16"}
@@ -134,7 +135,7 @@ def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
     key = new_key()
     with RunDir.open(config) as run, processes.reserved_ports(1) as ports:
         engine_log = run.log_path("engine", 0)
-        url, arguments = f"http://{processes.LOOPBACK}:{ports[0]}", _engine_arguments(config, ports[0])
+        url, arguments = f"http://{LOOPBACK}:{ports[0]}", _engine_arguments(config, ports[0])
         with forks.running("serve", ENGINES[config.rollout.engine], arguments, engine_log, key) as engine:
             wait(lambda: is_ready(url, engine))
             with forks.running("train", run.path, url, key) as trainer:

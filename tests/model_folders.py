@@ -25,6 +25,7 @@ from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import SINGLE
 from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.resolved import resolve
 from tests.hf_models import randomise
 
 NUM_TOKENS = 48
@@ -283,7 +284,7 @@ def learned(folder: Path, ids_T: Tensor) -> Tensor:
     from bapo_megatron.learner.megatron import MegatronLearner
     from tests.integration.hf_roundtrip import make_config, packed
 
-    learner = MegatronLearner(make_config({}).model_copy(update={"rollout": RolloutConfig()}), folder)
+    learner = MegatronLearner(resolve(make_config({}).model_copy(update={"rollout": RolloutConfig()}), folder))
     (log_probs_R,) = learner.log_probs(packed([ids_T]))
     parallel_state.destroy_model_parallel()
     return log_probs_R.float()

@@ -32,10 +32,10 @@ from bapo_megatron.engines import processes
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.processes import EngineShare
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.engines.update_group import UpdateGroup, host_store
 from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.tokens import TokenStream
@@ -272,6 +272,7 @@ def sglang_servers(num_servers: int, tensor_parallel: int, **extra: Any) -> Laun
             "engine": "sglang",
             "max_response_tokens": MAX_CONTEXT["sglang"] // 2,
             "max_concurrent_requests": MAX_RUNNING,
+            "num_servers": num_servers,
             "server_tensor_parallel": tensor_parallel,
             "engine_threads": 1,
             "startup_timeout_s": HANG_S,
@@ -279,7 +280,8 @@ def sglang_servers(num_servers: int, tensor_parallel: int, **extra: Any) -> Laun
         }
         data = {"max_prompt_tokens": MAX_CONTEXT["sglang"] // 2}
         config = Config.model_validate({"data": data, "rollout": rollout, "sglang": {"extra": extra}})
-        with running_engines(config, checkpoint, folder, EngineShare(count=num_servers, first_gpu=0), KEY) as urls:
+        run = resolve(config, checkpoint)
+        with running_engines(run, folder, run.placement.without_trainer().on(), KEY) as urls:
             yield urls
 
     return launch

@@ -10,6 +10,7 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.losses import Loss, StepStream
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import MiniBatch
@@ -30,7 +31,7 @@ def teacher_of(config: Config, learner: Learner) -> Callable[[MiniBatch], list[T
 
     options = config.loss.function_options
     teacher = resolve_model_path(options.teacher, setting="loss.options.teacher")
-    return ReferencePolicy(config, teacher, learner.local_time).log_probs
+    return ReferencePolicy(config, ModelFacts.of(teacher), learner.local_time).log_probs
 
 
 def distil(inputs: LossInputs, options: DistilOptions) -> TokenLoss:

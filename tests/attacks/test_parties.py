@@ -20,6 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bapo_megatron.preflight.inputs import _environment
+from bapo_megatron.resolved import resolve
 from bapo_megatron.rewards import interpreter
 from bapo_megatron.rewards.environments import MAX_ANSWER_BYTES, Continue, as_answer, build_environment
 from bapo_megatron.rewards.interpreter import Interpreter
@@ -215,7 +216,7 @@ def test_a_program_that_prints_its_reward_is_found_before_the_run(tmp_path: Path
         agents = Agents(tmp_path, text, command=["python", str(tmp_path / "agent.py")])
         (tmp_path / "agent.py").write_text(text)
         config = agents.config.model_copy(update={"reward": agents.config.reward.model_copy(update=reward)})
-        return [f"{found.problem}; {found.remedy}" for found in _environment(config, None)]
+        return [f"{found.problem}; {found.remedy}" for found in _environment(resolve(config), None)]
 
     (problem,) = told('print(json.dumps({"reward": 1.0}))')
     assert "agent.py has no BAPO_REWARD_FD" in problem

@@ -16,6 +16,7 @@ from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.monitor.record import UpdateMetrics
+from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch, ClipBounds
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
@@ -81,7 +82,7 @@ def parts_of(batch: Batch, learner: MegatronLearner) -> list[Batch]:
 
 def check_layout(root: Path, layout: dict[str, Any], max_tokens: int) -> None:
     """Compare one update with float64 and a search that visits every token of each micro-batch at every probe."""
-    learner = CountedLearner(with_scope(make_config(layout, max_tokens), "microbatch"), root / "qwen3")
+    learner = CountedLearner(resolve(with_scope(make_config(layout, max_tokens), "microbatch"), root / "qwen3"))
     batch = random_batch()
     parts, wanted = parts_of(batch, learner), []
 

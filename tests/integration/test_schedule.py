@@ -17,7 +17,7 @@ from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import proximal_scorer, with_scores
-from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import ADAM_EPS, LR, SEARCH, TEMPERATURE, random_batch, save_random_model
@@ -55,8 +55,8 @@ class CountedLearner(MegatronLearner):
 
     num_forwards = 0
 
-    def __init__(self, config: Config, hf_path: Path) -> None:
-        super().__init__(config, hf_path)
+    def __init__(self, run: Resolved) -> None:
+        super().__init__(run)
         self.model[0].register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
@@ -87,7 +87,7 @@ class Update:
 
 def updates(config: Config, path: Path, broken: bool = False) -> list[Update]:
     """Score, find bounds and step NUM_UPDATES times; if `broken`, the first gradient is nan."""
-    learner = CountedLearner(config, path)
+    learner = CountedLearner(resolve(config, path))
     finder = BoundsFinder(config, learner)
     (minibatch,) = pack(learner)
     found = []
@@ -182,7 +182,7 @@ def check_auto(root: Path) -> None:
 
 def check_scores_of_another_minibatch(root: Path) -> None:
     """A step reuses only its own mini-batch's forward passes, at the current weights."""
-    learner = CountedLearner(make_config({}, LARGE, schedule="forwards_first"), root / "qwen3")
+    learner = CountedLearner(resolve(make_config({}, LARGE, schedule="forwards_first"), root / "qwen3"))
     first, second = pack(learner, num_minibatches=2)
     bounds = ClipBounds(0.8, 1.2, 0.5, False, 0)
     learner.score(first)
@@ -213,7 +213,7 @@ def check_supervised(root: Path) -> None:
 def check_first_minibatch_is_scored_once(root: Path, schedule: str, **layout: Any) -> None:
     """With proximal = "learner", its scoring pass also gives the first mini-batch's bounds, as its own pass would."""
     config = make_config(layout, SMALL, proximal="learner", schedule=schedule)
-    learner = CountedLearner(config, root / "qwen3")
+    learner = CountedLearner(resolve(config, root / "qwen3"))
     finder = BoundsFinder(config, learner)
     first, second = pack(learner, proximal=True, num_minibatches=2)
     own = learner.log_probs(first)

@@ -55,7 +55,7 @@ def near_T(log_probs_T: Tensor, batch: Batch) -> Tensor:
 
 
 def check_layout(root: Path, layout: dict[str, Any], train: dict[str, Any], max_tokens: int) -> None:
-    learner = CountedLearner(config_of(layout, max_tokens, **train), root / "qwen3")
+    learner = CountedLearner(resolve(config_of(layout, max_tokens, **train), root / "qwen3"))
     batch, masks = batch_of_outcomes(), []
 
     def loss_of(log_probs_T: Tensor, batch: Batch) -> Tensor:

@@ -121,7 +121,7 @@ def test_the_best_split_is_round_unless_another_is_a_tenth_faster(size: str, nod
     assert best.balance.step_s <= fastest_s / 0.9
     ranks = best.run.config.parallel.size
     if ranks & (ranks - 1):
-        rounds = [s for s in every if s.config.parallel.size in (1, 2, 4, 8)]
+        rounds = [s for s in every if s.run.config.parallel.size in (1, 2, 4, 8)]
         assert all(s.balance.step_s > fastest_s / 0.9 or s.plan.trainer.total > 0.9 * 79.1 * 2**30 for s in rounds)
 
 

@@ -109,10 +109,10 @@ def test_when_the_last_engine_is_back_the_evaluation_asks_for_a_push_and_goes_on
     first, second = FailsOnce("http://first", call=2), FailsOnce("http://second", call=1)
     asked = evaluator(first, second)
     made = rollouts(loop, asked)
-    made.config = Config.model_validate({"rollout": {"startup_timeout_s": 0.1}})
+    asked.pool.return_limit_s = 0.1
     with pytest.raises(EngineError, match=r"no rollout engine is left after 0\.1 s: http://second is fenced"):
         made.evaluate(0)
-    made.config = Config()
+    asked.pool.return_limit_s = HANG_S
     watch = loop.submit(asked.pool.watch())
     assert made.evaluate(0) is None, "the second failed, then the first as it took over; one is back"
     watch.cancel()

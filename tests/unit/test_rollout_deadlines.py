@@ -88,10 +88,10 @@ def test_an_error_of_the_coroutine_is_its_own(loop: LoopThread) -> None:
 
 def manager(loop: LoopThread, take: Any, **counts: Any) -> RolloutManager:
     """Return a manager that can only ask for a batch; its longest wait without progress is below a second."""
-    quick = {"request_timeout_s": 2 * SHORT_S, "startup_timeout_s": SHORT_S, "max_retries": 0, "samples_per_prompt": 1}
+    quick = {"request_timeout_s": 2 * SHORT_S, "max_retries": 0, "samples_per_prompt": 1}
     config = Config.model_validate({"rollout": quick, "reward": {"timeout_s": SHORT_S / 2}})
     now = dict.fromkeys(("tokens", "judged", "fenced"), lambda: 0) | counts
-    engines: Any = SimpleNamespace(loop=loop, pool=_Counts(num_fenced=now["fenced"]))
+    engines: Any = SimpleNamespace(loop=loop, pool=_Counts(num_fenced=now["fenced"], return_limit_s=lambda: SHORT_S))
     driver = SimpleNamespace(deadline_s=SHORT_S)
     ledger = SimpleNamespace(num_tokens=_Tokens(now["tokens"]))
     scheduler: Any = _Counts(num_answers=now["judged"], take=lambda: take, driver=lambda: driver, ledger=lambda: ledger)
