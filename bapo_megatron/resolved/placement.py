@@ -23,7 +23,7 @@ class NodeShare:
 
     num_ranks: int
     servers: range  # their numbers in the run
-    gpus: tuple[tuple[int, ...], ...]  # those of server servers[i] at index i
+    gpus: tuple[tuple[int, ...], ...]  # one tuple for each server
     host: str = LOOPBACK  # the address at which the servers listen
 
 
