@@ -113,9 +113,9 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
         with starting():
             from bapo_megatron.assets import resolve_model_path
             from bapo_megatron.learner.parallel import stop_processes, sum_in_fixed_order
-            from bapo_megatron.monitor.oom import explaining_out_of_memory
             from bapo_megatron.monitor.record import Recorder, SilentRecorder
             from bapo_megatron.monitor.stall import StallWatchdog
+            from bapo_megatron.preflight.oom import explaining_out_of_memory
             from bapo_megatron.resolved import resolve
             from bapo_megatron.runtime.ranks import StopFile
             from bapo_megatron.train import train

@@ -11,7 +11,7 @@ An update is --packs packed micro-batches of sequences of one length: forward, G
 MegatronLearner as a run builds it. Weights are filled on the device, from one seed; no checkpoint is read. Seconds are
 medians, measured with CUDA events on a GPU and with the wall clock on a CPU. preflight/work.py computes the FLOPs: the
 hardware's, which include recomputation, and the model's, which `perf/mfu` counts. Each is a share of the data sheet's
-peak rate, and of the rate of one large product, measured first. preflight/memory.py plans the memory, here without the
+peak rate, and of the rate of one large product, measured first. machine/memory.py plans the memory, here without the
 assumed context of CUDA and NCCL. A row also has each update's loss, bounds and gradient norm.
 
 --optimizer-peak measures what the optimizer's step allocates on top of weights, gradients and moments, next to the
@@ -67,8 +67,9 @@ from bapo_megatron.learner import split_model
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.parallel import ParallelLayout, device, sum_in_fixed_order
-from bapo_megatron.preflight.known import GIB, KNOWN_MODELS, device_peak_flops
-from bapo_megatron.preflight.memory import trainer_memory
+from bapo_megatron.machine.gpus import GIB, device_peak_flops
+from bapo_megatron.machine.memory import trainer_memory
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.preflight.work import StepTokens, model_flops, step_flops
 from bapo_megatron.types import Batch, ClipBounds
 

@@ -45,8 +45,8 @@ from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import trainer_memory
+from bapo_megatron.machine.gpus import GIB
+from bapo_megatron.machine.memory import trainer_memory
 from bapo_megatron.sync import open_channel
 from bapo_megatron.types import Batch, ClipBounds
 

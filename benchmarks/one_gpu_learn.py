@@ -27,8 +27,8 @@ from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import trainer_memory
+from bapo_megatron.machine.gpus import GIB
+from bapo_megatron.machine.memory import trainer_memory
 from bapo_megatron.preflight.software_checks import read_driver
 from bapo_megatron.resolved import resolve
 from bapo_megatron.resolved.placement import Placement

@@ -23,7 +23,7 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.buffer.packing import Share, balanced_shares, longest_first
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from benchmarks.side_by_side import Rows, Turns, main, same, take_turns

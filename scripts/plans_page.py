@@ -5,8 +5,8 @@ import itertools
 
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
+from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.preflight.explain import explain_best, explain_plan, outline, time_text
-from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.plan import make_plan, planned
 from bapo_megatron.preflight.suggest import best_split, smallest_cluster
 

@@ -21,12 +21,12 @@ from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError, escaped, escaped_lines, plural
 from bapo_megatron.learner.base import StepResult
+from bapo_megatron.machine.gpus import device_peak_flops
+from bapo_megatron.machine.time_limit import check_time
 from bapo_megatron.metrics import MAX_METRIC_CHARS, MAX_REWARD_PARTS, RewardParts, reduce_updates
 from bapo_megatron.monitor.alarms import AlarmLog, first_impressions
 from bapo_megatron.monitor.console import Console, shown_path
 from bapo_megatron.monitor.sinks import BackgroundSink, open_sinks
-from bapo_megatron.preflight.checks.slurm import check_time
-from bapo_megatron.preflight.known import device_peak_flops
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runs.branching import read_parent

@@ -30,7 +30,7 @@ from bapo_megatron.preflight.checks.slurm import (
     several_nodes,
 )
 from bapo_megatron.preflight.inputs import Findings, read_inputs
-from bapo_megatron.preflight.known import known_config, origin
+from bapo_megatron.preflight.known_models import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_host_memory, check_open_files, check_room
 from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
 from bapo_megatron.preflight.software_checks import (

@@ -9,9 +9,9 @@ from bapo_megatron.assets import model_folder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, plural
 from bapo_megatron.hf.tokenizer import reads_clock
+from bapo_megatron.machine.gpus import GIB
+from bapo_megatron.machine.memory import UNEVEN_LOAD, TrainerMemory, fullest_rank, max_microbatches
 from bapo_megatron.preflight.check import accepts_layout
-from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import UNEVEN_LOAD, TrainerMemory, fullest_rank, max_microbatches
 from bapo_megatron.preflight.plan import (
     COMPUTE_SHARE,
     FULL,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.config.base import Violation, warning
-from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import checkpoint_bytes, host_bytes, routes_host_bytes
+from bapo_megatron.machine.gpus import GIB
+from bapo_megatron.machine.memory import checkpoint_bytes, host_bytes, routes_host_bytes
 from bapo_megatron.preflight.plan import LAYOUT
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime import memory_bytes, num_cores, raise_open_files

@@ -15,18 +15,13 @@ from bapo_megatron.algorithms.chunks import LARGER_CHUNKS
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
-from bapo_megatron.preflight import work
-from bapo_megatron.preflight.checks.layout import RANKS
-from bapo_megatron.preflight.known import GIB, GPU, GPUS, planned_config
-from bapo_megatron.preflight.memory import (
-    Held,
+from bapo_megatron.machine.gpus import GIB, GPU, GPUS
+from bapo_megatron.machine.memory import (
     TrainerMemory,
-    active_parameters,
     fullest_rank,
     host_bytes,
     layers_per_chunk,
     max_microbatches,
-    model_parameters,
     planned_chunk_rows,
     plans_forwards_first,
     recomputed_layers,
@@ -34,7 +29,12 @@ from bapo_megatron.preflight.memory import (
     searches_exactly,
     trainer_memory,
 )
-from bapo_megatron.preflight.work import ServerMemory, decode_seconds, server_memory
+from bapo_megatron.machine.parameters import Held, active_parameters, model_parameters
+from bapo_megatron.machine.server_memory import ServerMemory, server_memory
+from bapo_megatron.preflight import work
+from bapo_megatron.preflight.checks.layout import RANKS
+from bapo_megatron.preflight.known_models import planned_config
+from bapo_megatron.preflight.work import decode_seconds
 from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.resolved.placement import Placement
 

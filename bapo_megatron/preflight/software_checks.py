@@ -11,7 +11,7 @@ from bapo_megatron_patches.megatron_core import TRIED as TRIED_MEGATRON
 
 from bapo_megatron.engines import sglang_kernels
 from bapo_megatron.errors import UserError, plural
-from bapo_megatron.preflight.known import GIB
+from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.preflight.machine_checks import Finding, Grade
 from bapo_megatron.preflight.packages import installed_version
 from bapo_megatron.runtime import run_python

@@ -26,10 +26,11 @@ from bapo_megatron.config.sources import source_kind
 from bapo_megatron.errors import ConfigError, DataError, UserError, collecting
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.machine.gpus import GIB, GPUS, kind_of
+from bapo_megatron.machine.memory import fullest_rank
+from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.preflight.check import num_visible_gpus, violations_of
 from bapo_megatron.preflight.inputs import check_judge
-from bapo_megatron.preflight.known import GIB, GPUS, kind_of
-from bapo_megatron.preflight.memory import fullest_rank, model_parameters
 from bapo_megatron.preflight.plan import make_plan, memory_problems
 from bapo_megatron.preflight.suggest import suggest
 from bapo_megatron.prompts.base import Question

@@ -14,9 +14,9 @@ import tomli_w
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.machine.gpus import GIB
+from bapo_megatron.machine.memory import fullest_rank, microbatch_tokens, planned_chunk_rows, plans_forwards_first
 from bapo_megatron.preflight.check import accepts_layout
-from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import fullest_rank, microbatch_tokens, planned_chunk_rows, plans_forwards_first
 from bapo_megatron.preflight.plan import ROOMY, Balance, RunPlan, make_plan, step_balance
 from bapo_megatron.resolved import Resolved
 

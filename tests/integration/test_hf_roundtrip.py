@@ -19,7 +19,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import LAYER, Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.preflight.memory import model_parameters, rank_parameters
+from bapo_megatron.machine.parameters import model_parameters, rank_parameters
 from bapo_megatron.resolved import resolve
 from bapo_megatron.types import ClipBounds
 from tests.distributed import run_distributed

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from bapo_megatron.hf.shape import load_hf_config, model_shape
-from bapo_megatron.preflight.memory import trainer_memory
+from bapo_megatron.machine.memory import trainer_memory
 from tests.distributed import run_distributed
 from tests.hf_models import save_randomised
 from tests.integration.peak_memory import BACKEND, SIZES, Case, measure

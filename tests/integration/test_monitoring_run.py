@@ -240,7 +240,7 @@ def _out_of_memory(folder: Path) -> None:
     from bapo_megatron.learner.megatron import MegatronLearner
     from bapo_megatron.learner.parallel import stop_processes
     from bapo_megatron.learner.policy import PolicyModel
-    from bapo_megatron.monitor.oom import explaining_out_of_memory
+    from bapo_megatron.preflight.oom import explaining_out_of_memory
     from bapo_megatron.runtime.heartbeat import Heartbeat
     from bapo_megatron.runtime.stopwatch import Stopwatch
     from bapo_megatron.types import ClipBounds

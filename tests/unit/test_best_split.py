@@ -16,7 +16,7 @@ from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.checks.slurm import check_nodes, check_placement
 from bapo_megatron.preflight.explain import time_text
-from bapo_megatron.preflight.known import planned_config
+from bapo_megatron.preflight.known_models import planned_config
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import best_split, fitting_splits, suggest, trainer_sizes
 from bapo_megatron.resolved import resolve

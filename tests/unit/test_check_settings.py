@@ -12,7 +12,7 @@ from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.shape import model_shape, rotary_frequencies
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.explain import outline
-from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.resolved import resolve
 
 HF_CONFIG: dict[str, Any] = {

@@ -28,13 +28,13 @@ from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.engines.processes import reserved_ports
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.preflight import check, packages
 from bapo_megatron.preflight import doctor as doctor_room
 from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.doctor import parse_rendezvous, verdict
 from bapo_megatron.preflight.group import Probes, Rendezvous, started_probes
-from bapo_megatron.preflight.known import GIB
 from bapo_megatron.preflight.machine_checks import Finding
 from bapo_megatron.preflight.software_checks import NvidiaDriver, visible_indexes
 from bapo_megatron.resolved import resolve
@@ -321,7 +321,7 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch, free_share: float, se
 def test_copies_of_checkpoints_fit_the_memory(monkeypatch, options: list[str], starts_here: bool, problem: str) -> None:
     """A 7B model's are 91 GB on one node; this one's, of 31 million parameters, are 0.35 GiB."""
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 65536, "SC_PAGE_SIZE": 4096}.__getitem__)
-    monkeypatch.setattr("bapo_megatron.preflight.memory.model_parameters", lambda shape: 31_000_000)
+    monkeypatch.setattr("bapo_megatron.machine.memory.model_parameters", lambda shape: 31_000_000)
     config = Config.model_validate({"checkpoint": {"asynchronous": True}, "slurm": {"options": options}})
     found = list(machine.check_host_memory(resolve(config, load_hf_config(demo_model_path())), starts_here=starts_here))
     assert [problem in v.problem for v in found] == [True] * bool(problem)

@@ -26,9 +26,10 @@ from bapo_megatron.hf.shape import (
     rotary_frequencies,
 )
 from bapo_megatron.learner.fit import check_split
-from bapo_megatron.preflight.known import GIB, KNOWN_MODELS
-from bapo_megatron.preflight.memory import model_parameters
-from bapo_megatron.preflight.work import DEFAULT_MEM_FRACTION, server_memory
+from bapo_megatron.machine.gpus import GIB
+from bapo_megatron.machine.parameters import model_parameters
+from bapo_megatron.machine.server_memory import DEFAULT_MEM_FRACTION, server_memory
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from tests.hf_models import make_model_config, save_model
 from tests.resolving import shaped
 

@@ -8,14 +8,9 @@ import pytest
 from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.hf.families import ATTENTION, LAYER, Parameter
 from bapo_megatron.hf.shape import Dense, Experts, LayerShape, ModelShape, entries, model_shape
-from bapo_megatron.preflight.known import KNOWN_MODELS
-from bapo_megatron.preflight.memory import (
-    active_parameters,
-    largest_tensor,
-    model_parameters,
-    rank_parameters,
-    trainer_memory,
-)
+from bapo_megatron.machine.memory import trainer_memory
+from bapo_megatron.machine.parameters import active_parameters, largest_tensor, model_parameters, rank_parameters
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from tests.resolving import shaped
 from tests.unit.test_hf_convert import make_shape
 from tests.unit.test_splits import EXPERTS

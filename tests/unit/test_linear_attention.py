@@ -18,7 +18,7 @@ from bapo_megatron.hf.shape import RULE_CHUNK, model_shape
 from bapo_megatron.learner.linear_attention import Sequences, causal_convolution, delta_rule, gated_norm
 from bapo_megatron.learner.precision import Machine, check_precision
 from bapo_megatron.preflight.checks.all import check_settings
-from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.resolved import resolve
 from tests.unit.test_hybrids import QWEN_9B
 from tests.unit.test_precision import GOOD, load_config

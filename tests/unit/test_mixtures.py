@@ -18,7 +18,7 @@ from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.reader import SINGLE, HFReader
 from bapo_megatron.hf.shape import Experts, LayerShape, hf_tensors, layer_entries, load_hf_config, model_shape
 from bapo_megatron.learner.slicing import canonical
-from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.sync.verify import _check_names
 from tests.hf_models import MIXTURES, make_model_config, save_model
 from tests.unit.test_splits import EXPERTS

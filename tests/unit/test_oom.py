@@ -2,7 +2,7 @@
 
 import torch
 
-from bapo_megatron.monitor.oom import is_out_of_memory
+from bapo_megatron.preflight.oom import is_out_of_memory
 
 
 def test_what_counts_as_out_of_memory() -> None:

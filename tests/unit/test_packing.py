@@ -26,7 +26,7 @@ from bapo_megatron.buffer.packing import (
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
 from bapo_megatron.learner.whole_batch import Scorer, with_scores
-from bapo_megatron.preflight.known import KNOWN_MODELS
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.tokens import PROXIMAL_LOGPROBS, TokenStream
 from bapo_megatron.types import Batch, Ended, FinishReason, Group, MicroBatch, Prompt, Sample, Segment, TokenCounts
 

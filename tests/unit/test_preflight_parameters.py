@@ -20,8 +20,8 @@ from bapo_megatron.learner.critic import CriticModel
 from bapo_megatron.learner.fit import OWN_FIELDS
 from bapo_megatron.learner.parallel import ParallelLayout, start_processes
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
-from bapo_megatron.preflight.known import KNOWN_MODELS
-from bapo_megatron.preflight.memory import Held, critic_parameters, model_parameters, rank_parameters
+from bapo_megatron.machine.parameters import Held, critic_parameters, model_parameters, rank_parameters
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from tests.hf_models import HYBRIDS, MIXTURES, MODELS, make_model_config
 from tests.unit.test_hybrids import QWEN_9B, QWEN_27B, published
 

@@ -14,22 +14,19 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.machine.gpus import GIB, GPUS, device_peak_flops, kind_of
+from bapo_megatron.machine.memory import forwards_under_way, microbatch_tokens, trainer_memory
+from bapo_megatron.machine.parameters import Held, model_parameters
+from bapo_megatron.machine.server_memory import server_memory
 from bapo_megatron.preflight import plan, work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.slurm import check_placement
 from bapo_megatron.preflight.explain import outline
-from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS, device_peak_flops, kind_of
-from bapo_megatron.preflight.memory import (
-    Held,
-    forwards_under_way,
-    microbatch_tokens,
-    model_parameters,
-    trainer_memory,
-)
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused, make_plan, step_balance
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
-from bapo_megatron.preflight.work import decode_seconds, server_memory
+from bapo_megatron.preflight.work import decode_seconds
 from bapo_megatron.resolved import resolve
 from tests.resolving import shaped
 

@@ -13,9 +13,10 @@ from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
+from bapo_megatron.machine.gpus import GIB, GPUS
+from bapo_megatron.machine.memory import fullest_rank
 from bapo_megatron.preflight.checks.all import check_settings
-from bapo_megatron.preflight.known import GIB, GPUS, KNOWN_MODELS
-from bapo_megatron.preflight.memory import fullest_rank
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.preflight.plan import (
     ROOMY,
     check_machines,

@@ -13,9 +13,10 @@ from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import UserError
+from bapo_megatron.machine.gpus import GPUS
 from bapo_megatron.preflight import starter
 from bapo_megatron.preflight.check import violations_of
-from bapo_megatron.preflight.known import GPUS, KNOWN_MODELS
+from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.preflight.starter import Hardware, write_config
 from tests.distributed import HANG_S
 

@@ -8,186 +8,27 @@ Shape legend: T packed tokens of this rank, U in the whole pack (T x context), H
 """
 
 import bisect
-import dataclasses
-import itertools
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.chunks import chunk_rows
-from bapo_megatron.config.schema import Config, ParallelConfig
-from bapo_megatron.hf.shape import (
-    RULE_CHUNK,
-    Experts,
-    LayerShape,
-    LinearAttention,
-    ModelShape,
-    entries,
-    layer_entries,
-    runs,
-)
-from bapo_megatron.hf.splits import Entry
+from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.shape import RULE_CHUNK, Experts, LayerShape, LinearAttention, runs
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
-from bapo_megatron.preflight.known import GIB
+from bapo_megatron.machine.gpus import GIB
+from bapo_megatron.machine.parameters import (
+    Held,
+    critic_parameters,
+    largest_in_layer,
+    largest_parameter,
+    largest_tensor,
+    model_parameters,
+    rank_parameters,
+)
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.rollout.staleness import StalenessBound
 
 _CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Parameters that one rank holds. Example: Held(dense=395, expert=3624).total == 4019."""
-
-    dense: int  # copied by data and context ranks
-    expert: int = 0  # of experts that ranks share out: tensor, context and data ranks copy them, / parallel.expert
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.expert
-
-    def owned(self, config: Config) -> int:
-        """Count the parameters whose optimizer state this rank holds."""
-        if not config.optimizer.distributed:
-            return self.total
-        return -(-self.dense // num_copies(config.parallel)) + -(-self.expert // num_expert_copies(config.parallel))
-
-
-def num_copies(p: ParallelConfig) -> int:
-    """Count the ranks that hold the same part of a parameter, which sum its gradient."""
-    return p.data * p.context
-
-
-def num_expert_copies(p: ParallelConfig) -> int:
-    """Count the ranks that hold the same expert, if ranks share out experts."""
-    return p.tensor * p.context * p.data // p.expert
-
-
-def _in_layers(shape: ModelShape, layers: Sequence[LayerShape], p: ParallelConfig) -> Held:
-    """Count the parameters of some layers on one rank."""
-    dense = expert = 0
-    for layer, number in runs(layers):
-        for entry, each, times in _counted(shape, layer, p):
-            if entry.axis == "dense":
-                dense += number * each * times
-            else:
-                expert += number * each * times
-    return Held(dense, expert)
-
-
-def _counted(shape: ModelShape, layer: LayerShape, p: ParallelConfig) -> Iterator[tuple[Entry, int, int]]:
-    """Yield the parameters of a layer, of experts only the first one's; how many values of it the first rank holds, and
-    how many such parameters."""
-    for entry in layer_entries(shape, layer, experts=[0]):
-        placed = entry if p.expert > 1 else entry.without_experts()
-        each = placed.num_values(p.tensor if placed.axis == "dense" else p.expert)
-        yield placed, each, 1 if entry.expert is None else entry.sizes["X"] // p.expert
-
-
-def embedding_parameters(shape: ModelShape, tensor: int) -> int:
-    """Count the parameters of the embedding, or of the output layer, on one of `tensor` ranks."""
-    return shape.padded_vocab_size(tensor) // tensor * shape.hidden_size
-
-
-def rank_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> Held:
-    """Count the parameters of one rank on `stage`, the same for all tensor, context and data ranks.
-
-    Tied embeddings exist twice if the first and the last stage are different ranks.
-    """
-    held = _in_layers(shape, _layers_of_stage(shape, p, stage), p)
-    outside, first, last = 0, stage == 0, stage == p.pipeline - 1
-    if first:
-        outside += embedding_parameters(shape, p.tensor)
-    if last:
-        outside += shape.hidden_size  # the final norm
-        if not (first and shape.tied_embeddings):
-            outside += embedding_parameters(shape, p.tensor)
-    return dataclasses.replace(held, dense=held.dense + outside)
-
-
-def _layers_of_stage(shape: ModelShape, p: ParallelConfig, stage: int) -> list[LayerShape]:
-    """Return the layers that a stage holds: chunks of layers are dealt to the stages in turn."""
-    sizes = [size // p.virtual_pipeline for size in p.stage_sizes(shape.num_layers)] * p.virtual_pipeline
-    ends = list(itertools.accumulate(sizes))
-    mine = range(stage, len(sizes), p.pipeline)
-    return [layer for chunk in mine for layer in shape.layers[ends[chunk] - sizes[chunk] : ends[chunk]]]
-
-
-def critic_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> int:
-    """Count one rank's parameters of a critic, whose output layer is a single row of weights."""
-    count = rank_parameters(shape, p, stage).total
-    if stage < p.pipeline - 1:
-        return count
-    shares_embedding = stage == 0 and shape.tied_embeddings
-    return count + shape.hidden_size - (0 if shares_embedding else embedding_parameters(shape, p.tensor))
-
-
-def largest_in_layer(shape: ModelShape, p: ParallelConfig) -> int:
-    """Count the values in the largest parameter of a rank's layers."""
-    return max(each for layer, _ in runs(shape.layers) for _, each, _ in _counted(shape, layer, p))
-
-
-def largest_parameter(shape: ModelShape, p: ParallelConfig) -> int:
-    """Count the values in a rank's largest parameter."""
-    return max(embedding_parameters(shape, p.tensor), largest_in_layer(shape, p))
-
-
-def model_parameters(shape: ModelShape) -> int:
-    """Count the parameters in the model's checkpoint, which a weight sync sends."""
-    outside = entries(dataclasses.replace(shape, layers=()))
-    return _in_layers(shape, shape.layers, ParallelConfig()).total + sum(entry.num_values(1) for entry in outside)
-
-
-def checkpoint_bytes(run: Resolved) -> int:
-    """Return the bytes of one training checkpoint: float32 weights and two moments, also the critic's."""
-    num_models = 1 if run.config.advantage.compares_responses else 2
-    return num_models * _CHECKPOINT_BYTES * model_parameters(run.shape)
-
-
-def host_bytes(run: Resolved) -> int:
-    """Return the CPU memory for copies of checkpoints on each node that trains; 0 if there are none."""
-    if not run.config.checkpoint.asynchronous or run.config.checkpoint.interval_steps is None:
-        return 0
-    return -(-checkpoint_bytes(run) // run.placement.trainer_nodes)
-
-
-def routes_bytes(run: Resolved) -> int:
-    """Return the bytes of one token's routes, of all layers; 0 without replay."""
-    return routes(run.shape).row_bytes if run.config.model.replay_routes and run.shape.experts else 0
-
-
-def routes_host_bytes(run: Resolved) -> int:
-    """Return the CPU memory of trainer rank 0 for routes, if all samples are as long as allowed.
-
-    Untrained groups hold them, one step's more than are in flight or, with overlap, as many as the bound of staleness
-    allows. The batch, or a checkpoint, repeats them.
-    """
-    r, t = run.config.rollout, run.config.train
-    num_groups: float = (r.groups_in_flight or r.prompts_per_step) + r.prompts_per_step
-    if r.overlap and r.max_staleness is not None:
-        num_updates = t.minibatches_per_step * t.epochs_per_step
-        num_groups = StalenessBound(r.max_staleness, num_updates, r.prompts_per_step).capacity(0, 0)
-    return 2 * int(num_groups) * r.samples_per_prompt * run.config.longest_trained * routes_bytes(run)
-
-
-def active_parameters(shape: ModelShape) -> int:
-    """Count the parameters that one token uses: only the experts that are chosen for it."""
-    idle = 0
-    for layer, count in runs(shape.layers):
-        if isinstance(mlp := layer.mlp, Experts):
-            of_experts = sum(
-                entry.num_values(1) for entry in layer_entries(shape, layer, experts=[0]) if entry.expert == 0
-            )
-            idle += count * of_experts * (mlp.num_experts - mlp.num_chosen)
-    return model_parameters(shape) - idle
-
-
-def largest_tensor(shape: ModelShape) -> int:
-    """Count the values in the largest tensor of the checkpoint."""
-    outside = entries(dataclasses.replace(shape, layers=()))
-    inside = (entry for layer, _ in runs(shape.layers) for entry in layer_entries(shape, layer, experts=[0]))
-    return max(math.prod(size) for entry in (*outside, *inside) for size in entry.hf_shapes)
 
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -541,3 +382,35 @@ class _Activations:
         chunk_tokens = planned_chunk_rows(self._run, on_gpu=self._on_gpu)
         is_low = self._item < MASTER_BYTES
         return min(chunk_tokens, self._T) * self._V * (2 * MASTER_BYTES + (self._item if is_low else 0))
+
+
+def checkpoint_bytes(run: Resolved) -> int:
+    """Return the bytes of one training checkpoint: float32 weights and two moments, also the critic's."""
+    num_models = 1 if run.config.advantage.compares_responses else 2
+    return num_models * _CHECKPOINT_BYTES * model_parameters(run.shape)
+
+
+def host_bytes(run: Resolved) -> int:
+    """Return the CPU memory for copies of checkpoints on each node that trains; 0 if there are none."""
+    if not run.config.checkpoint.asynchronous or run.config.checkpoint.interval_steps is None:
+        return 0
+    return -(-checkpoint_bytes(run) // run.placement.trainer_nodes)
+
+
+def routes_bytes(run: Resolved) -> int:
+    """Return the bytes of one token's routes, of all layers; 0 without replay."""
+    return routes(run.shape).row_bytes if run.config.model.replay_routes and run.shape.experts else 0
+
+
+def routes_host_bytes(run: Resolved) -> int:
+    """Return the CPU memory of trainer rank 0 for routes, if all samples are as long as allowed.
+
+    Untrained groups hold them, one step's more than are in flight or, with overlap, as many as the bound of staleness
+    allows. The batch, or a checkpoint, repeats them.
+    """
+    r, t = run.config.rollout, run.config.train
+    num_groups: float = (r.groups_in_flight or r.prompts_per_step) + r.prompts_per_step
+    if r.overlap and r.max_staleness is not None:
+        num_updates = t.minibatches_per_step * t.epochs_per_step
+        num_groups = StalenessBound(r.max_staleness, num_updates, r.prompts_per_step).capacity(0, 0)
+    return 2 * int(num_groups) * r.samples_per_prompt * run.config.longest_trained * routes_bytes(run)

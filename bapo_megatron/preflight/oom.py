@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from bapo_megatron.errors import OutOfMemoryError, UserError
+from bapo_megatron.machine.gpus import GIB
+from bapo_megatron.machine.memory import TrainerMemory, trainer_memory
 from bapo_megatron.preflight.explain import memory_parts
-from bapo_megatron.preflight.known import GIB
-from bapo_megatron.preflight.memory import TrainerMemory, trainer_memory
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import lighter, suggest
 from bapo_megatron.resolved import Resolved
