@@ -150,11 +150,11 @@ def test_fused_experts_are_refused_before_anything_is_sent(
 ) -> None:
     """SGLang would skip them without an error. Its config.json may be on another machine."""
 
-    def unreadable(folder: Path) -> None:
+    def unreadable(folder: Path, own: object = None) -> None:
         raise CheckpointError(f"{folder} is elsewhere")
 
     if not knows_config:
-        monkeypatch.setattr(verify, "load_hf_config", unreadable)
+        monkeypatch.setattr(verify.ModelFacts, "of", unreadable)
     fused = [TensorSpec.of(name, tensor) for name, tensor in servers.models["a"].state_dict().items()]
     for manifest, name in ((fused, r"layers\.0\.mlp\.experts\.(gate_up|down)_proj"), (servers.manifest("a"), "")):
         channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit)
