@@ -25,7 +25,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.learner import megatron, policy, split_model
+from bapo_megatron.learner import megatron, packs, policy, split_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import Machine
 from bapo_megatron.resolved import resolve
