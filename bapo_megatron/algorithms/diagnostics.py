@@ -31,13 +31,9 @@ Shape legend: R response tokens of a micro-batch, V values, C cells (ages x clas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from bapo_megatron.algorithms.losses import ClippedTokenLoss
 
 TOKEN_CLASSES = ("positive_high", "positive_low", "negative_high", "negative_low")
 AGES = {"age_0": 0, "age_1_3": 1, "age_4_up": 4}
@@ -59,7 +55,16 @@ def covariance_terms(log_probs_R: Tensor, entropy_R: Tensor, weight_R: Tensor, k
     return weight_R * (log_probs_R + entropy_R) * kept_advantages_R
 
 
-def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
+def entropy_rule_sums(
+    *,
+    mask_R: Tensor,
+    log_probs_R: Tensor,
+    entropy_R: Tensor,
+    ages_R: Tensor,
+    weight_R: Tensor,
+    advantages_R: Tensor,
+    clipped_R: Tensor,
+) -> dict[str, Tensor]:
     """Sum each metric over trained tokens: float32 scalars that add up over micro-batches and ranks.
 
         entropy_rule/covariance[_AGE]    sum of `covariance_terms`
@@ -67,18 +72,22 @@ def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
         entropy_rule/CLASS_clipped       number of its tokens that are clipped
 
     A token without advantage belongs to no class.
+
+    Args:
+        log_probs_R, entropy_R: the current policy's, float, nats; what is masked may hold anything.
+        weight_R: float, pi / mu, where mu is the policy that sampled each token.
+        clipped_R: bool: the token has no gradient.
     """
-    advantages_R, clipped_R = tokens.advantages_R, tokens.clipped_R
-    counted_R = tokens.mask_R & (advantages_R != 0)
-    log_probs_R = torch.where(counted_R, tokens.inputs.log_probs_R.detach(), 0.0).double()
-    entropy_R = torch.where(counted_R, tokens.entropy_R, 0.0).double()
+    counted_R = mask_R & (advantages_R != 0)
+    log_probs_R = torch.where(counted_R, log_probs_R.detach(), 0.0).double()
+    entropy_R = torch.where(counted_R, entropy_R, 0.0).double()
     kept_advantages_R = torch.where(counted_R & ~clipped_R, advantages_R, 0.0).double()
-    weight_R = torch.where(counted_R, tokens.weight_R * tokens.ratio_R, 0.0).double()
+    weight_R = torch.where(counted_R, weight_R, 0.0).double()
     terms_R = covariance_terms(log_probs_R, entropy_R, weight_R, kept_advantages_R)
 
     class_R = 2 * (advantages_R < 0).long() + (log_probs_R + entropy_R < 0).long()
     starts = torch.tensor(list(AGES.values())).to(advantages_R.device, non_blocking=True)
-    age_R = torch.bucketize(tokens.ages_R.clamp(min=0), starts, right=True) - 1
+    age_R = torch.bucketize(ages_R.clamp(min=0), starts, right=True) - 1
     num_classes = len(TOKEN_CLASSES)
     values = [counted_R, clipped_R, terms_R]
     table_C3 = _sum_by_cell(age_R * num_classes + class_R, len(AGES) * num_classes, counted_R, values)
@@ -93,16 +102,23 @@ def entropy_rule_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
     return {f"entropy_rule/{name}": value for name, value in sums.items()}
 
 
-def token_profile_sums(tokens: ClippedTokenLoss) -> dict[str, Tensor]:
+def token_profile_sums(
+    *,
+    mask_R: Tensor,
+    log_probs_R: Tensor,
+    entropy_R: Tensor,
+    ratio_R: Tensor,
+    clipped_high_R: Tensor,
+    clipped_low_R: Tensor,
+) -> dict[str, Tensor]:
     """Sum over the trained tokens of each bin: float32 scalars that add up over micro-batches and ranks.
 
     BIN_share is the number of tokens, and BIN_NAME the sum of a value in `MEANS`.
     """
-    mask_R = tokens.mask_R
-    log_probs_R = torch.where(mask_R, tokens.inputs.log_probs_R.detach(), 0.0).double()
-    ratio_R = torch.where(mask_R, tokens.ratio_R, 1.0).double()
+    log_probs_R = torch.where(mask_R, log_probs_R.detach(), 0.0).double()
+    ratio_R = torch.where(mask_R, ratio_R, 1.0).double()
     bin_R = (log_probs_R.exp() * len(BINS)).long().clamp(0, len(BINS) - 1)
-    values = [mask_R, ratio_R, ratio_R.log().abs(), tokens.entropy_R, tokens.clipped_high_R, tokens.clipped_low_R]
+    values = [mask_R, ratio_R, ratio_R.log().abs(), entropy_R, clipped_high_R, clipped_low_R]
     table_CV = _sum_by_cell(bin_R, len(BINS), mask_R, values)
     return {
         f"{name}_{value}": table_CV[b, v] for b, name in enumerate(BINS) for v, value in enumerate(("share", *MEANS))

@@ -195,7 +195,18 @@ class ClippedTokenLoss(RatioTokenLoss):
 
     def tables(self, *, with_profile: bool) -> dict[str, Tensor]:
         """Sum the entropy rule's classes of tokens, and the bins of the token profile: see `diagnostics`."""
-        return entropy_rule_sums(self) | (token_profile_sums(self) if with_profile else {})
+        policy = {"mask_R": self.mask_R, "log_probs_R": self.inputs.log_probs_R, "entropy_R": self.entropy_R}
+        sums = entropy_rule_sums(
+            **policy,
+            ages_R=self.ages_R,
+            weight_R=self.weight_R * self.ratio_R,
+            advantages_R=self.advantages_R,
+            clipped_R=self.clipped_R,
+        )
+        if not with_profile:
+            return sums
+        clipped = {"clipped_high_R": self.clipped_high_R, "clipped_low_R": self.clipped_low_R}
+        return sums | token_profile_sums(**policy, ratio_R=self.ratio_R, **clipped)
 
 
 def importance_ratio(log_probs: Tensor, denominator_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, TornCheckpointError, plural
 from bapo_megatron.hf.writer import write_durably
 from bapo_megatron.runtime.files import regular_file
-from bapo_megatron.runtime.ranks import first_complaint, gather_json, rank_and_size
+from bapo_megatron.runtime.ranks import gather_json, rank_and_size
+from bapo_megatron.runtime.together import first_complaint
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Natural
 
@@ -185,11 +186,11 @@ class CheckpointStore:
                     (partial / name).mkdir(parents=True)
         except OSError as error:
             complaint = str(error)
-        self._raise_together(complaint)
+        self._discard_if_any_failed(complaint)
 
     def _complete(self, saving: Saving) -> None:
         """Publish the checkpoint, or discard it; the same on every rank."""
-        self._raise_together(saving.complaint())
+        self._discard_if_any_failed(saving.complaint())
         manifests = gather_json(saving.manifests)
         complaint = None
         if rank_and_size()[0] == 0:
@@ -198,7 +199,7 @@ class CheckpointStore:
                 self._publish(saving)
             except (OSError, CheckpointError) as error:
                 complaint = str(error)
-        self._raise_together(complaint)
+        self._discard_if_any_failed(complaint)
         self._saving = None
 
     def _publish(self, saving: Saving) -> None:
@@ -213,7 +214,7 @@ class CheckpointStore:
         replace_durably(self.folder / "latest", saving.final.name)
         self._delete_old(int(saving.final.name.removeprefix("step-")))
 
-    def _raise_together(self, complaint: str | None) -> None:
+    def _discard_if_any_failed(self, complaint: str | None) -> None:
         found = first_complaint(complaint)
         if found is None:
             return

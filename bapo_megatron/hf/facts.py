@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import ModelShape, family_of, load_hf_config, model_shape, unknown_family, unsupported
-from bapo_megatron.hf.streams import ModelStream, model_streams
+from bapo_megatron.hf.streams import ModelStream
 
 if TYPE_CHECKING:
     from bapo_megatron.tokens import TokenStream
@@ -56,7 +56,18 @@ class ModelFacts:
             UserError: a declaration contradicts itself.
         """
         family = family_of(self.hf_config, self.own)
-        return {} if family is None or not family.streams else model_streams(family, self.shape)
+        if family is None or not family.streams:
+            return {}
+        shape = self.shape
+        found: dict[TokenStream, ModelStream] = {}
+        for one in family.streams:
+            try:
+                stream = one.declare(shape)
+                stream.check_kept([other.name for other in found])
+            except ValueError as problem:
+                raise UserError(f"model family {family.model_type}: {problem}") from problem
+            found[stream] = one
+        return found
 
     def returned_streams(self, requested: Collection[str] = ()) -> tuple[TokenStream, ...]:
         """Return the streams that engines return, and that samples, checkpoints and recordings hold.

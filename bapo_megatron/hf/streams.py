@@ -10,15 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from bapo_megatron.errors import UserError
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bapo_megatron.hf.families import Family
-    from bapo_megatron.hf.shape import ModelShape
     from bapo_megatron.tokens import TokenStream
 
 ROUTES = "routes"
@@ -46,48 +42,34 @@ class ModelStream:
     Example: ModelStream(routes, chosen_experts), with the two functions below.
     """
 
-    declare: Callable[[ModelShape], TokenStream]
+    declare: Callable[[Any], TokenStream]
+    """Takes the `ModelShape`, which is above this module: a shape is read by its family, which names its streams."""
     rows: Callable[[ServedTokens], Tensor]
     """Computes [B, T, *shape] for inputs, or for sampled tokens (T = 1). For "owner's stage" each call computes one
     layer's part, [B, T, *shape[1:]]."""
 
 
-def model_streams(family: Family, shape: ModelShape) -> dict[TokenStream, ModelStream]:
-    """Return the streams of a model's tokens; most families have none.
-
-    Raises:
-        UserError: a declaration contradicts itself.
-    """
-    found: dict[TokenStream, ModelStream] = {}
-    for one in family.streams:
-        try:
-            stream = one.declare(shape)
-            stream.check_kept([other.name for other in found])
-        except ValueError as problem:
-            raise UserError(f"model family {family.model_type}: {problem}") from problem
-        found[stream] = one
-    return found
-
-
-def routes(shape: ModelShape) -> TokenStream:
+def routes(shape: Any) -> TokenStream:
     """Declare the experts that each layer of a mixture chooses for a token: [layers, chosen], in any order.
 
     Up to 255 experts they are bytes, and 255 means a missing row.
+
+    Args:
+        shape: the `ModelShape` of a mixture.
     """
-    from bapo_megatron.hf.shape import Experts
     from bapo_megatron.tokens import TokenStream
 
-    (mlp,) = {layer.mlp for layer in shape.layers if isinstance(layer.mlp, Experts)}
-    dtype, missing = ("uint8", 255) if mlp.num_experts <= 255 else ("int16", -1)
+    experts = shape.experts
+    dtype, missing = ("uint8", 255) if experts.num_experts <= 255 else ("int16", -1)
     return TokenStream(
         ROUTES,
         dtype,
-        (shape.num_layers, mlp.num_chosen),
+        (shape.num_layers, experts.num_chosen),
         missing=missing,
         on="fed",
         to="owner's stage",
         least=0,
-        most=mlp.num_experts - 1,
+        most=experts.num_experts - 1,
         distinct=True,
         on_request=True,
     )

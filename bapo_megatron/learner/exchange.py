@@ -10,13 +10,14 @@ from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.checkpoint.folder import WEIGHT
 from bapo_megatron.checkpoint.shards import Piece
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import EMBEDDING, OUTPUT, VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries
 from bapo_megatron.hf.splits import Entry
-from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device, raising_together
+from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device
 from bapo_megatron.learner.slicing import Slicer, canonical, from_shards, place_shard, to_shard
-from bapo_megatron.runtime.ranks import failing_together
+from bapo_megatron.runtime.together import failing_together
 
 
 def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
@@ -61,7 +62,7 @@ def load_weights(
         CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
             infinity; raised on every rank, even if only one rank reads the fault.
     """
-    with raising_together(), HFReader(path) as read:
+    with failing_together(CheckpointError), HFReader(path) as read:
         read.check(shape)
         fill_parameters(model, shape, layout, read, fill)
 

@@ -14,8 +14,7 @@ Shape legend: T packed tokens, S sequences, H hidden, L tokens of a chunk, K key
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,62 +28,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from bapo_megatron.hf.shape import RULE_CHUNK, LinearAttention
+from bapo_megatron.hf.shape import LinearAttention
 from bapo_megatron.kernels.delta_rule import rule_of_chunk, wide
-from bapo_megatron.learner.attention import PackedSequences, Ragged, place
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next `RULE_CHUNK` tokens of all sequences that have any left."""
-
-    places: Ragged
-    from_S: Tensor | None  # int64: their numbers within the chunk before; None means the first chunk
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """The sequences of a pack, described once for all layers."""
-
-    cu_seqlens_S1: Tensor  # int64, on the CPU: where they start, and the number of tokens
-    on_device_S1: Tensor  # the same where the tokens are
-    gapped_T: Tensor  # int64, on the device: each token's row if `gap` rows stand before each sequence
-    gap: int
-
-    @classmethod
-    def of(cls, cu_seqlens_S1: Tensor, gap: int = 0, device: torch.device | None = None) -> Sequences:
-        """Describe a pack.
-
-        Args:
-            cu_seqlens_S1: int [S + 1] on the CPU, from 0; sequences may be empty.
-            gap: tokens before a token that the convolution reads.
-            device: where the tokens are; None means the CPU. Nothing waits for it.
-        """
-        cu_seqlens_S1 = cu_seqlens_S1.long().unique_consecutive()  # without empty sequences
-        lengths_S = cu_seqlens_S1.diff()
-        number_T = torch.arange(1, 1 + lengths_S.numel()).repeat_interleave(lengths_S)
-        gapped_T = torch.arange(number_T.numel()) + gap * number_T
-        device = device or cu_seqlens_S1.device
-        on_device_S1, gapped_T = (x.to(device, non_blocking=True) for x in (cu_seqlens_S1, gapped_T))
-        return cls(cu_seqlens_S1, on_device_S1, gapped_T, gap)
-
-    @cached_property
-    def chunks(self) -> list[Chunk]:
-        """The pack cut into chunks, in the order in which `torch_delta_rule` takes them."""
-        return make_chunks(self.cu_seqlens_S1, self.on_device_S1.device)
-
-
-def make_chunks(cu_seqlens_S1: Tensor, device: torch.device) -> list[Chunk]:
-    """Cut a pack, described on the CPU, into chunks."""
-    starts_S, lengths_S, num_tokens = cu_seqlens_S1[:-1], cu_seqlens_S1.diff(), int(cu_seqlens_S1[-1])
-    chunks: list[Chunk] = []
-    from_S: Tensor | None = None
-    while lengths_S.numel():
-        places = Ragged.of(starts_S, lengths_S.clamp(max=RULE_CHUNK), num_tokens)
-        chunks.append(Chunk(places.to(device), None if from_S is None else from_S.to(device)))
-        from_S = (lengths_S > RULE_CHUNK).nonzero()[:, 0]
-        starts_S, lengths_S = starts_S[from_S] + RULE_CHUNK, lengths_S[from_S] - RULE_CHUNK
-    return chunks
+from bapo_megatron.learner.packs import Chunk, PackedSequences, Ragged, Sequences, place
 
 
 def delta_rule(

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -23,12 +22,11 @@ from torch import Tensor
 from bapo_megatron.buffer.packing import Share
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.engines.update_group import connect_store, host_store
-from bapo_megatron.errors import CheckpointError, ConfigError, plural
+from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.splits import Axis
 from bapo_megatron.kernels import kernels_of
 from bapo_megatron.learner import lean_import
 from bapo_megatron.runtime.nccl import may_share_gpus
-from bapo_megatron.runtime.ranks import gather_json
 
 with lean_import():
     from megatron.core import parallel_state
@@ -99,24 +97,6 @@ def stop_processes() -> None:
     dist.barrier()  # a rank that leaves early makes the others' last collective fail
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-@contextmanager
-def raising_together() -> Iterator[None]:
-    """If the block raises CheckpointError on any rank, raise it on all, so that no rank waits for one that has left.
-
-    Collective over all ranks at the end of the block.
-    """
-    error = None
-    try:
-        yield
-    except CheckpointError as caught:
-        error = caught
-    complaints = [text for text in gather_json(str(error) if error else None) if text is not None]
-    if error and complaints[0] == str(error):
-        raise error
-    if complaints:
-        raise CheckpointError(complaints[0]) from error
 
 
 @dataclass(frozen=True, slots=True)

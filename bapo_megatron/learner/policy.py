@@ -44,10 +44,11 @@ from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_pro
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import Experts, LinearAttention, ModelShape, rotary_frequencies
-from bapo_megatron.learner.attention import PackedAttention, PackedSequences, TransformerEngineAttention
+from bapo_megatron.learner.attention import PackedAttention, TransformerEngineAttention
 from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, rotation_of
 from bapo_megatron.learner.embedding import embed
-from bapo_megatron.learner.linear_attention import GatedDeltaNet, Sequences
+from bapo_megatron.learner.linear_attention import GatedDeltaNet
+from bapo_megatron.learner.packs import PackedSequences, Sequences
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import fp8_fields, fusion_fields, this_machine, uses_transformer_engine
 from bapo_megatron.types import MicroBatch

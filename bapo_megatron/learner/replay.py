@@ -10,7 +10,6 @@ Shape legend: T tokens of this rank, L layers, K experts that a token chooses, C
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,48 +20,11 @@ from torch import Tensor
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.hf.streams import ROUTES
-from bapo_megatron.learner.attention import PackedSequences
+from bapo_megatron.learner.packs import KINDS, PackedSequences, PackRoutes, is_recorded
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import MicroBatch, MiniBatch
-
-_KINDS = 3  # rows that are replayed, rows without recorded experts, rows of padding
-
-
-@dataclass(slots=True)
-class PackRoutes:
-    """The recorded experts of one pack, and which layers have taken them."""
-
-    rows_TLK: Tensor  # the stage's layers
-    is_token_T: Tensor  # bool: not padding
-    stream: TokenStream
-    counts_LX: Tensor  # int64, the chunk's layers: kinds, kinds when recomputed, rows with other experts, loads [C]
-    taken: set[int] = field(default_factory=set)
-
-    def experts(self, index: int, column: int, own_TK: Tensor) -> Tensor:
-        """Return the experts of each token in a layer, int64 [T, K], and count them.
-
-        Args:
-            index: the layer's place in its chunk.
-            column: its place among the stage's layers.
-            own_TK: the router's own choice, which rows without recorded experts keep.
-        """
-        recorded_TK = self.rows_TLK[:, column].long()
-        is_recorded_T = is_recorded(recorded_TK, self.stream)
-        chosen_TK = torch.where(is_recorded_T[:, None], recorded_TK, own_TK)
-        counts_X, is_token_T = self.counts_LX[index], self.is_token_T
-        kinds = torch.stack([is_token_T & is_recorded_T, is_token_T & ~is_recorded_T, ~is_token_T]).sum(1)
-        if index in self.taken:
-            counts_X[_KINDS : 2 * _KINDS] += kinds
-            return chosen_TK
-        self.taken.add(index)
-        counts_X[:_KINDS] += kinds
-        is_other_T = (own_TK.sort(1).values != chosen_TK.sort(1).values).any(1)
-        counts_X[2 * _KINDS] += (is_token_T & is_other_T).sum()
-        num_rows_TK = is_token_T.long()[:, None].expand_as(chosen_TK)
-        counts_X[2 * _KINDS + 1 :].scatter_add_(0, chosen_TK.flatten(), num_rows_TK.flatten())
-        return chosen_TK
 
 
 class LayerRoutes:
@@ -102,7 +64,7 @@ class ReplayingPolicy(PolicyModel):
         self.layout = layout
         self.layers = [layer.layer_number - 1 for layer in self.decoder.layers]
         self.stage_layers = layout.layers_of_stage(layout.pipeline_rank, shape.num_layers)
-        width = 2 * _KINDS + 1 + shape.experts.num_experts
+        width = 2 * KINDS + 1 + shape.experts.num_experts
         self.counts_LX = torch.zeros(len(self.layers), width, dtype=torch.int64, device=device())
         for index, layer in enumerate(self.decoder.layers):
             layer.mlp.router.router_replay = routes = LayerRoutes(index, self.stage_layers.index(self.layers[index]))
@@ -130,12 +92,6 @@ def routes_of(batch: MicroBatch) -> tuple[TokenStream, Tensor]:
     return next((stream, rows_TLK) for stream, rows_TLK in batch.extra.items() if stream.name == ROUTES)
 
 
-def is_recorded(rows: Tensor, stream: TokenStream) -> Tensor:
-    """Return which rows of experts hold any, bool."""
-    assert stream.missing is not None
-    return rows[..., 0].ne(stream.missing)
-
-
 def _is_token(batch: MicroBatch) -> Tensor:
     ids_T = batch.token_ids_T
     return ids_T.new_ones(ids_T.shape, dtype=torch.bool) if batch.is_token_T is None else batch.is_token_T
@@ -155,7 +111,7 @@ def settle(
     Raises:
         UserError: on every rank, if any layer of any rank missed a row, or took one too often.
     """
-    num_kinds = 2 * _KINDS
+    num_kinds = 2 * KINDS
     table_LX = torch.zeros(num_layers, num_kinds + chunks[0].counts_LX.shape[1], dtype=torch.int64)
     for batch in minibatch.micro_batches if chunks[0].layout.tensor_rank == 0 else ():  # the others have the same
         stream, rows_TLK = routes_of(batch)
@@ -165,8 +121,8 @@ def settle(
         for chunk in chunks:
             for index, layer in enumerate(chunk.layers):
                 planned_X = kinds_LX[chunk.stage_layers.index(layer)]
-                table_LX[layer, :_KINDS] += planned_X * forward
-                table_LX[layer, _KINDS:num_kinds] += planned_X * (backward and chunk.is_recomputed(index))
+                table_LX[layer, :KINDS] += planned_X * forward
+                table_LX[layer, KINDS:num_kinds] += planned_X * (backward and chunk.is_recomputed(index))
     table_LX = table_LX.to(device())
     for chunk in chunks:
         table_LX[chunk.layers, num_kinds:] = chunk.counts_LX

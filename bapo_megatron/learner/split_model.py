@@ -30,13 +30,14 @@ from bapo_megatron.learner.exchange import (
     parameters_by_global_name,
     placed_entries,
 )
-from bapo_megatron.learner.parallel import ParallelLayout, device, raising_together
+from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.learner.precision import tokens_multiple
 from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.learner.slicing import place_shard
 from bapo_megatron.learner.weight_source import ModelWeights, Unquantised
 from bapo_megatron.runtime.straggler import LocalTime
+from bapo_megatron.runtime.together import failing_together
 from bapo_megatron.sync.base import WeightSource
 
 PARTS = (WEIGHT, *MOMENTS)
@@ -213,7 +214,7 @@ class TrainedModel(SplitModel):
     def load(self, folder: Path) -> None:
         """Load a snapshot of any layout: see `Learner.load`."""
         self._finish_gathering()
-        with raising_together():
+        with failing_together(CheckpointError):
             index = read_index(folder)
             index.check_model(self.shape)
             facts = index.facts

@@ -139,7 +139,7 @@ class StallWatchdog:
         return out.getvalue()
 
     def _place(self, frame: FrameType) -> str:
-        """Describe the place: "step 3, train: in all_reduce, called by rollout/shared.py:150 (wait_together)"."""
+        """Describe the place: "step 3, train: in all_reduce, called by runtime/together.py:150 (wait_together)"."""
         step = f"step {self._heartbeat.step}" if self._heartbeat.step else "before the first step"
         return f"{step}, {self._heartbeat.span or 'between spans'}: {whereabouts(frame)}"
 

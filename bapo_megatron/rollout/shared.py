@@ -3,25 +3,18 @@
 Rank 0 makes a batch in a thread and meanwhile broadcasts a sign of life; a JSON header and the shares follow.
 """
 
-import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
-
-import torch
-import torch.distributed as dist
+from typing import Any, Final, Protocol
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
-from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rollout.shares import BatchShares, SharePlan, header_of
-from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
+from bapo_megatron.runtime.together import share_json
 from bapo_megatron.types import Batch, Group
 
-_T = TypeVar("_T")
 NEEDS_WEIGHTS: Final = None
 """The result of a call that needs a push first: the last engine has failed, and one is back without the weights. The
 same call resumes after the push."""
@@ -140,56 +133,3 @@ class SharedRollouts:
         batch, groups = made
         self._keep(step + 1, groups, batch)
         return batch
-
-
-def share_json(make: Callable[[], _T] | None, *, sign_of_life_s: float) -> _T:
-    """Return rank 0's JSON value on every rank of the default process group.
-
-    Args:
-        make: on rank 0, makes the value in a thread, however long it takes; None elsewhere.
-        sign_of_life_s: how often rank 0 tells the waiting ranks that it is alive, so that sampling may outlast the
-            deadline of a collective.
-
-    Raises:
-        UserError: `make` raised one; all ranks raise it with the same message.
-    """
-    if make is None:
-        wait_together(None)
-        reply = _broadcast_json({})
-        if "error" in reply:
-            raise UserError(reply["error"])
-        return reply["value"]
-    if dist.get_world_size() == 1:
-        return make()
-    with ThreadPoolExecutor(1, "first-rank") as pool:
-        making = pool.submit(make)
-        wait_together(making, sign_of_life_s)
-    try:
-        value = making.result()
-    except UserError as error:
-        _broadcast_json({"error": str(error)})
-        raise
-    _broadcast_json({"value": value})
-    return value
-
-
-def wait_together(making: Future[Any] | None, sign_of_life_s: float = 0.0) -> None:
-    """Return on all ranks once rank 0's future is done; broadcast a sign of life every `sign_of_life_s`."""
-    is_done = torch.zeros((), dtype=torch.uint8)
-    while not is_done:
-        if making is not None:
-            is_done.fill_(bool(wait([making], timeout=sign_of_life_s).done))
-        dist.broadcast(is_done, src=0)
-        if making is None:  # rank 0 beats with the engines' answers
-            HEARTBEAT.beat(TRAINER, "sign of life of rank 0")
-
-
-def _broadcast_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's value on every rank."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
-    dist.broadcast(size, src=0)
-    if dist.get_rank() != 0:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=0)
-    return json.loads(bytes(data.tolist()))

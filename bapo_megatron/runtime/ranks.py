@@ -5,15 +5,11 @@ Flags and JSON values travel as CPU tensors over the default process group. Does
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from bapo_megatron import errors
-from bapo_megatron.errors import UserError
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -33,43 +29,6 @@ def gather_json(value: Any) -> list[Any]:
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(texts, torch.cat([text, text.new_zeros(longest - text.numel())]))
     return [json.loads(text[: int(length)].numpy().tobytes()) for text, length in zip(texts, lengths, strict=True)]
-
-
-def first_complaint(complaint: str | None) -> str | None:
-    """Return the complaint of the lowest rank that has one, on every rank. Collective over all ranks."""
-    found = [(rank, text) for rank, text in enumerate(gather_json(complaint)) if text is not None]
-    if not found:
-        return None
-    rank, text = found[0]
-    return text if rank_and_size()[1] == 1 else f"trainer rank {rank}: {text}"
-
-
-@contextmanager
-def failing_together() -> Iterator[None]:
-    """If the block fails on any rank, raise the first such rank's error on all, so that none waits for one that left.
-
-    Collective over all ranks at the end of the block.
-
-    Raises:
-        UserError: on every rank, with the same class and text. If the error is not a UserError, the text names the rank
-            that failed, where the error is the UserError's cause.
-    """
-    error: Exception | None = None
-    complaint = None
-    try:
-        yield
-    except UserError as caught:
-        error, complaint = caught, [type(caught).__name__, str(caught)]
-    except Exception as caught:
-        text = f"trainer rank {rank_and_size()[0]} failed: {type(caught).__name__}: {caught}"
-        error, complaint = caught, ["UserError", text]
-    complaints = [found for found in gather_json(complaint) if found is not None]
-    if not complaints:
-        return
-    if isinstance(error, UserError) and complaint == complaints[0]:
-        raise error
-    name, text = complaints[0]
-    raise getattr(errors, name, UserError)(text) from error
 
 
 def share_flag(value: bool | None) -> bool:

@@ -13,7 +13,8 @@ from torch import Tensor
 from bapo_megatron.checkpoint.shards import Piece
 from bapo_megatron.engines.base import PauseMode
 from bapo_megatron.engines.wire import TensorSpec
-from bapo_megatron.runtime.ranks import failing_together, share_flag
+from bapo_megatron.runtime.ranks import share_flag
+from bapo_megatron.runtime.together import failing_together
 
 Submit = Callable[[Coroutine[Any, Any, Any]], "Future[Any]"]
 """Runs a coroutine on the engines' event loop: `lambda c: asyncio.run_coroutine_threadsafe(c, loop)`."""

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.learner.linear_attention import Sequences, fla_delta_rule, torch_delta_rule
+from bapo_megatron.learner.linear_attention import fla_delta_rule, torch_delta_rule
+from bapo_megatron.learner.packs import Sequences
 from tests.gpu.updates import Result, gradient_cosine, log_prob_distance, needs, one_update, save_model
 from tests.integration.learner_reference import load_float64, random_batch, reference_update
 

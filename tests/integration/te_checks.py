@@ -25,7 +25,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
-from bapo_megatron.learner import attention, megatron, policy, split_model
+from bapo_megatron.learner import megatron, packs, policy, split_model
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.precision import Machine
 from bapo_megatron.resolved import resolve
@@ -245,9 +245,9 @@ def check_fixed_order(root: Path) -> None:
 
 def check_waits(root: Path) -> None:
     """Check that neither Transformer Engine nor Megatron reads from the device in an update's passes."""
-    reads, packs = Reads(), attention.PackedSequences
+    reads = Reads()
     apart = [(transformer_engine_torch, "fused_attn_fwd"), (transformer_engine_torch, "fused_attn_bwd")]
-    apart += [(packs, "for_transformer_engine")]  # made of CPU tensors
+    apart += [(packs.PackedSequences, "for_transformer_engine")]  # made of CPU tensors
     with pytest.MonkeyPatch.context() as patch, watching(reads, *apart):
         # it compares the states of the CPU's generator
         patch.setattr(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())

@@ -17,7 +17,8 @@ from bapo_megatron.errors import EngineError, NoEngineLeftError, UserError
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.weight_source import ModelWeights
 from bapo_megatron.resolved import resolve
-from bapo_megatron.runtime.ranks import failing_together, gather_json
+from bapo_megatron.runtime.ranks import gather_json
+from bapo_megatron.runtime.together import failing_together
 from bapo_megatron.sync.base import RankZeroChannel, SyncStats, WeightSource
 from tests.distributed import run_distributed
 from tests.hf_models import save_model

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_megatron.buffer.packing import context_tokens
-from bapo_megatron.learner.attention import PackedAttention, PackedSequences, attend, make_blocks, needs_repeated_heads
+from bapo_megatron.learner.attention import PackedAttention, attend, needs_repeated_heads
+from bapo_megatron.learner.packs import PackedSequences, make_blocks
 
 LENGTHS = [[5], [1, 1, 1], [3, 17, 4, 100, 1, 33, 8, 7], [6, 0, 6]]
 

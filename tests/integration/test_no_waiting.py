@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
-from bapo_megatron.learner import attention, linear_attention, schedule
+from bapo_megatron.learner import packs, schedule
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.resolved import resolve
 from bapo_megatron.tokens import TokenStream
@@ -121,9 +121,9 @@ def watching(reads: Reads, *apart: tuple[Any, str]) -> Iterator[None]:
 
 
 DESCRIBING = (
-    (attention.PackedSequences, "of"),
-    (linear_attention.Sequences, "of"),
-    (linear_attention, "make_chunks"),
+    (packs.PackedSequences, "of"),
+    (packs.Sequences, "of"),
+    (packs, "make_chunks"),
 )
 
 
@@ -153,13 +153,13 @@ META = torch.device("meta")  # a tensor there has no values, so reading one is a
 @pytest.mark.parametrize("context", [(0, 1), (1, 2)])
 def test_packs_are_described_on_the_cpu(context: tuple[int, int]) -> None:
     cu_seqlens_S1 = torch.tensor([0, 8, 20, 36], dtype=torch.int32)
-    for block in attention.make_blocks(cu_seqlens_S1, *context, META):
+    for block in packs.make_blocks(cu_seqlens_S1, *context, META):
         tensors = [block.visible_S1QL, *(x for r in (block.queries, block.keys) for x in (r.packed_B, r.padded_B))]
         assert {x.device for x in tensors if x is not None} <= {META}
-    pack = attention.PackedSequences.for_transformer_engine(cu_seqlens_S1, device=META)
+    pack = packs.PackedSequences.for_transformer_engine(cu_seqlens_S1, device=META)
     assert pack.max_seqlen_q == pack.max_seqlen_kv == 16
     assert pack.cu_seqlens_q.device == META
-    sequences = linear_attention.Sequences.of(cu_seqlens_S1, 3, META)
+    sequences = packs.Sequences.of(cu_seqlens_S1, 3, META)
     assert sequences.cu_seqlens_S1.tolist() == [0, 8, 20, 36]
     assert sequences.on_device_S1.device == sequences.gapped_T.device == META
 

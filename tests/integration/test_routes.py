@@ -16,9 +16,9 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.facts import ModelFacts
-from bapo_megatron.learner.attention import PackedSequences
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.replay import LayerRoutes, PackRoutes
+from bapo_megatron.learner.packs import PackedSequences, PackRoutes
+from bapo_megatron.learner.replay import LayerRoutes
 from bapo_megatron.resolved import resolve
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Batch, MiniBatch

@@ -72,7 +72,7 @@ def test_two_processes(engine: Path, root: Path) -> None:
 
 def test_what_context_parallelism_asks_of_a_pack() -> None:
     """Padded lengths are given if the pack is split, as TransformerEngine's context_parallel.py asserts."""
-    from bapo_megatron.learner import attention
+    from bapo_megatron.learner import packs
 
     class Group:
         def size(self) -> int:
@@ -80,7 +80,7 @@ def test_what_context_parallelism_asks_of_a_pack() -> None:
 
     cu_seqlens_S1 = torch.tensor([0, 8, 20], dtype=torch.int32)
     for group in (None, Group()):
-        pack = attention.PackedSequences.for_transformer_engine(cu_seqlens_S1, group)  # type: ignore[arg-type]
+        pack = packs.PackedSequences.for_transformer_engine(cu_seqlens_S1, group)  # type: ignore[arg-type]
         thd = pack.thd()
         assert (pack.qkv_format, thd.qkv_format, thd.max_seqlen_q) == ("sbhd", "thd", 12)
         assert (thd.cu_seqlens_q_padded is cu_seqlens_S1) == (group is not None)

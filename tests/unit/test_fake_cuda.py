@@ -31,9 +31,10 @@ from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner import adam, split_model
 from bapo_megatron.learner.adam import AdamState, ChainedAdam
-from bapo_megatron.learner.attention import Block, PackedAttention, PackedSequences, _Place, make_blocks
+from bapo_megatron.learner.attention import PackedAttention
 from bapo_megatron.learner.elementwise import _GatedActivation, _Rotate, rotation_of
 from bapo_megatron.learner.embedding import Lookup
+from bapo_megatron.learner.packs import Block, PackedSequences, _Place, make_blocks
 from bapo_megatron.learner.token_metrics import TokenMetrics
 from bapo_megatron.types import ClipBounds
 from tests.unit.loss_inputs import loss_inputs

@@ -15,7 +15,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, to
 from bapo_megatron.errors import install_command
 from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.shape import RULE_CHUNK, model_shape
-from bapo_megatron.learner.linear_attention import Sequences, causal_convolution, delta_rule, gated_norm
+from bapo_megatron.learner.linear_attention import causal_convolution, delta_rule, gated_norm
+from bapo_megatron.learner.packs import Sequences
 from bapo_megatron.learner.precision import Machine, check_precision
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.known_models import KNOWN_MODELS

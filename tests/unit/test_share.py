@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.rollout import shared as share
 from bapo_megatron.rollout.shared import NEEDS_WEIGHTS, SharedRollouts
 from bapo_megatron.rollout.shares import BatchShares
 from bapo_megatron.runtime import ranks
+from bapo_megatron.runtime.together import wait_together
 from bapo_megatron.types import Batch, Group
 from tests.distributed import HANG_S, run_distributed
 
@@ -47,7 +47,7 @@ def once_all_have_heard(made: Callable[[], Batch]) -> Callable[[], Batch]:
         if (num_sent := num_sent + 1) == 3:
             are_sent.set()
 
-    share.dist.broadcast = count  # type: ignore[assignment] - in this process, which ends with the test
+    dist.broadcast = count  # type: ignore[assignment] - in this process, which ends with the test
 
     def make_late() -> Batch:
         assert are_sent.wait(HANG_S)
@@ -154,6 +154,6 @@ def test_while_rank_0_samples_the_other_ranks_hear_from_it(monkeypatch: pytest.M
         if len(heard) == 3:
             sampled.set_result(None)
 
-    monkeypatch.setattr(share.dist, "broadcast", hear)
-    share.wait_together(sampled, sign_of_life_s=0.05)
+    monkeypatch.setattr(dist, "broadcast", hear)
+    wait_together(sampled, sign_of_life_s=0.05)
     assert heard == [0, 0, 0, 1]

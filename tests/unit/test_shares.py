@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bapo_megatron.buffer.packing import Pass, Share, sequences_of
 from bapo_megatron.rollout import shares as dealing
-from bapo_megatron.rollout.shared import share_json
 from bapo_megatron.rollout.shares import BatchShares, header_of
+from bapo_megatron.runtime.together import share_json
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Batch, MicroBatch
 from tests.distributed import HANG_S, run_distributed
