@@ -23,7 +23,7 @@ from transformers import (
 from bapo_megatron.engines.base import GenerateRequest, VersionSpan
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.sampler import uniform
-from bapo_megatron.engines.http import parse_reply
+from bapo_megatron.engines.replies import parse_reply
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
 from studies.bfloat16 import RoundedModel

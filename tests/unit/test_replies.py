@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from reply_meaning import FaultyReplyError, meaning
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
-from bapo_megatron.engines.http import REPLY, HttpEngine, decode, parse_reply, parse_scores
+from bapo_megatron.engines.http import HttpEngine
+from bapo_megatron.engines.replies import REPLY, decode, parse_reply, parse_scores
 from bapo_megatron.errors import EngineError, RequestRefusedError
 from tests.hang import HANG_S
 
