@@ -169,6 +169,9 @@ class Segment:
 
 
 def _array(stream: TokenStream, values: Sequence[float] | Array) -> Array:
+    """Return the values, read-only: the same array if it is so already, otherwise a copy."""
+    if isinstance(values, Array) and values.dtype == stream.dtype and not values.flags.writeable:
+        return values
     return read_only(np.array(values, stream.dtype))
 
 

@@ -18,10 +18,11 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult, TokenSco
 from bapo_megatron.engines.transport import as_dict
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.streams import ROUTES
-from bapo_megatron.tokens import Array, Rows, TokenStream, read_only
+from bapo_megatron.tokens import BEHAVIOUR_LOGPROBS, Array, Rows, TokenStream, read_only
 
 _LOGPROB_SLACK = 1e-4  # rounding may put a log-prob of exactly 0 this much above it
 _MAX_FLOAT = sys.float_info.max
+_MAX_TOKENS = 1 << 63  # an unknown vocabulary has at most these: ids are int64
 _UNVERSIONED = "default"  # what a server calls the weights it started with
 _FINISH_REASONS = ("stop", "length", "abort")
 _MAX_DIGITS = 18  # digits of a weight version
@@ -124,7 +125,7 @@ def parse_reply(
     logprobs = _tempered_logprobs(meta, token_ids)
     return GenerateResult(
         rid=request.rid,
-        token_ids=tuple(token_ids),
+        token_ids=read_only(np.array(token_ids, np.int64)),
         behaviour_logprobs=_cut_logprobs(meta, len(token_ids)) if request.is_cut else logprobs,
         spans=_spans(meta, len(token_ids)),
         finish_reason=reason,
@@ -226,13 +227,13 @@ def count_of(meta: dict[str, Any], name: str, default: int) -> int:
 def are_tokens(values: Sequence[Any], vocab_size: int | None) -> bool:
     if not {*map(type, values)} <= {int}:
         return False
-    return min(values, default=0) >= 0 and (vocab_size is None or max(values, default=-1) < vocab_size)
+    return min(values, default=0) >= 0 and max(values, default=-1) < (vocab_size or _MAX_TOKENS)
 
 
-def _tempered_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[float, ...]:
+def _tempered_logprobs(meta: dict[str, Any], token_ids: list[int]) -> Array:
     entries = meta.get("output_token_logprobs")
     if entries is None and not token_ids:
-        return ()
+        return BEHAVIOUR_LOGPROBS.joined([])
     if not isinstance(entries, list):
         raise BadReplyError("the reply has no output_token_logprobs")
     if len(entries) != len(token_ids):
@@ -247,13 +248,13 @@ def _tempered_logprobs(meta: dict[str, Any], token_ids: list[int]) -> tuple[floa
     if [*map(attrgetter("token_id"), entries)] != token_ids or not is_good_T.all():
         raise _bad_entry([[e.logprob, e.token_id] for e in entries], token_ids)
     logprobs_T[logprobs_T > 0] = 0.0
-    return tuple(logprobs_T.tolist())
+    return _as_float32(logprobs_T)
 
 
-def _cut_logprobs(meta: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
+def _cut_logprobs(meta: dict[str, Any], num_tokens: int) -> Array:
     """Return the log-probs under the distribution that top_p and top_k leave, renormalised."""
     if not num_tokens:
-        return ()
+        return BEHAVIOUR_LOGPROBS.joined([])
     if (given := meta.get("output_token_sampling_logprobs")) is None:
         raise UnfitServerError(
             "the reply has no output_token_sampling_logprobs, the log-probs that top_p and top_k need; use a server "
@@ -274,7 +275,12 @@ def _cut_logprobs(meta: dict[str, Any], num_tokens: int) -> tuple[float, ...]:
             f"output_token_sampling_logprobs: {float(logprobs_T[index])!r} at output token {index} is not a finite "
             "number <= 0"
         )
-    return tuple(np.minimum(logprobs_T, 0.0).tolist())
+    return _as_float32(np.minimum(logprobs_T, 0.0))
+
+
+def _as_float32(logprobs_T: Array) -> Array:
+    with np.errstate(over="ignore"):  # what is below the least float32 becomes -inf
+        return read_only(logprobs_T.astype(np.float32))
 
 
 def _bad_entry(entries: list[Any], token_ids: list[int]) -> BadReplyError:
