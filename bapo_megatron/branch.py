@@ -37,6 +37,7 @@ from bapo_megatron.preflight.check import tell, violations_of
 from bapo_megatron.prompts.mixture import PromptMixture, prompts_of
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.resolved import resolve
+from bapo_megatron.rollout.group_files import with_values
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.runs.branching import Parent, write_parent
 from bapo_megatron.runs.folder import RunDir
@@ -44,7 +45,6 @@ from bapo_megatron.runs.inputs import changed_inputs, module_digests, settings_o
 from bapo_megatron.runs.resuming import different_settings, steps_saved, with_pins
 from bapo_megatron.runtime.files import reading, truncate_after, write_atomically
 from bapo_megatron.tokens import JoinedRows
-from bapo_megatron.types import with_values
 
 _RECORDS = ("metrics.jsonl", "samples.jsonl")  # by step
 

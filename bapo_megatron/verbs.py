@@ -308,11 +308,11 @@ def _chat_tools(config: Config, model: TextModel, environment: Environment) -> C
     import asyncio
 
     from bapo_megatron.engines.embedded.chat import ChatTools
-    from bapo_megatron.engines.embedded.protocol import BadRequestError
     from bapo_megatron.prompts.stop_tokens import chat_of
     from bapo_megatron.prompts.tools import ToolOptions
     from bapo_megatron.rewards.environments import Continue, Failed, TurnJson
     from bapo_megatron.rollout.turn_tokens import check_tools
+    from bapo_megatron.runtime.bodies import BadRequestError
 
     refusal = chat_of(config, model.tokenizer).refusal
     is_asked = refusal("tool") is not None and refusal("user") is None  # then the user's words have the answers

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
-from bapo_megatron.engines.http import REPLIES, decode, parse_reply
+from bapo_megatron.engines.replies import REPLIES, decode, parse_reply
 from bapo_megatron.types import Prompt, Sample, Segment
 from benchmarks.side_by_side import Rows, main, same, take_turns
 

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.engines.pool import EnginePool
@@ -59,7 +61,15 @@ class ClockEngine:
         num_tokens = min(32, 1 + int(rng.lognormvariate(1.0, 0.8)))
         await asyncio.sleep(num_tokens * rng.uniform(0.8, 1.2) / TOKENS_PER_S)  # otherwise all answer in lockstep
         span = VersionSpan(version, 0, num_tokens)
-        return GenerateResult(request.rid, (1,) * num_tokens, (-1.0,) * num_tokens, (span,), "stop", 3, 0)
+        return GenerateResult(
+            request.rid,
+            np.array((1,) * num_tokens, np.int64),
+            np.array((-1.0,) * num_tokens, np.float32),
+            (span,),
+            "stop",
+            3,
+            0,
+        )
 
     async def health(self) -> bool:
         return True

@@ -144,16 +144,16 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GenerateResult:
-    """Sampled tokens. `spans` cover all of them, in order.
+    """Sampled tokens. `spans` cover all of them, in order. Arrays are read-only.
 
     `behaviour_logprobs` are for the distribution sampled from: tempered, cut by `top_p` and `top_k`, and renormalised.
     """
 
     rid: str
-    token_ids: tuple[int, ...]
-    behaviour_logprobs: tuple[float, ...]
+    token_ids: Array  # int64
+    behaviour_logprobs: Array  # float32
     spans: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length", "abort"]
     num_prompt_tokens: int

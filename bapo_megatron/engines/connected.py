@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from bapo_megatron.config.engines import ENGINE_CLIENT, EngineKind
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import Engine, EngineState, WeightTransport
-from bapo_megatron.engines.http import ROUTES_FLAG, HttpEngine
+from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
+from bapo_megatron.engines.replies import ROUTES_FLAG
 from bapo_megatron.errors import EngineError, KeyRefusedError, UserError
 from bapo_megatron.hf.streams import ROUTES
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER

@@ -20,17 +20,18 @@ from typing import Annotated, Any, Literal
 from aiohttp import web
 from pydantic import Field, field_validator
 
-from bapo_megatron.engines.embedded.openai import (
+from bapo_megatron.prompts.json_values import json_problem, read_json
+from bapo_megatron.rollout.conversations import Asked, Message
+from bapo_megatron.runtime.bodies import (
+    BadRequestError,
     OpenAIBody,
     StreamOptions,
     TextPart,
     UnknownModelError,
     openai_errors,
+    parse,
     send_event,
 )
-from bapo_megatron.engines.embedded.protocol import BadRequestError, parse
-from bapo_megatron.prompts.json_values import json_problem, read_json
-from bapo_megatron.rollout.conversations import Asked, Message
 from bapo_megatron.runtime.site import Site, listen
 from bapo_megatron.runtime.web import Guard
 

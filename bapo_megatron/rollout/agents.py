@@ -33,7 +33,6 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.prompts.continuation import Continuation
@@ -43,6 +42,7 @@ from bapo_megatron.rollout.agent_endpoint import MODEL, Endpoint, Inbox, Reply, 
 from bapo_megatron.rollout.conversations import ContextError, Conversations
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.drivers import Answers, SampleDriver, ended
+from bapo_megatron.runtime.bodies import BadRequestError
 from bapo_megatron.runtime.subreaper import REWARD_FD, below_subreaper
 from bapo_megatron.types import Need, NeedsEnvironment, Prompt, Sample, TurnEnd
 

@@ -16,19 +16,18 @@ from typing_extensions import TypedDict
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts.mixture import PromptsState
+from bapo_megatron.rollout.group_files import GroupJson, group_from_json, group_to_json, with_values
 from bapo_megatron.rollout.ledger import Held, Ledger, LedgerError, LedgerState
 from bapo_megatron.rollout.staleness import Ages, StalenessBound
 from bapo_megatron.tokens import Array, JoinedRows, TokenStream
 from bapo_megatron.types import (
     Ended,
     Group,
-    GroupJson,
     Need,
     NeedsEnvironment,
     NeedsTokens,
     Prompt,
     Sample,
-    with_values,
 )
 
 _TOKENS = NeedsTokens()
@@ -71,7 +70,7 @@ def groups_of(state: Any, streams: Iterable[TokenStream], vocab_size: int | None
             value = with_values(value, rows.take)
         except ValueError as problem:
             raise ValueError(f"prompt {value['prompt']['prompt_id']}: {problem}") from problem
-        return Group.from_json(value, streams, vocab_size)
+        return group_from_json(value, streams, vocab_size)
 
     found = tuple([group(value) for value in state[name]] for name in ("active", "finished"))
     rows.check_empty()
@@ -262,7 +261,7 @@ class RolloutBook:
         """
         rows = JoinedRows()
         groups = {"active": self._active.values(), "finished": self._finished.values()}
-        samples = {name: [with_values(g.to_json(), rows.put) for g in some] for name, some in groups.items()}
+        samples = {name: [with_values(group_to_json(g), rows.put) for g in some] for name, some in groups.items()}
         return {
             "prompts": self.prompts.state_dict(),
             "ledger": self.ledger.state_dict(),

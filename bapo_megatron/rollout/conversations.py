@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.errors import plural
 from bapo_megatron.prompts.continuation import Continuation, TooLongError
+from bapo_megatron.runtime.bodies import BadRequestError
 from bapo_megatron.types import Given, NeedsEnvironment, NeedsTokens, Sample, Segment, Trajectory
 
 Message = Mapping[str, Any]

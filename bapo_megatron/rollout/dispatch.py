@@ -60,7 +60,6 @@ class Dispatcher:
         self.version = 0  # every live engine has weights of at least this version
         self._config = config
         self._stop_token_ids = stop_token_ids
-        self._ends = {(token_id,) for token_id in stop_token_ids}
         self._run_seed = run_seed
         self._streams = tuple(streams)
         self._max_turn_tokens = max_turn_tokens
@@ -219,7 +218,7 @@ class Dispatcher:
         # A server may see first that the budget is used up, so an end token counts, whatever it says. It may also stop
         # at a token of rollout.ignore_stop_tokens; such a sample continues like one that was set aside.
         says_so = result.finish_reason == "stop" and not self._config.ignore_stop_tokens
-        has_stopped = says_so or result.token_ids[-1:] in self._ends
+        has_stopped = says_so or (num_new > 0 and int(result.token_ids[-1]) in self._stop_token_ids)
         turn_end: TurnEnd | None = "stop" if has_stopped else "length" if is_full else None
         return sample.extended(segments, turn_end, late)
 

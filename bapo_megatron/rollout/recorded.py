@@ -23,6 +23,7 @@ from bapo_megatron.buffer.batch import BatchBuilder, BuilderState
 from bapo_megatron.errors import CheckpointError, DataError, plural, wrong_fields
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.resolved import Resolved
+from bapo_megatron.rollout.group_files import group_from_json, group_to_json
 from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.runtime.files import explaining_os_errors, regular_file
 from bapo_megatron.tokens import TokenStream, encoded_rows
@@ -41,7 +42,7 @@ def write_groups(folder: Path, step: int, groups: Sequence[Group]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with gzip.open(partial, "wt", encoding="utf-8", compresslevel=1) as file:
             for group in groups:
-                file.write(json.dumps(group.to_json(), default=encoded_rows) + "\n")
+                file.write(json.dumps(group_to_json(group), default=encoded_rows) + "\n")
         os.replace(partial, path)
     return path
 
@@ -70,7 +71,7 @@ def read_groups(
     try:
         with gzip.open(regular_file(path), "rt", encoding="utf-8") as file:
             for line in file:
-                group = Group.from_json(json.loads(line), streams, skip_others=True)
+                group = group_from_json(json.loads(line), streams, skip_others=True)
                 if not (group.is_complete and group.valid):
                     raise ValueError("a response without a reward")
                 groups.append(group)

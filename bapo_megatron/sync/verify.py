@@ -11,7 +11,7 @@ from typing import Any
 
 from bapo_megatron.engines import sglang_names
 from bapo_megatron.engines.base import Capabilities, Engine
-from bapo_megatron.engines.http import shortened
+from bapo_megatron.engines.replies import shortened
 from bapo_megatron.engines.wire import DIGEST, TensorSpec
 from bapo_megatron.errors import CheckpointError, EngineError, plural
 from bapo_megatron.hf.facts import ModelFacts

@@ -104,7 +104,9 @@ class Engine(ScriptedEngine):
         reason: Any = "stop" if tokens[-1] == self._tokenizer.eos_token_id else "length"
         spans = (VersionSpan(self.version, 0, len(tokens)),)
         logprobs = tuple(logprobs_of([*ids, *tokens])[len(ids) :])
-        return GenerateResult(request.rid, tuple(tokens), logprobs, spans, reason, len(ids), 0)
+        return GenerateResult(
+            request.rid, np.array(tokens, np.int64), np.array(logprobs, np.float32), spans, reason, len(ids), 0
+        )
 
     def _turn(self, before: Sequence[int], seed: int) -> list[int]:
         text, rng = self._tokenizer.decode(before), random.Random(f"{self._seed}/{seed}/{len(before)}")

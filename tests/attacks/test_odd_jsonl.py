@@ -16,6 +16,7 @@ from bapo_megatron.errors import DataError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.stream import PromptStream
+from bapo_megatron.rollout.group_files import group_to_json
 from bapo_megatron.rollout.recorded import read_groups, write_groups
 from bapo_megatron.tokens import encoded_rows
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
@@ -180,7 +181,7 @@ def test_prompts_of_evaluation_are_read_by_the_same_code(tmp_path: Path) -> None
 PROMPT = Prompt(1, (3, 4), "1+1=", "2", "chains")
 SEGMENTS = (Segment.sampled(0, 1, (5, 6), (-0.5, -1.0)),)
 GROUP = Group(PROMPT, tuple(Sample.of(f"1.{i}", PROMPT, SEGMENTS, Ended("stop", 1.0)) for i in range(2)))
-LINE = json.dumps(GROUP.to_json(), default=encoded_rows).encode()
+LINE = json.dumps(group_to_json(GROUP), default=encoded_rows).encode()
 
 
 def edited(*path: Any, value: Any = None, drop: bool = False) -> bytes:

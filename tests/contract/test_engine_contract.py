@@ -144,7 +144,7 @@ def test_behaviour_logprobs_are_those_of_the_cut_distribution(servers: Servers, 
     for result in results:
         assert_cut(servers, result.token_ids, result.behaviour_logprobs, **cut)
     alone = run(engine.generate(replace(requests[0], rid="cut-alone")))
-    assert alone.token_ids == results[0].token_ids
+    assert alone.token_ids.tolist() == results[0].token_ids.tolist()
     assert alone.behaviour_logprobs == pytest.approx(results[0].behaviour_logprobs, abs=TOLERANCE)
 
 
@@ -328,7 +328,7 @@ def test_many_requests_in_one_call_are_each_answered_as_if_asked_alone(servers: 
     results = servers.loop.run(servers.engine.generate_many(requests))
     for asked, result in zip(requests, results, strict=True):
         alone = servers.loop.run(servers.engine.generate(replace(asked, rid=f"{asked.rid}-alone")))
-        assert (result.rid, result.token_ids) == (asked.rid, alone.token_ids)
+        assert (result.rid, result.token_ids.tolist()) == (asked.rid, alone.token_ids.tolist())
         assert result.behaviour_logprobs == pytest.approx(alone.behaviour_logprobs, abs=TOLERANCE)
 
 
@@ -343,14 +343,16 @@ def test_more_requests_than_rows_all_finish(servers: Servers) -> None:
 
 def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_in_pieces(servers: Servers) -> None:
     run, engine = servers.loop.run, servers.engine
-    alone = run(engine.generate(request("alone", seed=7, n=40))).token_ids
+    alone = run(engine.generate(request("alone", seed=7, n=40))).token_ids.tolist()
     others = [servers.loop.submit(engine.generate(request(f"other-{i}", seed=100 + i, n=60))) for i in range(6)]
-    crowded = run(engine.generate(request("crowded", seed=7, n=40))).token_ids
-    results = [future.result(HANG_S).token_ids for future in others]
+    crowded = run(engine.generate(request("crowded", seed=7, n=40))).token_ids.tolist()
+    results = [(*future.result(HANG_S).token_ids,) for future in others]
     assert crowded == alone
     assert len(set(results)) == len(results), "different seeds must differ"
     begun = alone[:15]
-    resumed = run(engine.generate(request("resumed", seed=7, n=len(alone) - 15, tokens=PROMPT + list(begun)))).token_ids
+    resumed = run(
+        engine.generate(request("resumed", seed=7, n=len(alone) - 15, tokens=PROMPT + begun))
+    ).token_ids.tolist()
     assert begun + resumed == alone
 
 
@@ -396,7 +398,7 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(servers: Servers) -> None
     result = servers.loop.run(servers.engine.generate(request("stops", seed=11, n=30, stop_token_ids=(stop,))))
     end = free.index(stop) + 1
     if EOS not in free[:end]:
-        assert result.token_ids == tuple(free[:end])
+        assert result.token_ids.tolist() == free[:end]
         assert result.finish_reason == "stop"
     length = ask(servers, n=30, sampling_seed=11, stop_token_ids=[stop])
     assert length["output_ids"] == free, "ignore_eos ignores stop tokens too"

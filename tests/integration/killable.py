@@ -22,6 +22,7 @@ from bapo_megatron.checkpoint.folder import DIGEST_FIELD
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.processes import reserved_ports
+from bapo_megatron.rollout.group_files import group_to_json
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 from bapo_megatron.tokens import encoded_rows
@@ -318,7 +319,7 @@ def _keep_journal(path: Path) -> None:
     def keep_batch(self: RolloutManager, step: int, version: int) -> Any:
         made = next_batch(self, step, version)
         if made is not None:
-            groups = json.loads(json.dumps([g.to_json() for g in made[1]], default=encoded_rows))
+            groups = json.loads(json.dumps([group_to_json(g) for g in made[1]], default=encoded_rows))
             journal.write({"step": step + 1, "version": version, "groups": groups})
         return made
 

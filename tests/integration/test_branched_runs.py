@@ -6,8 +6,8 @@ import pytest
 
 from bapo_megatron.branch import plan_branch
 from bapo_megatron.config.load import load_config
+from bapo_megatron.rollout.group_files import group_from_json
 from bapo_megatron.runtime.files import read_jsonl
-from bapo_megatron.types import Group
 from tests.integration.gates import Gates
 from tests.integration.killable import Attempt, Engine, checkpoint_of, metrics_of, small_run, surviving
 from tests.integration.test_kill_resume import buffered_in
@@ -78,7 +78,7 @@ def test_an_overlapped_branch_loses_no_response_and_trains_none_twice(tmp_path: 
     for folder, steps in ((attempt.run_dir, range(1, STEP + 1)), (run, range(STEP + 1, NUM_STEPS + 1))):
         batches = surviving(folder, "step")
         for step in steps:
-            now = {s.sample_id for group in batches[step]["groups"] for s in Group.from_json(group).samples}
+            now = {s.sample_id for group in batches[step]["groups"] for s in group_from_json(group).samples}
             assert not now & trained, "trained twice"
             trained |= now
             buffered_in(folder, step, trained)

@@ -18,9 +18,10 @@ import pytest
 from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.rollout.book import groups_of
+from bapo_megatron.rollout.group_files import group_from_json
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.runtime.files import read_jsonl
-from bapo_megatron.types import Group, Sample
+from bapo_megatron.types import Sample
 from tests.distributed import HANG_S
 from tests.integration.gates import Gates
 from tests.integration.killable import (
@@ -184,7 +185,7 @@ def assert_nothing_lost(run: Path, *, num_steps: int, max_staleness: int) -> Non
     seen: dict[str, Sample] = {}  # samples in the buffer at the checkpoint before
     for step in range(1, num_steps + 1):
         batch = surviving(run, "step")[step]
-        now = [t for g in batch["groups"] for t in Group.from_json(g).samples]
+        now = [t for g in batch["groups"] for t in group_from_json(g).samples]
         assert not trained.keys() & {t.sample_id for t in now}, "trained twice"
         assert all(
             batch["version"] - t.oldest_version + 1 <= max_staleness for t in now if t.oldest_version is not None

@@ -422,4 +422,4 @@ def test_an_engine_that_is_torn_samples_nothing_until_a_whole_push(make: Callabl
     world.push()
     after = asking.result(HANG_S)
     assert {span.version for span in after.spans} == {2}
-    assert after.behaviour_logprobs != before.behaviour_logprobs
+    assert after.behaviour_logprobs.tolist() != before.behaviour_logprobs.tolist()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -66,8 +67,8 @@ class Engine(ScriptedEngine):
     def answer(self, request: GenerateRequest) -> GenerateResult:
         result = super().answer(request)
         assert isinstance(result, GenerateResult)
-        logprobs = tuple(-3.5 + 0.1 * ((5 * token + i) % 13 - 6) for i, token in enumerate(result.token_ids))
-        return dataclasses.replace(result, behaviour_logprobs=logprobs)
+        logprobs = [-3.5 + 0.1 * ((5 * token + i) % 13 - 6) for i, token in enumerate(result.token_ids.tolist())]
+        return dataclasses.replace(result, behaviour_logprobs=np.array(logprobs, np.float32))
 
 
 def sampled(driver: Any) -> list[Group]:

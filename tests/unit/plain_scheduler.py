@@ -11,11 +11,12 @@ from bapo_megatron.engines.base import Engine
 from bapo_megatron.rollout import continuous
 from bapo_megatron.rollout.book import Keep, Prompts, RolloutBook, groups_of
 from bapo_megatron.rollout.continuous import ContinuousSampling
+from bapo_megatron.rollout.group_files import group_to_json, with_values
 from bapo_megatron.rollout.ledger import Ledger
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.rollout.staleness import StalenessBound
 from bapo_megatron.tokens import JoinedRows
-from bapo_megatron.types import Group, NeedsEnvironment, NeedsTokens, Sample, with_values
+from bapo_megatron.types import Group, NeedsEnvironment, NeedsTokens, Sample
 
 
 class PlainBook:
@@ -149,7 +150,7 @@ class PlainBook:
     def state_dict(self) -> dict[str, Any]:
         rows = JoinedRows()
         groups = {"active": self._active.values(), "finished": self.finished}
-        samples = {name: [with_values(g.to_json(), rows.put) for g in some] for name, some in groups.items()}
+        samples = {name: [with_values(group_to_json(g), rows.put) for g in some] for name, some in groups.items()}
         state = {"prompts": self._prompts.state_dict(), "ledger": self.ledger.state_dict(), **samples}
         return {**state, "rows": rows.arrays()}
 

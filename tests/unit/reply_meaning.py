@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 
 _ROUNDING = 1e-4  # how far above 0 rounding may lift a log-prob
@@ -123,7 +125,7 @@ RULES: dict[str, Callable[[Reply], bool]] = {
     "finish_reason": lambda r: r.reason in ("stop", "length", "abort"),
     "were asked for": lambda r: len(r.tokens) <= r.request.max_new_tokens,
     "no token was returned": lambda r: bool(r.tokens) or r.reason == "abort",
-    "outside the vocabulary": lambda r: all(_is_whole(t, below=r.vocab_size or math.inf) for t in r.tokens),
+    "outside the vocabulary": lambda r: all(_is_whole(t, below=r.vocab_size or 2**63) for t in r.tokens),
     "prompt_tokens": lambda r: _is_whole(r.meta.get("prompt_tokens", 0)),
     "it continues": lambda r: r.meta.get("prompt_tokens", len(r.request.token_ids)) == len(r.request.token_ids),
     "cached_tokens": lambda r: _is_whole(r.meta.get("cached_tokens", 0)),
@@ -146,8 +148,8 @@ def meaning(raw: Any, request: GenerateRequest, vocab_size: int | None) -> Gener
     spans = [VersionSpan(_version(v) or 0, start, end) for start, end, v in reply.ranges() if start != end]
     return GenerateResult(
         rid=request.rid,
-        token_ids=tuple(reply.tokens),
-        behaviour_logprobs=tuple(0.0 if logprob > 0 else float(logprob) for logprob, _ in reply.pairs),
+        token_ids=np.array(reply.tokens, np.int64),
+        behaviour_logprobs=np.array([0.0 if logprob > 0 else float(logprob) for logprob, _ in reply.pairs], np.float32),
         spans=tuple(spans),
         finish_reason=reply.reason,
         num_prompt_tokens=len(request.token_ids),

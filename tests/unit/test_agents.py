@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -115,7 +116,15 @@ class Says(ScriptedEngine):
         reason: Any = "stop" if tokens[-1] == END else "length"
         logprobs = tuple(-0.5 for _ in tokens)
         spans = (VersionSpan(self.version, 0, len(tokens)),)
-        return GenerateResult(request.rid, tuple(tokens), logprobs, spans, reason, len(request.token_ids), 0)
+        return GenerateResult(
+            request.rid,
+            np.array(tokens, np.int64),
+            np.array(logprobs, np.float32),
+            spans,
+            reason,
+            len(request.token_ids),
+            0,
+        )
 
     async def abort(self, rid: str | None = None) -> None:
         """Let requests end by themselves: they do so soon."""

@@ -29,8 +29,8 @@ from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.rollout.book import samples_fit
+from bapo_megatron.rollout.group_files import GroupJson
 from bapo_megatron.tokens import TokenStream
-from bapo_megatron.types import GroupJson
 from tests.distributed import HANG_S, in_new_process
 from tests.unit.saveable import TinyModel, save_whole, settings
 

@@ -64,7 +64,9 @@ class TimedEngine(ScriptedEngine):
             spans[-1] = VersionSpan(spans[-1].version, spans[-1].start, len(tokens))
             reason = "stop" if tokens[-1] == STOP else reason
         logprobs = tuple(-0.01 * (done + i + 1) for i in range(len(tokens)))
-        return GenerateResult(request.rid, tuple(tokens), logprobs, tuple(spans), reason, done + 3, 0)  # type: ignore[arg-type]
+        return GenerateResult(
+            request.rid, np.array(tokens, np.int64), np.array(logprobs, np.float32), tuple(spans), reason, done + 3, 0
+        )  # type: ignore[arg-type]
 
     async def abort(self, rid: str | None = None) -> None:
         assert rid is not None, "others may use the server, too"
@@ -236,7 +238,7 @@ def test_a_hung_engine_is_fenced_and_its_samples_move_on() -> None:
 def test_engines_that_return_nothing_are_an_error_not_a_busy_loop() -> None:
     class Silent(TimedEngine):
         async def sample(self, request: GenerateRequest) -> GenerateResult:
-            return GenerateResult(request.rid, (), (), (), "abort", 3, 0)
+            return GenerateResult(request.rid, np.array((), np.int64), np.array((), np.float32), (), "abort", 3, 0)
 
     scheduler = make(Silent(), abort_tail=True, **OPTIONS)
     with pytest.raises(EngineError, match="replies in a row from http://timed held no token"):

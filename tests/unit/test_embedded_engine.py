@@ -23,10 +23,11 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.engines.embedded import protocol
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
-from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.server import Server
 from bapo_megatron.engines.embedded.server import serve_engine as serve_http
 from bapo_megatron.engines.embedded.weights import WeightUpdater
+from bapo_megatron.runtime.bodies import BadRequestError, parse
 from tests.distributed import HANG_S
 from tests.garbage import tensors_in_cycles
 from tests.hybrid_model import save_hybrid
@@ -369,14 +370,14 @@ SCORED: dict[str, Any] = {
 )
 def test_a_request_out_of_bounds_is_refused(kind: type[Any], body: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequestError) as caught:
-        protocol.parse(kind, json.dumps(body).encode())
+        parse(kind, json.dumps(body).encode())
     assert message in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
 def test_json_of_many_levels_is_a_bad_request() -> None:
     with pytest.raises(BadRequestError, match="recursion limit"):
-        protocol.parse(protocol.GenerateBody, b'{"input_ids":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+        parse(protocol.GenerateBody, b'{"input_ids":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
 
 
 def test_a_body_with_too_many_samples_is_refused(model: Model) -> None:

@@ -23,7 +23,7 @@ from transformers import (
 from bapo_megatron.engines.base import GenerateRequest, VersionSpan
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.sampler import uniform
-from bapo_megatron.engines.http import parse_reply
+from bapo_megatron.engines.replies import parse_reply
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
 from studies.bfloat16 import RoundedModel
@@ -277,7 +277,7 @@ def good_reply() -> dict[str, Any]:
 
 def test_a_good_reply_is_read() -> None:
     result = parse_reply(good_reply(), REQUEST, 10)
-    assert result.behaviour_logprobs == (-0.5, -1.5, 0.0)
+    assert result.behaviour_logprobs.tolist() == [-0.5, -1.5, 0.0]
     assert result.spans == (VersionSpan(-1, 0, 1), VersionSpan(4, 1, 3))
     assert (result.finish_reason, result.num_prompt_tokens, result.num_cached_tokens) == ("length", 2, 1)
 

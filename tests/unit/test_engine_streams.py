@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.assets import demo_model_path
-from bapo_megatron.engines import http
+from bapo_megatron.engines import replies
 from bapo_megatron.engines.base import GenerateRequest
 from bapo_megatron.engines.connected import ConnectedEngines, LoopThread
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
@@ -299,7 +299,7 @@ def any_routes(num_inputs: int) -> Any:
 
 def test_the_routes_of_sglang_become_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rows that the client lacks are sent: requests that have different numbers of rows are in different calls."""
-    monkeypatch.setattr(http, "_ROUTES_PIECE", 16)  # 3 numbers
+    monkeypatch.setattr(replies, "_ROUTES_PIECE", 16)  # 3 numbers
     requests = [routed("whole", 4, 1), routed("grown", 6, 5), routed("as long", 5, 1)]
     client = Served({"whole": any_routes(5), "grown": any_routes(7), "as long": any_routes(6)})
     results = asyncio.run(client.generate_many(requests))

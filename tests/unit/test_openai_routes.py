@@ -32,12 +32,13 @@ from bapo_megatron.engines.embedded import openai as routes
 from bapo_megatron.engines.embedded import server as server_module
 from bapo_megatron.engines.embedded import text as text_module
 from bapo_megatron.engines.embedded.openai import _ChatBody as ServedChat
-from bapo_megatron.engines.embedded.protocol import BadRequestError, RequestBody, SamplingParams, parse
+from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.server import Server, check_address
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 from bapo_megatron.errors import UserError
 from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.rollout.agent_endpoint import _ChatBody as AgentChat
+from bapo_megatron.runtime.bodies import BadRequestError, RequestBody, parse
 from tests.distributed import HANG_S
 from tests.unit.test_embedded_engine import stop
 

@@ -129,7 +129,9 @@ class ScriptedEngine:
                 break
         logprobs = tuple(-0.01 * (done + i + 1) for i in range(len(tokens)))
         spans = (VersionSpan(self.version, 0, len(tokens)),) if tokens else ()
-        return GenerateResult(request.rid, tuple(tokens), logprobs, spans, reason, done + 3, 0)  # type: ignore[arg-type]
+        return GenerateResult(
+            request.rid, np.array(tokens, np.int64), np.array(logprobs, np.float32), spans, reason, done + 3, 0
+        )  # type: ignore[arg-type]
 
 
 def verdict(reward: float) -> Verdict:
@@ -352,7 +354,7 @@ def test_tokens_of_an_unknown_version_stop_the_run() -> None:
 def test_an_engine_that_returns_nothing_is_an_error_not_a_hang() -> None:
     class Silent(ScriptedEngine):
         def answer(self, request: GenerateRequest) -> GenerateResult:
-            return GenerateResult(request.rid, (), (), (), "abort", 3, 0)
+            return GenerateResult(request.rid, np.array((), np.int64), np.array((), np.float32), (), "abort", 3, 0)
 
     with pytest.raises(EngineError, match="3 rounds in a row returned no token from http://scripted"):
         run_on_clock(make(Silent()).take(0, 0))

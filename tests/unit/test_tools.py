@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -425,7 +426,15 @@ class Writer(ScriptedEngine):
         tokens = tuple(left[: request.max_new_tokens])
         reason = "stop" if len(tokens) == len(left) else "length"
         span = VersionSpan(self.version, 0, len(tokens))
-        return GenerateResult(request.rid, tokens, (-0.5,) * len(tokens), (span,), reason, len(ids), 0)  # type: ignore[arg-type]
+        return GenerateResult(
+            request.rid,
+            np.array(tokens, np.int64),
+            np.array((-0.5,) * len(tokens), np.float32),
+            (span,),
+            reason,
+            len(ids),
+            0,
+        )  # type: ignore[arg-type]
 
 
 def test_a_sample_calls_tools_and_its_judge_reads_the_last_turn_only() -> None:

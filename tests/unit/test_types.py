@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bapo_megatron.rollout.group_files import group_from_json, group_to_json, with_values
 from bapo_megatron.tokens import CORE_STREAMS, JoinedRows, TokenStream, encoded_rows
 from bapo_megatron.types import (
     Batch,
@@ -24,7 +25,6 @@ from bapo_megatron.types import (
     Segment,
     Trajectory,
     copied_together,
-    with_values,
 )
 
 PROMPT = Prompt(7, (1, 2), "3+5=", {"answer": 8}, "chains")
@@ -51,12 +51,12 @@ def rows_of(first: int, num: int) -> np.ndarray:
 
 
 def through_json(group: Group) -> Any:
-    return json.loads(json.dumps(group.to_json(), default=encoded_rows))
+    return json.loads(json.dumps(group_to_json(group), default=encoded_rows))
 
 
 def through_arrays(group: Group) -> Any:
     rows = JoinedRows()
-    structure = json.loads(json.dumps(with_values(group.to_json(), rows.put)))
+    structure = json.loads(json.dumps(with_values(group_to_json(group), rows.put)))
     joined = JoinedRows(rows.arrays())
     value = with_values(structure, joined.take)
     joined.check_empty()
@@ -68,7 +68,7 @@ WAYS = pytest.mark.parametrize("way", [through_json, through_arrays])
 
 @WAYS
 def test_a_group_comes_back_bit_for_bit(way: Callable[[Group], Any]) -> None:
-    assert Group.from_json(way(GROUP)) == GROUP
+    assert group_from_json(way(GROUP)) == GROUP
 
 
 @WAYS
@@ -99,7 +99,7 @@ def test_fed_rows_arrive_with_the_next_reply_and_lie_with_the_next_token(
         trajectory = trajectory.extended([new], late)
         assert trajectory.num_fed([ROUTES]) == trajectory.num_tokens
     group = begun.grown(sample.with_trajectory(0, trajectory))
-    assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+    assert group_from_json(way(group), [ROUTES, SCORES]) == group
     (found,) = group.samples[1].trajectories
     assert found.token_ids.tolist() == list(range(found.num_tokens))
     at = 0
@@ -128,10 +128,10 @@ def test_a_response_that_lacks_rows_is_named(way: Callable[[Group], Any], needed
         segments = [replace(s, rows={}) if i == number else s for i, s in enumerate(whole)]
         group = Group(PROMPT, (Sample("7.1", PROMPT, (Trajectory(tuple(segments)),)),))
         if number == 4:
-            assert Group.from_json(way(group), [needed, SCORES]) == group
+            assert group_from_json(way(group), [needed, SCORES]) == group
         else:
             with pytest.raises(ValueError, match=r"response 7\.1 of prompt 7: stream routes: is missing"):
-                Group.from_json(way(group), [needed, SCORES])
+                group_from_json(way(group), [needed, SCORES])
 
 
 @WAYS
@@ -162,10 +162,10 @@ def test_each_sampled_token_is_trained_in_one_trajectory(
     assert sample.sampled_ids.tolist() == [2, 3, 4, 5, 8, 20, 21, 22]
     assert sample.versions.tolist() == [4] * 4 + [5] + [6] * 3
     group = GROUP.grown(sample)
-    assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+    assert group_from_json(way(group), [ROUTES, SCORES]) == group
     own = Segment.given("prompt", [40, 41])  # the prompt of the policy's own helper
     group = GROUP.grown(sample.with_trajectory(3, replace(whole, segments=(own, *branch.segments[1:]))))
-    assert Group.from_json(way(group), [ROUTES, SCORES]) == group
+    assert group_from_json(way(group), [ROUTES, SCORES]) == group
     with pytest.raises(AssertionError):
         whole.branch(whole.num_tokens + 1)
 

@@ -18,7 +18,6 @@ from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import dump_config, load_config
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.text import TextModel
 from bapo_megatron.errors import ConfigError, DataError, UserError
 from bapo_megatron.preflight.explain import outline
@@ -30,6 +29,7 @@ from bapo_megatron.resolved import resolve
 from bapo_megatron.rollout.conversations import Asked, Conversations
 from bapo_megatron.runs import resuming
 from bapo_megatron.runs.resuming import check_resumable, with_pins
+from bapo_megatron.runtime.bodies import BadRequestError
 from bapo_megatron.types import NeedsEnvironment, Prompt, Sample
 from tests.unit.test_continuation import FAMILY, SPECIAL, continuation_of, tokenizer_of
 from tests.unit.test_turn_tokens import byte_level

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.text import Reply, TextModel
 from bapo_megatron.errors import escaped_lines
+from bapo_megatron.runtime.bodies import BadRequestError
 
 _END_TIMEOUT_S = 60.0  # for one engine step
 

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from bapo_megatron.engines.base import PauseMode, TokenScores
 from bapo_megatron.engines.embedded.model import Model
-from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
 from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams, sampled_rows
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.streams import ServedTokens
+from bapo_megatron.runtime.bodies import BadRequestError
 from bapo_megatron.runtime.trace import Trace
 from bapo_megatron.tokens import TokenStream, encoded_rows
 

@@ -6,80 +6,31 @@ are accepted and ignored. A field that needs something this engine lacks is refu
 
 import asyncio
 import contextlib
-import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from types import NoneType
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
-from pydantic import Field, StrictInt, model_validator
+from pydantic import Field, StrictInt
 
-from bapo_megatron.engines.embedded.protocol import BadRequestError, RequestBody, SamplingParams, parse
+from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.text import Reply, TextModel
+from bapo_megatron.runtime.bodies import (
+    BadRequestError,
+    OpenAIBody,
+    StreamOptions,
+    TextPart,
+    UnknownModelError,
+    openai_error,
+    openai_errors,
+    parse,
+    send_event,
+)
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 _MAX_CHOICES = 128
-
-
-class UnknownModelError(BadRequestError):
-    """A request for a model that this server does not have."""
-
-    status, code = 404, "model_not_found"
-
-
-_NOTHING: tuple[Any, ...] = (None, "", [], {})
-_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "function_call": ("none", "auto"),
-    "tool_choice": ("none", "auto"),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "ignore_eos": (False,),
-    "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "echo": (False,),
-}
-"""Values of fields that ask for nothing else than what a server does without the field."""
-
-
-class OpenAIBody(RequestBody):
-    """A part of a request of OpenAI's clients, which may send fields that ask for nothing: a refused field that is
-    empty, or has OpenAI's, vLLM's or SGLang's default."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_asks_for_nothing(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {key: value for key, value in body.items() if not cls._asks_for_nothing(key, value)}
-
-    @classmethod
-    def _asks_for_nothing(cls, key: str, value: Any) -> bool:
-        if key in cls.model_fields and cls.model_fields[key].annotation is not NoneType:
-            return False
-        defaults = [one for one in _DEFAULTS.get(key, ()) if isinstance(one, bool) == isinstance(value, bool)]
-        return value in _NOTHING or value in defaults  # to Python, true is 1
-
-
-class StreamOptions(OpenAIBody):
-    """What a streamed reply contains besides its text."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
 
 
 class _Common(OpenAIBody):
@@ -123,13 +74,6 @@ class _CompletionBody(_Common):
     best_of: Literal[1] | None = None
     suffix: None = None
     logprobs: None = None
-
-
-class TextPart(OpenAIBody):
-    """A part of a message's content. Images and sounds are refused."""
-
-    type: Literal["text"]
-    text: str
 
 
 class _Message(OpenAIBody):
@@ -247,7 +191,7 @@ class OpenAIRoutes:
             if body.stream_options and body.stream_options.include_usage:
                 await send_event(response, {**head, "choices": [], "usage": _usage(prompts, replies)})
         except FloatingPointError as error:  # too late for an HTTP status
-            await send_event(response, {"error": _error(str(error), "server_error")})
+            await send_event(response, {"error": openai_error(str(error), "server_error")})
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -297,29 +241,3 @@ def _usage(prompts: Sequence[list[int]], replies: Sequence[Reply]) -> dict[str, 
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
     }
-
-
-async def send_event(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    """Send one event of a streamed reply."""
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
-def _error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    return {"message": message, "type": kind, "param": None, "code": code}
-
-
-def openai_errors(handler: Handler) -> Handler:
-    """Answer a bad request with OpenAI's error body."""
-
-    @functools.wraps(handler)
-    async def answer(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except BadRequestError as error:
-            refusal = error
-        except web.RequestPayloadError as error:  # cut off, or not in the encoding that its header names
-            refusal = BadRequestError(f"body: {' '.join(str(error).split())}")
-        body = {"error": _error(str(refusal), "invalid_request_error", refusal.code)}
-        return web.json_response(body, status=refusal.status)
-
-    return answer

@@ -1,27 +1,14 @@
 """Bodies of the HTTP requests, as SGLang 0.5.23 names their fields. Unknown or unsupported fields are refused."""
 
-import itertools
-from typing import Annotated, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StrictInt,
-    Tag,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import Discriminator, Field, StrictInt, Tag, field_validator, model_validator
 
 from bapo_megatron.engines.base import PauseMode
-from bapo_megatron.errors import UserError
+from bapo_megatron.runtime.bodies import RequestBody
 
 MAX_SEQUENCES = 4096  # per request: prompts x n
 MAX_GROUP_SIZE = 1 << 16
-_MAX_NAMED, _MAX_SHOWN = 20, 200  # bad fields in a refusal, and characters of each
 PromptIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
 PromptBatch = Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
 
@@ -34,25 +21,6 @@ def _one_or_batch(value: object) -> str:
 
 def _one_or_list(value: object) -> str:
     return "list" if isinstance(value, list) else "dict"
-
-
-_TAGS = ("prompt", "batch", "dict", "list")
-
-
-class BadRequestError(UserError):
-    """A request that the server refuses, with its HTTP status and OpenAI's name for the reason, if there is one."""
-
-    status: ClassVar[int] = 400
-    code: ClassVar[str | None] = None
-
-
-class RequestBody(BaseModel):
-    """The fields of a request."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-Body = TypeVar("Body", bound=RequestBody)
 
 
 class SamplingParams(RequestBody):
@@ -200,27 +168,3 @@ class WeightsCheckerBody(RequestBody):
     """checksum: as SGLang; manifest: names, types and shapes of the weights, which SGLang does not report."""
 
     action: Literal["checksum", "manifest"]
-
-
-def parse(kind: type[Body], raw: bytes) -> Body:
-    """Read a JSON body. Raises BadRequestError naming each bad field."""
-    try:
-        return kind.model_validate_json(raw or b"{}")
-    except ValidationError as problem:
-        fields = {_path(e["loc"]): _reason(e) for e in problem.errors(include_url=False)}
-        first = [f"{field}{reason}"[:_MAX_SHOWN] for field, reason in itertools.islice(fields.items(), _MAX_NAMED)]
-        raise BadRequestError("; ".join(first)) from None
-
-
-def _reason(error: ErrorDetails) -> str:
-    """Explain in plain words why a field is refused; the text follows the field's name."""
-    only = error.get("ctx", {}).get("expected")
-    if error["type"] in ("extra_forbidden", "none_required") or only in ("0", "False"):
-        return " is not supported"
-    if error["type"] == "missing":
-        return " is missing"
-    return ": " + error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location if part not in _TAGS) or "body"

@@ -31,12 +31,12 @@ from bapo_megatron.config.families import own_family
 from bapo_megatron.engines.embedded import protocol
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
-from bapo_megatron.engines.embedded.protocol import BadRequestError
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.engines.key import take_key
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.tokenizer import end_token_ids
 from bapo_megatron.runtime import raise_open_files
+from bapo_megatron.runtime.bodies import BadRequestError, parse
 from bapo_megatron.runtime.site import Site, listen
 from bapo_megatron.runtime.web import Guard
 from bapo_megatron.tokens import TokenStream
@@ -111,7 +111,7 @@ class Server:
         return app
 
     async def generate(self, request: web.Request) -> web.Response:
-        body = protocol.parse(protocol.GenerateBody, await request.read())
+        body = parse(protocol.GenerateBody, await request.read())
         if (asked := body.to_score) is not None:
             return await self._score(*asked)
         started = time.monotonic()
@@ -128,19 +128,19 @@ class Server:
         return web.json_response(replies[0] if is_single else replies)
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        body = protocol.parse(protocol.AbortBody, await request.read())
+        body = parse(protocol.AbortBody, await request.read())
         if not body.rid and not body.abort_all:
             raise BadRequestError("rid: name a request, or set abort_all")
         await self._command(lambda: self.engine.abort(None if body.abort_all else {body.rid}))
         return web.Response()
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        body = protocol.parse(protocol.PauseBody, await request.read())
+        body = parse(protocol.PauseBody, await request.read())
         await self._command(lambda: self.engine.pause(body.mode))
         return web.json_response({"status": "ok", "message": f"Generation paused successfully. mode={body.mode}"})
 
     async def continue_generation(self, request: web.Request) -> web.Response:
-        protocol.parse(protocol.EmptyBody, await request.read())
+        parse(protocol.EmptyBody, await request.read())
         await self._command(self.engine.resume)
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
 
@@ -149,53 +149,53 @@ class Server:
         return web.Response(text="Cache flushed.\n")
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
-        body = protocol.parse(protocol.InitGroupBody, await request.read())
+        body = parse(protocol.InitGroupBody, await request.read())
         await asyncio.to_thread(self.updater.init_group, body)
         return _success("Succeeded to initialize custom process group.")
 
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
-        body = protocol.parse(protocol.DestroyGroupBody, await request.read())
+        body = parse(protocol.DestroyGroupBody, await request.read())
         await asyncio.to_thread(self.updater.destroy_group, body.group_name)
         return _success("Succeeded to destroy custom process group.")
 
     async def begin_weight_update(self, request: web.Request) -> web.Response:
-        protocol.parse(protocol.EmptyBody, await request.read())
+        parse(protocol.EmptyBody, await request.read())
         await asyncio.to_thread(self.updater.begin)
         return _success("Success")
 
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
-        body = protocol.parse(protocol.UpdateWeightsBody, await request.read())
+        body = parse(protocol.UpdateWeightsBody, await request.read())
         received = await asyncio.to_thread(self.updater.update, body)
         suffix = "" if body.weight_version is None else f" Weight version updated to {body.weight_version}."
         return _success(f"Succeeded to update parameter online.{suffix}", digests=received)
 
     async def end_weight_update(self, request: web.Request) -> web.Response:
-        protocol.parse(protocol.EmptyBody, await request.read())
+        parse(protocol.EmptyBody, await request.read())
         await asyncio.to_thread(self.updater.end)
         return _success("Success")
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
-        body = protocol.parse(protocol.UpdateFromDiskBody, await request.read())
+        body = parse(protocol.UpdateFromDiskBody, await request.read())
         await asyncio.to_thread(self.updater.update_from_disk, body)
         return _success("Succeeded to update model weights.")
 
     async def weights_checker(self, request: web.Request) -> web.Response:
-        body = protocol.parse(protocol.WeightsCheckerBody, await request.read())
+        body = parse(protocol.WeightsCheckerBody, await request.read())
         answer = self.updater.checksum if body.action == "checksum" else self.updater.manifest
         return web.json_response({"success": True, "message": "Success"} | await asyncio.to_thread(answer))
 
     async def release_memory_occupation(self, request: web.Request) -> web.Response:
-        protocol.parse(protocol.MemoryBody, await request.read())
+        parse(protocol.MemoryBody, await request.read())
         await asyncio.to_thread(self.updater.release)
         return _success("Success")
 
     async def resume_memory_occupation(self, request: web.Request) -> web.Response:
-        protocol.parse(protocol.MemoryBody, await request.read())
+        parse(protocol.MemoryBody, await request.read())
         await asyncio.to_thread(self.updater.restore)
         return _success("Success")
 
     async def start_profile(self, request: web.Request) -> web.Response:
-        body = protocol.parse(protocol.ProfileBody, await request.read())
+        body = parse(protocol.ProfileBody, await request.read())
         await self._command(lambda: self.engine.start_profile(Path(body.output_dir)))
         return web.Response(text="Start profiling.\n")
 

@@ -20,7 +20,7 @@ from tokenizers.decoders import DecodeStream
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.embedded.engine import BatchingEngine
 from bapo_megatron.engines.embedded.model import Model
-from bapo_megatron.engines.embedded.protocol import BadRequestError, SamplingParams
+from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import Family
@@ -28,6 +28,7 @@ from bapo_megatron.hf.tokenizer import end_token_ids, load_tokenizer
 from bapo_megatron.prompts.continuation import Continuation, TooLongError
 from bapo_megatron.prompts.encoding import prompt_ids, surely_exceeds
 from bapo_megatron.prompts.stop_tokens import chat_of, stop_token_ids
+from bapo_megatron.runtime.bodies import BadRequestError
 
 T = TypeVar("T")
 

@@ -13,16 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bapo_megatron.engines.embedded.engine import BatchingEngine
-from bapo_megatron.engines.embedded.protocol import (
-    BadRequestError,
-    InitGroupBody,
-    UpdateFromDiskBody,
-    UpdateWeightsBody,
-)
+from bapo_megatron.engines.embedded.protocol import InitGroupBody, UpdateFromDiskBody, UpdateWeightsBody
 from bapo_megatron.engines.update_group import UpdateGroup, reach_store
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack_bucket
 from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.reader import weight_files
+from bapo_megatron.runtime.bodies import BadRequestError
 
 _MAX_WEIGHT = 1e15  # products of two such values can be summed within float32
 
