@@ -39,7 +39,7 @@ from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel

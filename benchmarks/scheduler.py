@@ -25,7 +25,7 @@ from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.runtime import starting

@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bapo_megatron.assets import SHIPPED_MODELS
 from bapo_megatron.config.base import Severity, Violation, warning
@@ -27,11 +27,8 @@ from bapo_megatron.prompts.jsonl import RowSource
 from bapo_megatron.prompts.rows import missing
 from bapo_megatron.prompts.tools import ToolOptions, schemas_of
 from bapo_megatron.resolved import Resolved
-from bapo_megatron.rewards.judges import EXACT, JudgeSpec
 from bapo_megatron.rewards.stated import misfit
-
-if TYPE_CHECKING:
-    from bapo_megatron.rewards.judges import Verdict
+from bapo_megatron.rewards.verdicts import EXACT, JudgeSpec, Verdict, fields_of
 
 NUM_ROWS = 256
 """How many prompts of each source have their answers read."""
@@ -407,8 +404,7 @@ _OFFER = "if it expects another form, let its module offer one: def sample_respo
 _ANSWERED_IN_WORDS = 'let the prompts ask for that, or set reward.kind="text", which compares words'
 
 
-def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[Verdict]":
-    from bapo_megatron.rewards.judges import fields_of
+def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> list[Verdict]:
     from bapo_megatron.rewards.worker_pool import WorkerPool
     from bapo_megatron.types import Prompt
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.judges import EXACT, JudgeSpec, Verdict, build_judge, fields_of
+from bapo_megatron.rewards.judges import build_judge
+from bapo_megatron.rewards.verdicts import EXACT, JudgeSpec, Verdict, fields_of
 from bapo_megatron.rewards.worker_pool import WorkerPool
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from typing import Any
 
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.environments import EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
-from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
+from bapo_megatron.rewards.verdicts import JudgeSpec, Verdict
 from bapo_megatron.runtime import num_cores, python_module
 from bapo_megatron.runtime.subreaper import below_subreaper
 

@@ -19,9 +19,9 @@ from typing import Any, Literal, Protocol
 
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, ForJudge, TurnJson
-from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.stated import OPEN_THOUGHT
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rewards.worker_pool import WorkersError
 from bapo_megatron.types import (
     Ended,

@@ -27,8 +27,8 @@ from bapo_megatron.rewards.environments import (
     TurnJson,
     as_answer,
 )
-from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.steps import calculator, guess
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses, Worker
 from bapo_megatron.rollout.drivers import Answers, StepDriver
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics

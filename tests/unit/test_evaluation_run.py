@@ -21,7 +21,7 @@ from bapo_megatron.evaluation.run import Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
 from bapo_megatron.resolved import resolve
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
 from bapo_megatron.types import NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S, PATIENT

@@ -27,7 +27,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.resolved import resolve
 from bapo_megatron.rewards import RewardScorer, worker_pool
-from bapo_megatron.rewards.judges import JudgeSpec, as_verdict, fields_of
+from bapo_megatron.rewards.verdicts import JudgeSpec, as_verdict, fields_of
 from bapo_megatron.rewards.worker_pool import Worker, WorkerLost, WorkerPool
 from bapo_megatron.types import Prompt
 from tests.distributed import HANG_S
