@@ -264,7 +264,7 @@ class Recorder:
             return
         path = self._run_dir.log_dir / "judge.txt"
         if not path.exists():
-            write_atomically(path, escaped_lines(f"{failure.message}\n{failure.traceback}"))
+            write_atomically(path, escaped_lines(f"{failure.end.message}\n{failure.traceback}"))
         who, of, what = ("judge", "responses", "count as wrong")
         if is_environment:
             how = "which the judge scores as they are" if self._config.has_judge else "with the rewards that they have"

@@ -332,15 +332,15 @@ def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]], settings: 
         return
     limits = ("reward.timeout_s", "reward.process_memory_mib")
     for (_, question), verdict in zip(questions, verdicts, strict=True):
-        what = f'reward.kind="{spec.kind}"'
+        end, what = verdict.end, f'reward.kind="{spec.kind}"'
         where = f"{question.where}, whose sample response was the answer unless the judge's module offers another"
         if verdict.is_misfit:
-            problem = f"{what} returned no reward for a first sample, {question.where}: {verdict.message}"
+            problem = f"{what} returned no reward for a first sample, {question.where}: {end.message}"
             yield Violation((*settings, *limits), problem, "correct the judge")
-        elif verdict.problem is not None:
-            problem = f"{what} cannot judge a first sample, {where}: {verdict.message}"
+        elif end.problem is not None:
+            problem = f"{what} cannot judge a first sample, {where}: {end.message}"
             yield warning((*settings, *limits), problem, _OFFER)
-        elif verdict.reward == 0 and (isinstance(question.answer, str | int | float) or spec.kind not in REWARD.names):
+        elif end.reward == 0 and (isinstance(question.answer, str | int | float) or spec.kind not in REWARD.names):
             boxed = " (must it be in \\boxed{}?)" if spec.kind in ("math", "text") else ""
             problem = f"{what} gives 0 to the answer of {question.where} itself{boxed}"
             remedy = _ANSWERED_IN_WORDS if spec.kind == "math" else _OFFER

@@ -23,7 +23,7 @@ from typing import Any
 
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.rewards.stated import single
-from bapo_megatron.rewards.verdicts import FIELDS, JudgeSpec, Refused, Verdict, as_verdict
+from bapo_megatron.rewards.verdicts import FIELDS, JudgeSpec, Refused, as_reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,9 @@ class Judge:
     def place(self) -> tuple[str, int, str] | None:
         return place_of(self.function)
 
-    def verdict(self, value: Any) -> Verdict:
-        """Return the verdict that the function's result states. Raises like `as_verdict`."""
-        return as_verdict(value, self.weights)
-
     def reply(self, value: Any) -> dict[str, Any]:
-        """Return the reply that carries the function's result. Raises like `as_verdict`."""
-        verdict = self.verdict(value)
-        return {"reward": verdict.reward, "parts": verdict.parts, "message": verdict.message}
+        """Return the reply that carries the function's result. Raises like `as_reply`."""
+        return as_reply(value, self.weights)
 
 
 def _asked_for(function: Any, kind: str) -> tuple[tuple[str, ...], list[str]]:
@@ -118,9 +113,9 @@ def _all_of(judges: Mapping[str, Judge]) -> Callable[..., Any]:
     """Return a function that calls all judges and returns their numbers as parts, with their reasons."""
 
     def joined(values: Mapping[str, Any]) -> Any:
-        verdicts = {part: as_verdict(value, {}) for part, value in values.items()}
-        reasons = (f"{part}: {verdict.message}" for part, verdict in verdicts.items() if verdict.message)
-        found = _Joined(({part: verdict.reward for part, verdict in verdicts.items()}, "; ".join(reasons)))
+        replies = {part: as_reply(value, {}) for part, value in values.items()}
+        reasons = (f"{part}: {reply['message']}" for part, reply in replies.items() if reply["message"])
+        found = _Joined(({part: reply["reward"] for part, reply in replies.items()}, "; ".join(reasons)))
         programs = (value for value in values.values() if isinstance(value, Refused))
         found.refused_calls = tuple(name for value in programs for name in value.refused_calls)
         return found

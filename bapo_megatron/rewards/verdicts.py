@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, SourceConfig
-    from bapo_megatron.types import Prompt
+    from bapo_megatron.types import Ended, Prompt
 
 _MAX_REASON_CHARS = 1000
 _MAX_NAMED = 3  # parts that a message names
@@ -46,19 +46,37 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome of judging one response, from the worker to the metrics.
+    """The end that a judge gives a sample, and how judging it went.
 
-    Example: Verdict(0.0, "timeout", "no verdict in 10 s", waited_s=10.1)
+    Example: Verdict(Ended(reward=0.0, problem="timeout", message="no verdict in 10 s"), waited_s=10.1)
     """
 
-    reward: float
-    problem: Literal["timeout", "error"] | None = None
-    message: str = ""  # describes the problem; without one, the judge's reason
+    end: Ended  # without the reason, which its driver knows
     waited_s: float = 0.0  # time since the call, including the queue
     traceback: str = ""  # from a judge that raised
     refused_calls: tuple[str, ...] = ()  # system calls that the sandbox refused to a program that failed
-    parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name, before weighting
     is_misfit: bool = False  # the judge returned something that is not a reward
+
+    @classmethod
+    def of(cls, reply: Mapping[str, Any], waited_s: float = 0.0) -> Verdict:
+        """Return the verdict that a judge's reply states (rewards/worker.py)."""
+        from bapo_megatron.types import Ended  # judge processes import this file, but not torch
+
+        refused = tuple(reply.get("refused_calls", ()))
+        said = [reply.get("message", ""), f"the sandbox refused the program {', '.join(refused)}" if refused else ""]
+        end = Ended(
+            reward=reply.get("reward", 0.0),
+            problem=reply.get("problem"),
+            message="; ".join(filter(None, said)),
+            parts=reply.get("parts", {}),
+        )
+        return cls(
+            end,
+            waited_s=waited_s,
+            traceback=reply.get("traceback", ""),
+            refused_calls=refused,
+            is_misfit=reply.get("is_misfit", False),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +160,8 @@ def _kind_for(kind: str, prompts: SourceConfig, setting: str) -> str:
     return kind
 
 
-def as_verdict(value: Any, weights: Mapping[str, float]) -> Verdict:
-    """Read what a judge returned.
+def as_reply(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
+    """Return what a judge returned as its reply: the reward, its parts and the reason in words.
 
     Raises:
         TypeError: a judge may not return this type, or not these parts, whose names the response may have chosen.
@@ -156,7 +174,7 @@ def as_verdict(value: Any, weights: Mapping[str, float]) -> Verdict:
     if not isinstance(value, Mapping):
         if weights:
             raise TypeError(f"a judge returns the parts {_listed(weights)} by name, not {value!r:.80}")
-        return Verdict(_finite(value), message=reason)
+        return {"reward": _finite(value), "parts": {}, "message": reason}
     if missing := [f"{name!s:.40}" for name in value if name not in weights][:_MAX_NAMED]:
         example = ", ".join(f"{name} = 1.0" for name in [*weights, *missing])
         raise TypeError(
@@ -166,9 +184,8 @@ def as_verdict(value: Any, weights: Mapping[str, float]) -> Verdict:
     if absent := [name for name in weights if name not in value]:
         raise TypeError(f"a judge returns all parts of reward.weights; {_listed(absent)} is missing in {value!r:.80}")
     parts = {str(name): _finite(part) for name, part in value.items()}
-    return Verdict(
-        _finite(math.fsum(weights[name] * part for name, part in parts.items())), message=reason, parts=parts
-    )
+    reward = _finite(math.fsum(weights[name] * part for name, part in parts.items()))
+    return {"reward": reward, "parts": parts, "message": reason}
 
 
 def _listed(names: Iterable[str]) -> str:

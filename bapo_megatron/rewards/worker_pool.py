@@ -276,19 +276,7 @@ class WorkerPool:
 
     async def _judge(self, fields: dict[str, Any]) -> Verdict:
         reply, waited_s = await self._reply(fields)
-        refused = tuple(reply.get("refused_calls", ()))
-        parts = [reply.get("message", ""), f"the sandbox refused the program {', '.join(refused)}" if refused else ""]
-        message, trace = "; ".join(filter(None, parts)), reply.get("traceback", "")
-        return Verdict(
-            reply.get("reward", 0.0),
-            reply.get("problem"),
-            message,
-            waited_s,
-            trace,
-            refused,
-            reply.get("parts", {}),
-            reply.get("is_misfit", False),
-        )
+        return Verdict.of(reply, waited_s)
 
     async def _reply(self, fields: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Ask, and if the process is lost, ask again alone in a process: another request may have killed the first.

@@ -133,7 +133,7 @@ class ScriptedEngine:
 
 
 def verdict(reward: float) -> Verdict:
-    return Verdict(float(reward), None, "", 0.0)
+    return Verdict(Ended(reward=float(reward)))
 
 
 def make(
