@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.environments import EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
+from bapo_megatron.rewards.environments import EnvironmentSpec, Failed, StepAnswer, TurnJson, read_answer
 from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
 from bapo_megatron.rewards.verdicts import JudgeSpec, Verdict
 from bapo_megatron.runtime import num_cores, python_module
@@ -377,7 +377,7 @@ class EnvironmentProcesses:
         """Answer a turn. A step that raises, hangs or returns nonsense counts as `Failed`."""
         reply = await self._pool.ask({"turn": turn, "state": state})
         if "answer" in reply:
-            return as_answer(reply["answer"])
+            return read_answer(reply["answer"])
         return Failed(reply["message"], reply["problem"])
 
     def close(self) -> None:
