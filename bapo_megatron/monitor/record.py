@@ -271,7 +271,7 @@ class Recorder:
             who, of, what = ("environment", "turns", f"end their samples, {how}")
         self._console.warn(
             f"the {who} failed on {percent(failed_share)} of the {of} of step {step}, which {what}; first reason: "
-            f"{failure.message} (see {shown_path(path)}; limit: monitor.judge_alarm)"
+            f"{failure.end.message} (see {shown_path(path)}; limit: monitor.judge_alarm)"
         )
 
     def _check_time_limit(self, step_s: float) -> None:
