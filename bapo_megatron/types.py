@@ -309,10 +309,13 @@ class NeedsEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a sample. A failed sample has no reward: it leaves its group's baseline and is not trained."""
+    """The end of a sample, as its judge or its environment states it.
 
-    reason: FinishReason
-    reward: float | None
+    A failed sample has no reward: it leaves its group's baseline and is not trained.
+    """
+
+    reason: FinishReason | None = None  # None in a judge's verdict, until the driver says how the sample ended
+    reward: float | None = None
     problem: Literal["timeout", "error"] | None = None  # what went wrong in its judge or environment
     message: str = ""  # describes the problem, if there is one; otherwise the judge's reason
     parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name, unweighted

@@ -39,11 +39,11 @@ from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import Ended, Prompt
 from benchmarks.rollout_bound import CALIBRATION_TOKENS, Bound, StepCost, Workload, bound
 from benchmarks.side_by_side import Rows, Turns, main
 
@@ -210,7 +210,7 @@ class ModeRun:
             config,
             pool=EnginePool([bench.engine]),
             prompts=RandomPrompts(w),
-            driver=driver or JudgeOnce(lambda samples: [Verdict(0.0, None, "", 0.0)] * len(samples)),
+            driver=driver or JudgeOnce(lambda samples: [Verdict(Ended(reward=0.0))] * len(samples)),
             stop_token_ids=(),
             seed=w.seed,
         )

@@ -27,10 +27,11 @@ from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.runtime import starting
+from bapo_megatron.types import Ended
 from benchmarks.side_by_side import DisagreementError, Rows, Turns, main
 from tests.unit.plain_scheduler import make_plain
 from tests.unit.test_scheduler import CountingPrompts, run_on_clock
@@ -120,7 +121,7 @@ async def measure(num_active: int, num_warmup: int, num_steps: int, *, is_plain:
         config,
         pool=EnginePool(engines),  # type: ignore[arg-type]
         prompts=CountingPrompts(),
-        driver=JudgeOnce(lambda samples: [Verdict(0.0, None, "", 0.0)] * len(samples)),
+        driver=JudgeOnce(lambda samples: [Verdict(Ended(reward=0.0))] * len(samples)),
         stop_token_ids=(),
         seed=0,
     )

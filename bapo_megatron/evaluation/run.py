@@ -30,8 +30,8 @@ from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.rewards.answers import final_answer, has_answers
-from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.scorer import RewardScorer
+from bapo_megatron.rewards.verdicts import JudgeSpec
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.agents import AgentPrograms
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce, TextJudge, begins_in_thought, texts

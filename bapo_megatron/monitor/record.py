@@ -264,14 +264,14 @@ class Recorder:
             return
         path = self._run_dir.log_dir / "judge.txt"
         if not path.exists():
-            write_atomically(path, escaped_lines(f"{failure.message}\n{failure.traceback}"))
+            write_atomically(path, escaped_lines(f"{failure.end.message}\n{failure.traceback}"))
         who, of, what = ("judge", "responses", "count as wrong")
         if is_environment:
             how = "which the judge scores as they are" if self._config.has_judge else "with the rewards that they have"
             who, of, what = ("environment", "turns", f"end their samples, {how}")
         self._console.warn(
             f"the {who} failed on {percent(failed_share)} of the {of} of step {step}, which {what}; first reason: "
-            f"{failure.message} (see {shown_path(path)}; limit: monitor.judge_alarm)"
+            f"{failure.end.message} (see {shown_path(path)}; limit: monitor.judge_alarm)"
         )
 
     def _check_time_limit(self, step_s: float) -> None:

@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bapo_megatron.assets import SHIPPED_MODELS
 from bapo_megatron.config.base import Severity, Violation, warning
@@ -27,11 +27,8 @@ from bapo_megatron.prompts.jsonl import RowSource
 from bapo_megatron.prompts.rows import missing
 from bapo_megatron.prompts.tools import ToolOptions, schemas_of
 from bapo_megatron.resolved import Resolved
-from bapo_megatron.rewards.judges import EXACT, JudgeSpec
 from bapo_megatron.rewards.stated import misfit
-
-if TYPE_CHECKING:
-    from bapo_megatron.rewards.judges import Verdict
+from bapo_megatron.rewards.verdicts import EXACT, JudgeSpec, Verdict, fields_of
 
 NUM_ROWS = 256
 """How many prompts of each source have their answers read."""
@@ -335,15 +332,15 @@ def _judge_of(spec: JudgeSpec, questions: list[tuple[str, Question]], settings: 
         return
     limits = ("reward.timeout_s", "reward.process_memory_mib")
     for (_, question), verdict in zip(questions, verdicts, strict=True):
-        what = f'reward.kind="{spec.kind}"'
+        end, what = verdict.end, f'reward.kind="{spec.kind}"'
         where = f"{question.where}, whose sample response was the answer unless the judge's module offers another"
         if verdict.is_misfit:
-            problem = f"{what} returned no reward for a first sample, {question.where}: {verdict.message}"
+            problem = f"{what} returned no reward for a first sample, {question.where}: {end.message}"
             yield Violation((*settings, *limits), problem, "correct the judge")
-        elif verdict.problem is not None:
-            problem = f"{what} cannot judge a first sample, {where}: {verdict.message}"
+        elif end.problem is not None:
+            problem = f"{what} cannot judge a first sample, {where}: {end.message}"
             yield warning((*settings, *limits), problem, _OFFER)
-        elif verdict.reward == 0 and (isinstance(question.answer, str | int | float) or spec.kind not in REWARD.names):
+        elif end.reward == 0 and (isinstance(question.answer, str | int | float) or spec.kind not in REWARD.names):
             boxed = " (must it be in \\boxed{}?)" if spec.kind in ("math", "text") else ""
             problem = f"{what} gives 0 to the answer of {question.where} itself{boxed}"
             remedy = _ANSWERED_IN_WORDS if spec.kind == "math" else _OFFER
@@ -407,8 +404,7 @@ _OFFER = "if it expects another form, let its module offer one: def sample_respo
 _ANSWERED_IN_WORDS = 'let the prompts ask for that, or set reward.kind="text", which compares words'
 
 
-def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> "list[Verdict]":
-    from bapo_megatron.rewards.judges import fields_of
+def _verdicts(spec: JudgeSpec, questions: list[tuple[str, Question]]) -> list[Verdict]:
     from bapo_megatron.rewards.worker_pool import WorkerPool
     from bapo_megatron.types import Prompt
 

@@ -28,10 +28,10 @@ from typing import Any
 
 from bapo_megatron.config.system_calls import calls_of
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.judges import Refused
 from bapo_megatron.rewards.refusals import Refusals
 from bapo_megatron.rewards.scratch import exceeds, scratch_folder
 from bapo_megatron.rewards.stated import spoken
+from bapo_megatron.rewards.verdicts import Refused
 
 log = logging.getLogger(__name__)
 

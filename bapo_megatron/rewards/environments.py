@@ -113,10 +113,16 @@ class Environment(Protocol):
 
 
 def as_answer(value: Any) -> StepAnswer:
-    """Parse the JSON that a step function returned. Raises TypeError or ValueError."""
+    """Check and read what a step function, or an agent program, returned. Raises TypeError or ValueError."""
+    _check_json(value)
+    return read_answer(value)
+
+
+def _check_json(value: Any) -> None:
+    """Raise TypeError or ValueError if the value is not JSON with the keys of an answer, or too long."""
     keys = set(value) if isinstance(value, Mapping) else {None}
     if keys == {"judge"} and value["judge"] is True:
-        return ForJudge()
+        return
     words = [name for name in _WORDS if name in keys]
     if not keys <= {*_KEYS} or len(words) + ("failed" in keys) > 1 or not (words or keys & {"reward", "failed"}):
         raise TypeError(
@@ -127,14 +133,23 @@ def as_answer(value: Any) -> StepAnswer:
         raise TypeError(f"a step returns JSON; it {problem}: {value!r:.200}")
     if (size := len(json.dumps(value, ensure_ascii=False).encode())) > MAX_ANSWER_BYTES:
         raise ValueError(f"a step returns at most {MAX_ANSWER_BYTES} bytes of JSON, not {size}")
+
+
+def read_answer(value: Mapping[str, Any]) -> StepAnswer:
+    """Return the answer that JSON states, whose keys and size are right: a worker has checked them.
+
+    Values are read here, on both sides: text of a model may run in a worker. Raises TypeError for a wrong one.
+    """
+    if "judge" in value:
+        return ForJudge()
     reward = _reward(value["reward"]) if value.get("reward") is not None else None
-    if "failed" in keys:
+    if "failed" in value:
         return Failed(str(value["failed"]), is_said=True)
-    if words:
-        given = value[words[0]]
-        if not _is_word(words[0], given):
-            raise TypeError(f"a step returns {words[0]} as {_WORDS[words[0]]}, not {given!r:.200}")
-        return Continue(value.get("state"), reward=reward, **{words[0]: given})
+    for name, expected in _WORDS.items():
+        if name in value:
+            if not _is_word(name, value[name]):
+                raise TypeError(f"a step returns {name} as {expected}, not {value[name]!r:.200}")
+            return Continue(value.get("state"), reward=reward, **{name: value[name]})
     if reward is None:
         raise TypeError(f"a step ends a sample with a reward, not {value!r:.200}")
     return End(reward)

@@ -16,139 +16,14 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any
 
 from bapo_megatron.config.dotted import REWARD
-from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.stated import single
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import Config, SourceConfig
-    from bapo_megatron.types import Prompt
-
-_MAX_REASON_CHARS = 1000
-_MAX_NAMED = 3  # parts that a message names
-FIELDS = ("prompt", "answer", "response", "source", "in_thought")
-"""Fields that a judge may ask for: the prompt's text, its answer, the response's text without special tokens, the name
-of the prompt source, and whether the chat template has opened a thought that the response begins in."""
-
-
-def fields_of(prompt: Prompt, response: str | None, in_thought: bool = False) -> dict[str, Any]:
-    """Return a JSON value for each of FIELDS.
-
-    Args:
-        response: None means a sample response, from `sample_response` in the judge's module, or else the answer itself.
-    """
-    values = (prompt.text, prompt.answer, response, prompt.source, in_thought)
-    return dict(zip(FIELDS, values, strict=True))
-
-
-class Refused:
-    """Outcome of judging a program that failed, with the system calls that the sandbox refused."""
-
-    refused_calls: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Outcome of judging one response, from the worker to the metrics.
-
-    Example: Verdict(0.0, "timeout", "no verdict in 10 s", waited_s=10.1)
-    """
-
-    reward: float
-    problem: Literal["timeout", "error"] | None = None
-    message: str = ""  # describes the problem; without one, the judge's reason
-    waited_s: float = 0.0  # time since the call, including the queue
-    traceback: str = ""  # from a judge that raised
-    refused_calls: tuple[str, ...] = ()  # system calls that the sandbox refused to a program that failed
-    parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name, before weighting
-    is_misfit: bool = False  # the judge returned something that is not a reward
-
-
-@dataclass(frozen=True, slots=True)
-class JudgeSpec:
-    """Description of a judge in JSON values, sent to judge processes."""
-
-    role: ClassVar[str] = "judge"
-    does: ClassVar[str] = "judges responses"
-    gives: ClassVar[str] = "verdict"
-
-    kind: str  # a name in config.dotted.REWARD (never "auto") or "package.module:function"; several joined with " + "
-    datasets: dict[str, dict[str, Any]]  # for reasoning_gym: dataset, size and options, by name of the prompt source
-    seed: int
-    timeout_s: float
-    process_memory_bytes: int
-    allowed_calls: tuple[str, ...]  # system calls that programs may make in addition to the usual ones
-    judges: dict[str, str] = field(default_factory=dict)  # kinds of several judges, by the part that each returns
-    weights: dict[str, float] = field(default_factory=dict)  # weights of parts by name; empty if judges return a number
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of all judges."""
-        return frozenset(self.judges.values() or {self.kind})
-
-    @property
-    def is_built_in(self) -> bool:
-        """Whether this package provides all judges."""
-        return self.kinds <= {*REWARD.names}
-
-    @property
-    def keeps_deadline(self) -> bool:
-        """Whether the judge enforces the deadline itself."""
-        return not OWN_DEADLINE.isdisjoint(self.kinds)
-
-    @classmethod
-    def of(cls, config: Config) -> JudgeSpec:
-        """Resolve the kind "auto". Raises UserError if a kind cannot judge its source."""
-        reward = config.reward
-        judges = {part: _kind_for_all(config, kind, f"reward.judges.{part}") for part, kind in reward.judges.items()}
-        kind = " + ".join(judges.values()) or _kind_for_all(config, reward.kind, "reward.kind")
-        names = [one.name for one in config.data.sources] or [config.data.source]
-        return cls(
-            kind=kind,
-            datasets={
-                name: {"dataset": one.dataset, "size": one.size, "options": one.options}
-                for name, one in zip(names, config.prompt_sources.values(), strict=True)
-                if "reasoning_gym" in (kind, *judges.values())
-            },
-            seed=config.run.seed,
-            timeout_s=reward.timeout_s,
-            process_memory_bytes=reward.process_memory_mib << 20,
-            allowed_calls=reward.allowed_calls,
-            judges=judges,
-            weights=dict.fromkeys(judges, 1.0) | reward.weights,
-        )
-
-
-def _kind_for_all(config: Config, kind: str, setting: str) -> str:
-    """Return the kind of judge for the prompts of all sources. Raises UserError if they need different kinds."""
-    kinds = {table: _kind_for(kind, one, setting) for table, one in config.prompt_sources.items()}
-    if len(set(kinds.values())) > 1:
-        found = ", ".join(f"{table} to {kind!r}" for table, kind in kinds.items())
-        raise UserError(
-            f"one judge scores the prompts of all data.sources, and {setting} = {kind!r} leads {found}; set {setting} "
-            "to a function of yours, which may go by its parameter `source`"
-        )
-    return next(iter(kinds.values()))
-
-
-def _kind_for(kind: str, prompts: SourceConfig, setting: str) -> str:
-    """Return the kind of judge for one source's prompts. Raises UserError if `kind` cannot judge them."""
-    source = prompts.source
-    if kind == "auto" and prompts.has_rows:
-        return "code" if prompts.format == "humaneval" else "math"
-    if kind == "auto":
-        return {"programs": "code"}.get(source, source)
-    if kind == "reasoning_gym" and source != "reasoning_gym":
-        raise UserError(f"{setting} = 'reasoning_gym' judges prompts of that source only, not of {source!r}")
-    if kind in ("chains", "code", "text") and source == "reasoning_gym":
-        raise UserError(f"{setting} = {kind!r} cannot judge prompts of data.source = 'reasoning_gym'")
-    return kind
+from bapo_megatron.rewards.verdicts import FIELDS, JudgeSpec, Refused, as_reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +63,9 @@ class Judge:
     def place(self) -> tuple[str, int, str] | None:
         return place_of(self.function)
 
-    def verdict(self, value: Any) -> Verdict:
-        """Return the verdict that the function's result states. Raises like `as_verdict`."""
-        return as_verdict(value, self.weights)
-
     def reply(self, value: Any) -> dict[str, Any]:
-        """Return the reply that carries the function's result. Raises like `as_verdict`."""
-        verdict = self.verdict(value)
-        return {"reward": verdict.reward, "parts": verdict.parts, "message": verdict.message}
+        """Return the reply that carries the function's result. Raises like `as_reply`."""
+        return as_reply(value, self.weights)
 
 
 def _asked_for(function: Any, kind: str) -> tuple[tuple[str, ...], list[str]]:
@@ -243,9 +113,9 @@ def _all_of(judges: Mapping[str, Judge]) -> Callable[..., Any]:
     """Return a function that calls all judges and returns their numbers as parts, with their reasons."""
 
     def joined(values: Mapping[str, Any]) -> Any:
-        verdicts = {part: as_verdict(value, {}) for part, value in values.items()}
-        reasons = (f"{part}: {verdict.message}" for part, verdict in verdicts.items() if verdict.message)
-        found = _Joined(({part: verdict.reward for part, verdict in verdicts.items()}, "; ".join(reasons)))
+        replies = {part: as_reply(value, {}) for part, value in values.items()}
+        reasons = (f"{part}: {reply['message']}" for part, reply in replies.items() if reply["message"])
+        found = _Joined(({part: reply["reward"] for part, reply in replies.items()}, "; ".join(reasons)))
         programs = (value for value in values.values() if isinstance(value, Refused))
         found.refused_calls = tuple(name for value in programs for name in value.refused_calls)
         return found
@@ -257,48 +127,6 @@ def _all_of(judges: Mapping[str, Judge]) -> Callable[..., Any]:
         return joined({part: await one(fields) if one.is_async else one(fields) for part, one in judges.items()})
 
     return judge_async if any(one.is_async for one in judges.values()) else judge
-
-
-def as_verdict(value: Any, weights: Mapping[str, float]) -> Verdict:
-    """Read what a judge returned.
-
-    Raises:
-        TypeError: a judge may not return this type, or not these parts, whose names the response may have chosen.
-        ValueError: a number is not finite.
-    """
-    reason = ""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str | None):
-        value, reason = value[0], value[1] or ""
-    reason = reason[:_MAX_REASON_CHARS]
-    if not isinstance(value, Mapping):
-        if weights:
-            raise TypeError(f"a judge returns the parts {_listed(weights)} by name, not {value!r:.80}")
-        return Verdict(_finite(value), message=reason)
-    if missing := [f"{name!s:.40}" for name in value if name not in weights][:_MAX_NAMED]:
-        example = ", ".join(f"{name} = 1.0" for name in [*weights, *missing])
-        raise TypeError(
-            f"a judge returned {value!r:.80}, with parts that reward.weights does not name: {_listed(missing)}; set "
-            f"reward.weights = {{{example}}}, where 0 only records a part"
-        )
-    if absent := [name for name in weights if name not in value]:
-        raise TypeError(f"a judge returns all parts of reward.weights; {_listed(absent)} is missing in {value!r:.80}")
-    parts = {str(name): _finite(part) for name, part in value.items()}
-    return Verdict(
-        _finite(math.fsum(weights[name] * part for name, part in parts.items())), message=reason, parts=parts
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
-
-
-def _finite(value: Any) -> float:
-    if not hasattr(value, "__float__"):
-        raise TypeError(f"a judge returns a number, not {type(value).__name__}: {value!r:.80}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"a judge returns a finite number, not {number}")
-    return number
 
 
 def _built_in(kind: str, spec: JudgeSpec) -> Callable[..., float] | None:
@@ -325,9 +153,3 @@ def _built_in(kind: str, spec: JudgeSpec) -> Callable[..., float] | None:
 
             return CodeJudge(spec.timeout_s, allowed_calls=spec.allowed_calls).judge
     return None
-
-
-EXACT = frozenset({"chains", "text"})
-"""Judges that return immediately and never raise: they need no process of their own."""
-OWN_DEADLINE = frozenset({"code"})
-"""Judges that enforce the deadline themselves, as asynchronous ones do."""

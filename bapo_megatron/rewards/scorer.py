@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.judges import EXACT, JudgeSpec, Verdict, build_judge, fields_of
+from bapo_megatron.rewards.judges import build_judge
+from bapo_megatron.rewards.verdicts import EXACT, JudgeSpec, Verdict, fields_of
 from bapo_megatron.rewards.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ class RewardScorer:
         self._judge = build_judge(spec) if is_exact else None
         self._pool = None if is_exact else WorkerPool(spec, config.reward.concurrency)
 
-    def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+    def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float | None]:
         """Return the rewards of (prompt, response text without special tokens), in order. Raises like `verdicts`."""
-        return [verdict.reward for verdict in self.verdicts(items)]
+        return [verdict.end.reward for verdict in self.verdicts(items)]
 
     def verdicts(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
         """Return verdicts, which also say what went wrong while judging.
@@ -121,7 +122,7 @@ class RewardScorer:
 
     def _exact(self, fields: Sequence[dict[str, Any]]) -> list[Verdict]:
         assert self._judge is not None
-        return [self._judge.verdict(self._judge(one)) for one in fields]
+        return [Verdict.of(self._judge.reply(self._judge(one))) for one in fields]
 
     def _counted(self, items: Sequence[tuple[Prompt, str]], verdicts: list[Verdict]) -> list[Verdict]:
         for (prompt, _), verdict in zip(items, verdicts, strict=True):
@@ -130,18 +131,19 @@ class RewardScorer:
         return verdicts
 
     def _count(self, prompt: Prompt, verdict: Verdict) -> None:
+        problem, message = verdict.end.problem, verdict.end.message
         with self._lock:
             self.num_judged += 1
-            self.num_timeouts += verdict.problem == "timeout"
-            self.num_errors += verdict.problem == "error"
+            self.num_timeouts += problem == "timeout"
+            self.num_errors += problem == "error"
             self.num_refused += bool(verdict.refused_calls)
             new_calls = [name for name in verdict.refused_calls if name not in self._refused_calls]
             new_calls = new_calls[: _MAX_CALLS_NAMED - len(self._refused_calls)]
             self._refused_calls.update(new_calls)
             self._waited_s += verdict.waited_s
             self._num_waited += 1
-            is_first = verdict.problem is not None and self._first_failure is None
-            if verdict.problem is not None:
+            is_first = problem is not None and self._first_failure is None
+            if problem is not None:
                 self._num_recent_failures += 1
                 self._first_recent_failure = self._first_recent_failure or verdict
                 self._first_failure = self._first_failure or verdict
@@ -152,9 +154,9 @@ class RewardScorer:
                 ", ".join(new_calls),
                 prompt.prompt_id,
             )
-        if verdict.problem is None:
+        if problem is None:
             return
-        log.warning("reward: %s on a response to prompt %d: %s", verdict.problem, prompt.prompt_id, verdict.message)
+        log.warning("reward: %s on a response to prompt %d: %s", problem, prompt.prompt_id, message)
         if is_first and verdict.traceback:
             log.warning("%s", verdict.traceback)
 
@@ -165,7 +167,7 @@ class RewardScorer:
         if first is not None and num_failed == num_judged >= self._num_first:
             raise UserError(
                 f"the judge (reward.kind = {self._kind!r}) failed on all of the first {num_judged} responses, so "
-                f"nothing can be learned. The first failure:\n{(first.traceback or first.message).rstrip()}"
+                f"nothing can be learned. The first failure:\n{(first.traceback or first.end.message).rstrip()}"
             )
 
 

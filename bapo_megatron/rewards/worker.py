@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards import environments, judges, replay
+from bapo_megatron.rewards import environments, judges, replay, verdicts
 from bapo_megatron.rewards.environments import EnvironmentSpec, StepFunction, build_environment
-from bapo_megatron.rewards.judges import Judge, JudgeSpec, Refused, build_judge
+from bapo_megatron.rewards.judges import Judge, build_judge
+from bapo_megatron.rewards.verdicts import JudgeSpec, Refused
 
 MAX_LINE_BYTES = 256 << 20  # per request: room for a long response and a large answer
 _MAX_MESSAGE_CHARS = 500
@@ -33,6 +34,7 @@ _MAX_TRACEBACK_CHARS = 4000
 _OURS = (
     __file__,
     judges.__file__,
+    verdicts.__file__,
     environments.__file__,
     replay.__file__,
     str(Path(__file__).with_name("tools.py")),  # few workers need it

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.rewards.environments import EnvironmentSpec, Failed, StepAnswer, TurnJson, as_answer
-from bapo_megatron.rewards.judges import JudgeSpec, Verdict
+from bapo_megatron.rewards.environments import EnvironmentSpec, Failed, StepAnswer, TurnJson, read_answer
 from bapo_megatron.rewards.scratch import delete_abandoned, scratch_folder
+from bapo_megatron.rewards.verdicts import JudgeSpec, Verdict
 from bapo_megatron.runtime import num_cores, python_module
 from bapo_megatron.runtime.subreaper import below_subreaper
 
@@ -276,19 +276,7 @@ class WorkerPool:
 
     async def _judge(self, fields: dict[str, Any]) -> Verdict:
         reply, waited_s = await self._reply(fields)
-        refused = tuple(reply.get("refused_calls", ()))
-        parts = [reply.get("message", ""), f"the sandbox refused the program {', '.join(refused)}" if refused else ""]
-        message, trace = "; ".join(filter(None, parts)), reply.get("traceback", "")
-        return Verdict(
-            reply.get("reward", 0.0),
-            reply.get("problem"),
-            message,
-            waited_s,
-            trace,
-            refused,
-            reply.get("parts", {}),
-            reply.get("is_misfit", False),
-        )
+        return Verdict.of(reply, waited_s)
 
     async def _reply(self, fields: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Ask, and if the process is lost, ask again alone in a process: another request may have killed the first.
@@ -389,7 +377,7 @@ class EnvironmentProcesses:
         """Answer a turn. A step that raises, hangs or returns nonsense counts as `Failed`."""
         reply = await self._pool.ask({"turn": turn, "state": state})
         if "answer" in reply:
-            return as_answer(reply["answer"])
+            return read_answer(reply["answer"])
         return Failed(reply["message"], reply["problem"])
 
     def close(self) -> None:

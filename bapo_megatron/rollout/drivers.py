@@ -19,9 +19,9 @@ from typing import Any, Literal, Protocol
 
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.rewards.environments import Continue, End, Environment, Failed, ForJudge, TurnJson
-from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.rewards.stated import OPEN_THOUGHT
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rewards.worker_pool import WorkersError
 from bapo_megatron.types import (
     Ended,
@@ -96,6 +96,8 @@ def _problem(before: Sample, after: Any, max_response_tokens: int) -> str | None
         return f"it changed {plural(before.num_sampled_tokens, 'sampled token')} to {after.num_sampled_tokens}"
     match after.need:
         case Ended(reason=reason, reward=reward):
+            if reason is None:
+                return "it ended without a reason"
             if (reward is None) != (reason == "failed"):
                 return f"it ended by {reason!r} {'without' if reward is None else 'with'} a reward"
         case NeedsEnvironment():
@@ -165,7 +167,7 @@ class JudgeOnce:
     def _ended(self, sample: Sample, verdict: Verdict) -> Sample:
         assert isinstance(sample.need, NeedsEnvironment), f"{sample.sample_id} has no turn to judge"
         assert sample.need.turn_end is not None
-        return replace(sample, need=_end_of(sample.need.turn_end, verdict))
+        return replace(sample, need=replace(verdict.end, reason=sample.need.turn_end))
 
 
 @dataclass(slots=True)
@@ -216,7 +218,7 @@ class Answers:
         words = decode(turns[-1].tolist() if turns else [])
         (verdict,) = await self.scorer.ask([(sample.prompt, words)], [begins_in_thought(sample.turn, decode)])
         self.end()
-        return _end_of(reason, verdict)
+        return replace(verdict.end, reason=reason)
 
     async def failed(self, sample: Sample, failure: Failed, decode: Callable[[list[int]], str]) -> Sample:
         """Return the end of a sample on which its environment has failed; count and log the failure.
@@ -233,12 +235,13 @@ class Answers:
         where = f"turn {_turn_number(sample)} of sample {sample.sample_id}, prompt {sample.prompt.prompt_id}"
         log.warning("environment: %s on %s: %s", failure.problem, where, failure.reason)
         self.counts[failure.problem] += 1
-        self._failures.append(Verdict(0.0, failure.problem, failure.reason))
+        dropped = Ended("failed", problem=failure.problem, message=failure.reason)
+        self._failures.append(Verdict(dropped))
         is_dropped = failure.is_said or not sample.num_sampled_tokens
         if is_dropped or self.scorer is None:
             self._refuse_an_environment_that_only_fails(where, failure)
         if is_dropped:
-            return replace(sample, need=Ended("failed", None, failure.problem, failure.reason))
+            return replace(sample, need=dropped)
         assert isinstance(sample.need, NeedsEnvironment)
         reason, end = sample.need.turn_end or "stop", None
         if self.scorer is not None:
@@ -428,11 +431,6 @@ class StepDriver(SampleDriver):
         self.answers.end()
         end = ended(reason, longer.turn_rewards)
         return replace(sample, need=end, state=answer.state, turn_rewards=longer.turn_rewards)
-
-
-def _end_of(reason: FinishReason, verdict: Verdict) -> Ended:
-    """Return the end of a sample that a judge has scored."""
-    return Ended(reason, float(verdict.reward), verdict.problem, verdict.message, verdict.parts)
 
 
 def ended(reason: FinishReason, rewards: Sequence[Reward | None]) -> Ended:

@@ -20,8 +20,8 @@ from bapo_megatron.prompts.stop_tokens import stop_token_ids
 from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.rewards import RewardScorer
-from bapo_megatron.rewards.judges import JudgeSpec, Verdict
 from bapo_megatron.rewards.shaping import group_filter
+from bapo_megatron.rewards.verdicts import JudgeSpec, Verdict
 from bapo_megatron.rollout.agents import AgentDriver
 from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats

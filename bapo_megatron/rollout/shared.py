@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import EngineState
 from bapo_megatron.engines.connected import ConnectedEngines
-from bapo_megatron.rewards.judges import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.shares import BatchShares, SharePlan, header_of
 from bapo_megatron.runtime.together import share_json
 from bapo_megatron.types import Batch, Group

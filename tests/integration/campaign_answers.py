@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from bapo_megatron.config.schema import Config
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.environments import EnvironmentSpec, StepAnswer, TurnJson
-from bapo_megatron.rewards.worker_pool import EnvironmentProcesses, Verdict
+from bapo_megatron.rewards.verdicts import Verdict
+from bapo_megatron.rewards.worker_pool import EnvironmentProcesses
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce, StepDriver
 from bapo_megatron.rollout.turn_tokens import TurnTokens
 from bapo_megatron.types import Ended, Given, NeedsEnvironment, Sample

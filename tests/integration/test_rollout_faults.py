@@ -28,7 +28,7 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec, plan_buckets
 from bapo_megatron.errors import EngineError
 from bapo_megatron.prompts.stream import PromptStream
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler

@@ -486,8 +486,8 @@ def test_refused_calls_are_counted_and_named_once(caplog: pytest.LogCaptureFixtu
         verdicts = [scorer.verdicts([item])[0] for item in prompts_for([*programs, "def f(x): return x + 1"])]
         metrics = scorer.metrics()
     assert [verdict.refused_calls for verdict in verdicts] == [("chmod",), ("chmod",), ("socket",), ()]
-    assert [verdict.problem for verdict in verdicts] == [None] * 4
-    assert verdicts[2].message == "the sandbox refused the program socket"
+    assert [verdict.end.problem for verdict in verdicts] == [None] * 4
+    assert verdicts[2].end.message == "the sandbox refused the program socket"
     assert metrics["reward/refused_calls"] == 3
     told = [record.message for record in caplog.records]
     assert [text.split(";")[0] for text in told] == [
@@ -511,7 +511,7 @@ def test_refused_calls_count_with_other_judges_too(tmp_path: Path, monkeypatch: 
         verdicts = scorer.verdicts(prompts_for(programs))
         metrics = scorer.metrics()
     assert [verdict.refused_calls for verdict in verdicts] == [("chmod",), ("chmod",), ()]
-    assert [verdict.parts["passes"] for verdict in verdicts] == [0.0, 0.0, 1.0]
+    assert [verdict.end.parts["passes"] for verdict in verdicts] == [0.0, 0.0, 1.0]
     assert metrics["reward/refused_calls"] == 2
 
 

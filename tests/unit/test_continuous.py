@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.errors import EngineError
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler

@@ -27,8 +27,8 @@ from bapo_megatron.rewards.environments import (
     TurnJson,
     as_answer,
 )
-from bapo_megatron.rewards.judges import Verdict
 from bapo_megatron.rewards.steps import calculator, guess
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rewards.worker_pool import EnvironmentProcesses, Worker
 from bapo_megatron.rollout.drivers import Answers, StepDriver
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
@@ -650,7 +650,7 @@ def test_metrics_say_what_samples_did_with_their_environment() -> None:
     assert found["wait_s"] >= 0
     assert 0 < found["failed_share"] < 0.5
     assert one.recent_failure is not None
-    assert one.recent_failure.message == "no browser"
+    assert one.recent_failure.end.message == "no browser"
     assert one.metrics()["environment/failed_share"] == 0.0, "none since then"
     assert one.metrics()["environment/errors"] == found["errors"]
 
@@ -824,14 +824,14 @@ class Scorer:
     async def ask(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
         self.asked += [text for _, text in items]
         return [
-            Verdict(0.5, None, "fine", parts={"words": 0.5})
+            Verdict(Ended(reward=0.5, message="fine", parts={"words": 0.5}))
             if prompt.prompt_id % 2
-            else Verdict(0.0, "error", "no judge")
+            else Verdict(Ended(reward=0.0, problem="error", message="no judge"))
             for prompt, _ in items
         ]
 
     def metrics(self) -> dict[str, float]:
-        self.recent_failure = Verdict(0.0, "error", "no judge")
+        self.recent_failure = Verdict(Ended(reward=0.0, problem="error", message="no judge"))
         return {"reward/judged": 2.0, "reward/failed_share": 0.5}
 
     def close(self) -> None:

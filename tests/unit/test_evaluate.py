@@ -15,7 +15,7 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoEngineLeftError
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout import manager
 from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics

@@ -21,9 +21,9 @@ from bapo_megatron.evaluation.run import Asking, eval_config, evaluate
 from bapo_megatron.prompts.chains import Chain
 from bapo_megatron.resolved import resolve
 from bapo_megatron.rewards.scorer import RewardScorer
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.drivers import JudgeOnce, TextJudge
-from bapo_megatron.types import NeedsEnvironment, Prompt, Sample, Segment
+from bapo_megatron.types import Ended, NeedsEnvironment, Prompt, Sample, Segment
 from tests.hang import HANG_S, PATIENT
 from tests.unit.test_evaluate import Deadlines
 from tests.unit.test_scheduler import ScriptedEngine
@@ -175,7 +175,10 @@ def test_judging_longer_than_engines_may_take_loses_nothing(tmp_path: Path, monk
     class Unhurried:
         def verdicts(self, items: Sequence[tuple[Prompt, str]], in_thought: Sequence[bool] = ()) -> list[Verdict]:
             assert deadlines.now == []
-            return [Verdict(0.0, "timeout", "no verdict in 1.6 s", 1.6) for _ in items]
+            return [
+                Verdict(Ended(reward=0.0, problem="timeout", message="no verdict in 1.6 s"), waited_s=1.6)
+                for _ in items
+            ]
 
     monkeypatch.setattr(run_module.ConnectedEngines, "connect", lambda *_: connected)
     write_chains(tmp_path / "chains.jsonl")

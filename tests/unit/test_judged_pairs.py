@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.answers import final_answer, judge_text
 from bapo_megatron.rewards.code import last_program
-from bapo_megatron.rewards.judges import FIELDS, Judge, fields_of
+from bapo_megatron.rewards.judges import Judge
 from bapo_megatron.rewards.math import judge_math
 from bapo_megatron.rewards.stated import boxes, spoken, undecorated
+from bapo_megatron.rewards.verdicts import FIELDS, fields_of
 from bapo_megatron.rollout.drivers import begins_in_thought
 from bapo_megatron.types import Prompt, Segment, Trajectory
 from tests.unit.judged_pairs import PAIRS, errors, ours

@@ -16,8 +16,8 @@ from bapo_megatron.prompts.jsonl import JsonlSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.rewards.answers import final_answer
 from bapo_megatron.rewards.code import CodeJudge
-from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.reasoning_gym import gym_judge
+from bapo_megatron.rewards.verdicts import JudgeSpec
 
 AIME = {"id": 60, "problem": "Every morning Aya ...", "solution": "...", "answer": "204", "url": "...", "year": "2024"}
 MATH_500 = {"problem": "Convert (0,3).", "solution": "...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2}

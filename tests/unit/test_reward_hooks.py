@@ -27,7 +27,7 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.resolved import resolve
 from bapo_megatron.rewards import RewardScorer, worker_pool
-from bapo_megatron.rewards.judges import JudgeSpec, as_verdict, fields_of
+from bapo_megatron.rewards.verdicts import JudgeSpec, as_reply, fields_of
 from bapo_megatron.rewards.worker_pool import Worker, WorkerLost, WorkerPool
 from bapo_megatron.types import Prompt
 from tests.distributed import HANG_S
@@ -241,8 +241,8 @@ class TestPlain:
                 for _ in range(2):
                     os.kill(int(read_line(said)), number)
             (verdict,) = judging.result(HANG_S)
-        assert (verdict.reward, verdict.problem) == (0.0, "error")
-        assert verdict.message == f"its process died, twice: it ended with code -{number:d}"
+        assert (verdict.end.reward, verdict.end.problem) == (0.0, "error")
+        assert verdict.end.message == f"its process died, twice: it ended with code -{number:d}"
 
     def test_what_it_leaves_running_ends_with_it(self, said: int) -> None:
         with scorer_of("plain") as scorer:
@@ -359,27 +359,31 @@ class TestParts:
     def test_parts_are_weighed_and_kept_with_the_reason(self) -> None:
         with scorer_of("in_parts", weights=self.WEIGHTS) as scorer:
             right, wrong, *failed = scorer.verdicts(items("7", "12", "no format", "a number", "half a part"))
-        assert (right.reward, dict(right.parts), right.message) == (0.5, {"correct": 1.0, "format": 1.0}, "I read 7")
-        assert (wrong.reward, dict(wrong.parts)) == (-1.0, {"correct": 0.0, "format": 2.0})
-        assert [(verdict.reward, verdict.problem, verdict.is_misfit) for verdict in failed] == [
+        assert (right.end.reward, dict(right.end.parts), right.end.message) == (
+            0.5,
+            {"correct": 1.0, "format": 1.0},
+            "I read 7",
+        )
+        assert (wrong.end.reward, dict(wrong.end.parts)) == (-1.0, {"correct": 0.0, "format": 2.0})
+        assert [(verdict.end.reward, verdict.end.problem, verdict.is_misfit) for verdict in failed] == [
             (0.0, "error", True)
         ] * 3
-        assert "'format' is missing in {'correct': 1.0}" in failed[0].message
-        assert "a judge returns the parts 'correct', 'format' by name, not 1.0" in failed[1].message
-        assert "a judge returns a number, not str: 'good'" in failed[2].message
+        assert "'format' is missing in {'correct': 1.0}" in failed[0].end.message
+        assert "a judge returns the parts 'correct', 'format' by name, not 1.0" in failed[1].end.message
+        assert "a judge returns a number, not str: 'good'" in failed[2].end.message
 
     def test_parts_without_weights_fail_their_response_only(self) -> None:
         with scorer_of("plain") as scorer:
             table, good = scorer.verdicts(items("table", "1"))
-        assert (table.reward, table.problem, table.is_misfit, good.reward) == (0.0, "error", True, 1.0)
-        assert "set reward.weights = {reward = 1.0}" in table.message
+        assert (table.end.reward, table.end.problem, table.is_misfit, good.end.reward) == (0.0, "error", True, 1.0)
+        assert "set reward.weights = {reward = 1.0}" in table.end.message
         with scorer_of("in_parts", weights={"correct": 2.0}) as scorer:
-            assert "does not name: 'format'" in scorer.verdicts(items("7"))[0].message
+            assert "does not name: 'format'" in scorer.verdicts(items("7"))[0].end.message
 
     @given(st.dictionaries(st.text(), st.floats() | st.text(), min_size=1), st.integers(1, 3000))
     def test_no_names_that_a_response_chooses_end_the_run(self, parts: dict[str, Any], times: int) -> None:
         with pytest.raises(TypeError) as caught:
-            as_verdict({name * times: part for name, part in parts.items()}, {"of the user": 1.0})
+            as_reply({name * times: part for name, part in parts.items()}, {"of the user": 1.0})
         assert len(str(caught.value)) < 3000, "a character may take ten as an escape"
 
     @pytest.mark.parametrize("other", ["reasoned", "waits"])
@@ -389,8 +393,8 @@ class TestParts:
         with RewardScorer(Config.model_validate(config)) as scorer:
             right, wrong = scorer.verdicts(items("7", "8"))
         of_other, reason = (0.5, "other: so so") if other == "reasoned" else (2.0, "")
-        assert (right.reward, dict(right.parts)) == (4 + of_other, {"correct": 1.0, "other": of_other})
-        assert (wrong.reward, wrong.message) == (of_other, reason)
+        assert (right.end.reward, dict(right.end.parts)) == (4 + of_other, {"correct": 1.0, "other": of_other})
+        assert (wrong.end.reward, wrong.end.message) == (of_other, reason)
 
     @pytest.mark.parametrize(
         ("reward", "message"),
@@ -407,8 +411,8 @@ class TestParts:
 
     @given(st.dictionaries(st.sampled_from("abc"), st.tuples(*[st.floats(-1e6, 1e6)] * 2), min_size=1))
     def test_the_reward_is_the_weighted_sum(self, parts: dict[str, tuple[float, float]]) -> None:
-        verdict = as_verdict({name: part for name, (part, _) in parts.items()}, {n: w for n, (_, w) in parts.items()})
-        assert verdict.reward == math.fsum(part * weight for part, weight in parts.values())
+        reply = as_reply({name: part for name, (part, _) in parts.items()}, {n: w for n, (_, w) in parts.items()})
+        assert reply["reward"] == math.fsum(part * weight for part, weight in parts.values())
 
 
 class TestOnlyFailures:
@@ -447,7 +451,7 @@ class TestOnlyFailures:
             assert scorer.metrics()["reward/failed_share"] == 0.75
             assert scorer.recent_failure is not None
             assert re.fullmatch(
-                r"RuntimeError\('on purpose'\) \(reward_hooks.py, line \d+\)", scorer.recent_failure.message
+                r"RuntimeError\('on purpose'\) \(reward_hooks.py, line \d+\)", scorer.recent_failure.end.message
             )
             scorer.score(items("raise", "nothing", "text", "raise"))
             assert scorer.metrics()["reward/failed_share"] == 1.0, "the first batch is over"

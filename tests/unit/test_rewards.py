@@ -19,9 +19,9 @@ from bapo_megatron.prompts.chains import ChainSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.answers import judge_chain
-from bapo_megatron.rewards.judges import JudgeSpec
 from bapo_megatron.rewards.math import judge_math
 from bapo_megatron.rewards.reasoning_gym import build_judge_of_all, gym_answer, gym_judge
+from bapo_megatron.rewards.verdicts import JudgeSpec
 from bapo_megatron.types import Prompt
 from tests.unit.test_reward_hooks import HANG_S, judges, strike_only
 

@@ -18,7 +18,7 @@ from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionSpan
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
-from bapo_megatron.rewards.worker_pool import Verdict
+from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import RolloutStats, sample_seed
 from bapo_megatron.rollout.drivers import JudgeOnce
@@ -135,7 +135,7 @@ class ScriptedEngine:
 
 
 def verdict(reward: float) -> Verdict:
-    return Verdict(float(reward), None, "", 0.0)
+    return Verdict(Ended(reward=float(reward)))
 
 
 def make(
