@@ -50,7 +50,7 @@ from bapo_megatron.runs.resuming import has_results, num_steps_saved
 from bapo_megatron.runtime.environment import has_gpu_driver
 from bapo_megatron.runtime.files import located
 
-# The memory of a layout that is not possible cannot be computed: that is why these are not recorded while it is.
+# Decide whether a layout is possible. No computation of its memory can note them: an impossible layout has none.
 _LAYOUT = (
     *RANKS,
     *("parallel.virtual_pipeline", "parallel.last_stage_layers", "parallel.expert", "parallel.sequence"),
