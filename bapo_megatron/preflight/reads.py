@@ -19,6 +19,7 @@ from bapo_megatron.config.schema_loss import LossConfig
 from bapo_megatron.resolved import Resolved
 
 AnySection = TypeVar("AnySection", bound=Section)
+_TRAITS = {*LossConfig.__class_vars__, "rule_reads"}
 _FACTS = {"engine": ("rollout.engine",), "own": ("model.family",), "model": ("model.path", "model.family")}
 
 
@@ -50,19 +51,22 @@ def _noting(section: AnySection, path: str, note: Callable[[str], object]) -> An
     kind = type(section)
     if kind.__name__ == "Noting":
         return section
-    inner = {name: value for name, value in section if isinstance(value, Section)}
-    settings = kind.model_fields.keys() - inner.keys()
 
     class Noting(kind):  # type: ignore[valid-type, misc]
         model_config = ConfigDict(defer_build=True, use_attribute_docstrings=False)
 
         def __getattribute__(self, name: str) -> Any:
-            if name in settings:
+            value = super().__getattribute__(name)
+            if name in kind.model_fields:
+                if isinstance(value, Section):
+                    values = super().__getattribute__("__dict__")
+                    values[name] = _noting(value, f"{path}{name}.", note)  # kept, as making a class is slow
+                    return values[name]
                 note(path + name)
-            elif issubclass(kind, LossConfig) and not name.startswith(("_", "model_")):
-                note(f"{path}name")  # it chooses the class, and so what else there is to read
-            return super().__getattribute__(name)
+            elif issubclass(kind, LossConfig) and name in _TRAITS:
+                note(f"{path}name")  # it chooses the class, which has these traits
+            return value
 
-    view = section.model_copy(update={name: _noting(value, f"{path}{name}.", note) for name, value in inner.items()})
+    view = section.model_copy()
     object.__setattr__(view, "__class__", Noting)
     return view
