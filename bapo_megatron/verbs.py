@@ -145,7 +145,8 @@ def plan(options: Namespace) -> int:
 def _plan_best(options: Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.explain import explain_best
-    from bapo_megatron.preflight.plan import CHOSEN, planned
+    from bapo_megatron.preflight.plan import planned
+    from bapo_megatron.preflight.suggest import CHOSEN
     from bapo_megatron.runtime.files import explaining_os_errors
 
     file: Path | None = options.output

@@ -22,6 +22,7 @@ from bapo_megatron.learner import REMOVE_ENGINE
 from bapo_megatron.learner.precision import this_machine
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.functions import check_functions
+from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.checks.slurm import (
     check_node_gpus,
     check_nodes,
@@ -32,7 +33,8 @@ from bapo_megatron.preflight.checks.slurm import (
 from bapo_megatron.preflight.inputs import Findings, read_inputs
 from bapo_megatron.preflight.known_models import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_host_memory, check_open_files, check_room
-from bapo_megatron.preflight.plan import LAYOUT, SPLIT, check_devices, check_machines, check_memory, check_unused
+from bapo_megatron.preflight.plan import check_devices, check_machines, check_memory, check_unused
+from bapo_megatron.preflight.reads import reads
 from bapo_megatron.preflight.software_checks import (
     REBUILD_ENGINE,
     check_megatron,
@@ -48,6 +50,12 @@ from bapo_megatron.runs.resuming import has_results, num_steps_saved
 from bapo_megatron.runtime.environment import has_gpu_driver
 from bapo_megatron.runtime.files import located
 
+# Decide whether a layout is possible. No computation of its memory can note them: an impossible layout has none.
+_LAYOUT = (
+    *RANKS,
+    *("parallel.virtual_pipeline", "parallel.last_stage_layers", "parallel.expert", "parallel.sequence"),
+    *("train.minibatches_per_step", "model.path", "model.family", "cluster", "slurm.rollout_nodes"),
+)
 _ENOUGH_GPUS = 1_000_000  # no limit: the number of ranks does not change
 
 
@@ -195,6 +203,7 @@ def violations_of(
     is_known = run.model is None or run.model.has_family  # otherwise its tokenizer is not loaded
     tokenizer_from = model if is_known else None
     is_dry = job is not None and not here
+    split = ("cluster", *reads(run, lambda run: run.placement))
     checks = [
         Check(lambda: _absent(config, known is not None) if is_dry else ()),
         Check(lambda: _check_installed(run.engine, bool(num_gpus)) if not (elsewhere or is_job) else ()),
@@ -230,13 +239,13 @@ def violations_of(
                 if memory and hf_config
                 else ()
             ),
-            needs=LAYOUT,
+            needs=_LAYOUT,
         ),
         Check(lambda: check_machines(run)),
         Check(lambda: check_devices(run)),
-        Check(lambda: check_node_gpus(run) if nodes > 1 else (), needs=(*SPLIT, "cluster", "slurm.rollout_nodes")),
-        Check(lambda: check_memory(run) if memory and hf_config else (), needs=LAYOUT),
-        Check(lambda: check_unused(run), needs=(*SPLIT, "cluster")),
+        Check(lambda: check_node_gpus(run) if nodes > 1 else (), needs=split),
+        Check(lambda: check_memory(run) if memory and hf_config else (), needs=_LAYOUT),
+        Check(lambda: check_unused(run), needs=split),
         Check(lambda: job(config) if job else ()),
     ]
     untold: list[Violation] = []  # found with a default for an unknown value; later checks cannot pass them either

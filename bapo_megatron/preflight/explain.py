@@ -123,7 +123,7 @@ def explain_plan(run: Resolved, response_tokens: int | None = None) -> Explanati
         return Explanation("\n".join(verdict), "\n".join(_memory(memory, "process on CPUs")), [])
     plan = make_plan(run, response_tokens)
     found = [] if _is_too_small(config, plan) else suggest(run, plan)
-    problems = [v.message for v in memory_problems(config, plan)]
+    problems = [v.message for v in memory_problems(run, plan)]
     verdict = [_fit(plan), _time(config, plan), f"change     {_change(run, plan, found)}"]
     return Explanation("\n".join(verdict), "\n".join([*_lines(run, plan), *_suggestions(found)]), problems)
 

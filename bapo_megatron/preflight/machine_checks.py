@@ -11,7 +11,7 @@ from typing import Literal
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.machine.memory import checkpoint_bytes, host_bytes, routes_host_bytes
-from bapo_megatron.preflight.plan import LAYOUT
+from bapo_megatron.preflight.reads import reads
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime import memory_bytes, num_cores, raise_open_files
 
@@ -40,35 +40,44 @@ class Finding:
 _BASE_OPEN_FILES = 160  # measured: at most 156 in rank 0 of a run of 2,000 steps with two engines (docs/resume.md)
 _FILES_OF_JUDGE = 4
 _FILES_OF_RANK = 2
-_ROOM = ("run.dir", "checkpoint.interval_steps", "checkpoint.keep_last")
+
+
+def _kept_bytes(run: Resolved) -> int:
+    """Return the bytes of all checkpoints that exist together: an old one is deleted once the new one is complete."""
+    kept = run.config.checkpoint
+    return 0 if kept.interval_steps is None else (kept.keep_last + 1) * checkpoint_bytes(run)
 
 
 def check_room(run: Resolved) -> Iterator[Violation]:
     """Check that `run.dir` has space for a checkpoint, and warn if it has too little for all that are kept."""
     config, needed = run.config, checkpoint_bytes(run)
     folder = Path(config.run.dir)
-    num_kept = config.checkpoint.keep_last + 1  # an old one is deleted only once the new one is complete
     try:
         free = shutil.disk_usage(_existing(folder)).free
     except OSError:
         return  # the run creates its folder before anything starts, and reports that error
-    if config.checkpoint.interval_steps is None or free >= num_kept * needed:
+    if free >= _kept_bytes(run):
         return
     problem = f"{free / GIB:.2f} GiB is free for run.dir={folder}, and a checkpoint takes {needed / GIB:.2f}"
     remedy = "free some, or set run.dir to another disk"
+    settings = reads(run, _kept_bytes, first=("run.dir",))
     if free < needed:
-        yield Violation(_ROOM, problem, remedy)
+        yield Violation(settings, problem, remedy)
     elif not any((folder / str(config.run.name) / "checkpoints").glob("step-*")):
-        yield warning(_ROOM, f"{problem}, of which there are up to {num_kept}", remedy)
+        yield warning(settings, f"{problem}, of which there are up to {config.checkpoint.keep_last + 1}", remedy)
 
 
-_HOST = (  # what `check_host_memory` reads
-    *("checkpoint.asynchronous", "checkpoint.interval_steps", "slurm.options", *LAYOUT),
-    *("model.replay_routes", "rollout.groups_in_flight", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
-    *("rollout.overlap", "rollout.max_staleness", "rollout.max_response_tokens", "data.max_prompt_tokens"),
-    *("environment", "train.epochs_per_step"),
-)
 _MEMORY_OPTION = re.compile(r"--mem[= ](\d+)([KMGT]?)")
+
+
+def _copied_bytes(run: Resolved) -> tuple[int, int]:
+    return host_bytes(run), routes_host_bytes(run)
+
+
+def _asked_memory(run: Resolved) -> re.Match[str] | None:
+    """Return the option that asks for a node's memory."""
+    options = run.config.slurm.options
+    return next((found for option in options if (found := _MEMORY_OPTION.fullmatch(option))), None)
 
 
 def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation]:
@@ -77,8 +86,8 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
     Args:
         starts_here: whether the run takes place on this machine.
     """
-    copies, routes = host_bytes(run), routes_host_bytes(run)
-    asked = next((found for option in run.config.slurm.options if (found := _MEMORY_OPTION.fullmatch(option))), None)
+    copies, routes = _copied_bytes(run)
+    asked = None if starts_here else _asked_memory(run)
     if starts_here:
         have, where = memory_bytes(), "this machine has"
     elif asked and int(asked[1]):
@@ -92,8 +101,9 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
         f"checkpoint.asynchronous=true copies {copies / GIB:.2f} GiB to the memory of each node that trains": copies,
         f"model.replay_routes=true keeps {routes / GIB:.2f} GiB in the memory of trainer rank 0's node": routes,
     }
+    first = ("checkpoint.asynchronous",) if copies else ("rollout.samples_per_prompt",)
     yield Violation(
-        _HOST,
+        reads(run, lambda run: (_copied_bytes(run), starts_here or _asked_memory(run)), first=first),
         f"{', and '.join(text for text, num in what.items() if num)}, and {where} {have / GIB:.2f} GiB",
         ("set checkpoint.asynchronous=false" if copies else "take fewer or shorter samples")
         + ("" if starts_here else ", or ask for more"),
@@ -103,13 +113,6 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
 def _existing(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
     return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
-
-
-_OPEN_FILES = (  # what `open_files_needed` reads
-    *("reward.concurrency", "parallel", "rollout.overlap", "rollout.abort_tail", "rollout.groups_in_flight"),
-    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_concurrent_requests"),
-    *("rollout.num_servers", "rollout.urls", "model.replay_routes"),
-)
 
 
 def open_files_needed(run: Resolved) -> int:
@@ -133,7 +136,7 @@ def check_open_files(run: Resolved) -> Iterator[Violation]:
         "--ulimit nofile= for a container"
     )
     problem = f"a process may have {allowed} files open here (ulimit -Hn), and trainer rank 0 needs up to {needed}"
-    yield Violation(_OPEN_FILES, problem, how)
+    yield Violation(reads(run, open_files_needed, first=("reward.concurrency",)), problem, how)
 
 
 def check_port(host: str, port: int) -> Finding:

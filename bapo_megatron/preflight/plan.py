@@ -34,6 +34,7 @@ from bapo_megatron.machine.server_memory import ServerMemory, server_memory
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.known_models import planned_config
+from bapo_megatron.preflight.reads import reads
 from bapo_megatron.preflight.work import decode_seconds
 from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.resolved.placement import Placement
@@ -43,89 +44,6 @@ LINK_SHARE = 0.7  # share of the bandwidth of NVLink or PCIe, of the network, an
 NETWORK_BYTES_PER_S = 50e9  # per GPU, between machines, in one direction: 400 Gbit/s
 FULL = 0.95  # usable share of the memory; fragmentation may take the rest
 ROOMY = 0.9  # share of the memory to choose by: a plan is an estimate, and free memory absorbs its errors
-
-SPLIT = (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel")
-"""Settings that decide how many GPUs trainer and servers take."""
-CHOSEN = (
-    *RANKS,
-    "parallel.num_ranks",
-    "parallel.last_stage_layers",
-    "parallel.expert",
-    "parallel.sequence",
-    "rollout.num_servers",
-    "rollout.server_tensor_parallel",
-    "train.recompute",
-    "optimizer.distributed",
-)
-"""Settings that `bapo plan --best` chooses, whatever their values are."""
-LAYOUT = (
-    *RANKS,
-    "parallel.virtual_pipeline",
-    "parallel.last_stage_layers",
-    "parallel.expert",
-    "parallel.sequence",
-    "train.minibatches_per_step",
-    "model.path",
-    "model.family",
-    "cluster",
-    "slurm.rollout_nodes",
-)
-"""Settings that decide whether there is a layout to plan for."""
-MEMORY = (
-    *SPLIT,
-    "model.path",
-    "model.family",
-    "model.dtype",
-    "model.replay_routes",
-    "precision.fp8",
-    "precision.fp8_params",
-    "parallel.virtual_pipeline",
-    "parallel.last_stage_layers",
-    "parallel.expert",
-    "parallel.sequence",
-    "parallel.overlap_communication",
-    "cluster",
-    "slurm.rollout_nodes",
-    "train.minibatches_per_step",
-    "train.max_tokens_per_microbatch",
-    "train.logprob_chunk_tokens",
-    "train.recompute",
-    "train.recompute_layers",
-    "train.recompute_modules",
-    "train.schedule",
-    "rollout.prompts_per_step",
-    "rollout.samples_per_prompt",
-    "rollout.max_response_tokens",
-    "data.max_prompt_tokens",
-    "environment",
-    "loss.name",
-    "loss.options",
-    "loss.kl_coef",
-    "loss.proximal",
-    "loss.search_bounds",
-    "bapo.scope",
-    "advantage.kind",
-    "optimizer.distributed",
-    "sync.bucket_mib",
-    "sglang.extra.mem_fraction_static",
-)
-"""Settings that the memory plan uses."""
-SERVER_MEMORY = (
-    "rollout.server_tensor_parallel",
-    "rollout.engine",
-    "rollout.max_response_tokens",
-    "data.max_prompt_tokens",
-    "environment",
-    "eval.sets",
-    "eval.interval_steps",
-    "model.path",
-    "model.family",
-    "model.dtype",
-    "cluster.gpu",
-    "cluster.gpu_memory_gib",
-    "sglang.extra.mem_fraction_static",
-)
-"""Settings that decide whether a server has room for one response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +114,12 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
     assert run.config.cluster.gpu is not None
     gpu = GPUS[run.config.cluster.gpu]
     given, run = run, with_choices(run)
-    memory_gib = run.config.cluster.gpu_memory_gib or gpu.memory_gib
+    memory_gib = gpu_memory_gib(run)
     tokens = work.StepTokens.of(run.config, response_tokens)
     trainer = fullest_rank(run, int(memory_gib * GIB))
     passes = work.num_scoring_passes(run.config, plans_forwards_first(run, int(memory_gib * GIB)))
     flops = work.step_flops(run, tokens, passes)
-    server = server_memory(run, memory_gib) if run.engine.on_gpus else None
+    server = _server_memory(run)
     rollout = None
     if server is not None:
         least = decode_seconds(run, gpu, server, tokens)
@@ -253,11 +171,17 @@ def with_choices(run: Resolved) -> Resolved:
 
     Without a cluster to plan for, nothing is chosen.
     """
-    c = run.config.cluster
-    if c.gpu is None:
+    if run.config.cluster.gpu is None:
         return run
-    gpu_bytes = int((c.gpu_memory_gib or GPUS[c.gpu].memory_gib) * GIB)
+    gpu_bytes = int(gpu_memory_gib(run) * GIB)
     return _with_chunks(_with_recompute(run, gpu_bytes), gpu_bytes)
+
+
+def gpu_memory_gib(run: Resolved) -> float:
+    """Return the memory of one of the cluster's GPUs."""
+    c = run.config.cluster
+    assert c.gpu is not None
+    return c.gpu_memory_gib or GPUS[c.gpu].memory_gib
 
 
 def _with_recompute(run: Resolved, gpu_bytes: int) -> Resolved:
@@ -345,7 +269,7 @@ def check_memory(run: Resolved) -> list[Violation]:
     """Check the memory of the cluster's GPUs against a run whose layout is possible."""
     if run.config.cluster.gpu is None:
         return []
-    found = memory_problems(run.config, make_plan(run))
+    found = memory_problems(run, make_plan(run))
     more = "`bapo plan` shows its parts"
     if run.engine.on_gpus:
         more += ", and with --best finds a split of the GPUs that fits, or the smallest cluster"
@@ -365,20 +289,24 @@ def check_devices(run: Resolved) -> Iterator[Violation]:
 
 def check_unused(run: Resolved) -> Iterator[Violation]:
     """Warn of a single machine's GPUs that neither trainer nor servers use; `check_node_gpus` does so for several."""
-    c = run.config.cluster
-    idle = c.gpus_per_node - run.placement.num_gpus
-    if c.gpu is not None and c.nodes == 1 and idle > 0:
+    c, idle = run.config.cluster, _idle_gpus(run)
+    if idle > 0:
         yield warning(
-            (*SPLIT, "cluster"),
+            reads(run, _idle_gpus, first=("parallel.data",)),
             f"{idle} of cluster.gpus_per_node={c.gpus_per_node} GPUs {'is' if idle == 1 else 'are'} idle",
             f"raise parallel.data{' or rollout.num_servers' if run.engine.on_gpus else ''}, or set "
             f"cluster.gpus_per_node={c.gpus_per_node - idle}",
         )
 
 
-def memory_problems(config: Config, plan: RunPlan) -> list[Violation]:
+def _idle_gpus(run: Resolved) -> int:
+    c = run.config.cluster
+    return c.gpus_per_node - run.placement.num_gpus if c.gpu is not None and c.nodes == 1 else 0
+
+
+def memory_problems(run: Resolved, plan: RunPlan) -> list[Violation]:
     """List what exceeds the memory, with numbers; empty if everything fits."""
-    found, r = [], config.rollout
+    found, config, r = [], run.config, run.config.rollout
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     longest = config.longest_trained
     if need > have:
@@ -389,7 +317,7 @@ def memory_problems(config: Config, plan: RunPlan) -> list[Violation]:
         )
         found.append(
             Violation(
-                MEMORY,
+                reads(run, _trainer_memory, first=RANKS),
                 f"a trainer rank needs {need:.1f} GiB, and {FULL:.0%} of one {plan.gpu.name} is {have:.1f} GiB",
                 ", or ".join(remedies),
             )
@@ -397,13 +325,21 @@ def memory_problems(config: Config, plan: RunPlan) -> list[Violation]:
     if plan.server is not None and plan.server.concurrency == 0:
         found.append(
             Violation(
-                SERVER_MEMORY,
+                reads(run, _server_memory, first=("rollout.server_tensor_parallel",)),
                 f"a server of rollout.server_tensor_parallel={plural(r.server_tensor_parallel, 'GPU')} has room for "
                 f"{plural(plan.server.kv_tokens, 'token')} besides the weights, and one response takes {longest}",
                 "raise rollout.server_tensor_parallel or sglang.extra.mem_fraction_static",
             )
         )
     return found
+
+
+def _trainer_memory(run: Resolved) -> TrainerMemory:
+    return fullest_rank(with_choices(run), int(gpu_memory_gib(run) * GIB))
+
+
+def _server_memory(run: Resolved) -> ServerMemory | None:
+    return server_memory(run, gpu_memory_gib(run)) if run.engine.on_gpus else None
 
 
 def _train_seconds(run: Resolved, gpu: GPU, tokens: work.StepTokens, held: Held, passes: int, flops: float) -> Seconds:

@@ -414,14 +414,14 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwa
         run = resolve(load_tables({"": table}), hf_config)
         present = make_plan(run)
         if present.server is None or present.server.concurrency == 0:
-            problems = [v.message for v in memory_problems(run.config, present)]
+            problems = [v.message for v in memory_problems(run, present)]
             continue
         better = suggest(run, present, count=1)
         if better:
             for path, value in map(parse_override, better[0].overrides):
                 merge(table, {path[0]: {path[1]: value}})
         elif not present.fits:
-            problems = [v.message for v in memory_problems(run.config, present)]
+            problems = [v.message for v in memory_problems(run, present)]
             continue
         if hardware.gpu is None:
             del table["cluster"]

@@ -17,6 +17,7 @@ from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.machine.memory import fullest_rank, microbatch_tokens, planned_chunk_rows, plans_forwards_first
 from bapo_megatron.preflight.check import accepts_layout
+from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.plan import ROOMY, Balance, RunPlan, make_plan, step_balance
 from bapo_megatron.resolved import Resolved
 
@@ -26,6 +27,19 @@ _MIN_CHUNK_TOKENS = 64
 _MOST_NODES = 32
 
 Change = dict[str, dict[str, Any]]  # values by section and setting
+
+CHOSEN = (
+    *RANKS,
+    "parallel.num_ranks",
+    "parallel.last_stage_layers",
+    "parallel.expert",
+    "parallel.sequence",
+    "rollout.num_servers",
+    "rollout.server_tensor_parallel",
+    "train.recompute",
+    "optimizer.distributed",
+)
+"""Settings that a `GPUSplit` changes, whatever their values are."""
 
 
 @dataclass(frozen=True, slots=True)
