@@ -245,7 +245,6 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
         ("slurm demo --dry-run optimizer.lr", "optimizer.lr needs a =: write optimizer.lr=VALUE"),
         ("slurm demo --dry-run optimizer.lr=1 --xyzzy", "there is no option --xyzzy; see `bapo slurm --help`"),
         ("check demmo", "configuration demmo does not exist; did you mean demo?"),
-        ("plan models/qwen3-32b-64k", "the shipped configuration models/qwen3-32b-64k is now recipes/qwen3-32b-64k"),
         ("check demo model=Qwen/Qwen3", 'model is a table of settings, got "Qwen/Qwen3" (override model=Qwen/Qwen3); '
          "did you mean model.path?"),
         ("serve demo --port x", "argument --port: x is not a port, from 0 to 65535; see `bapo serve --help`"),

@@ -10,9 +10,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.config.earlier import RETIRED
 from bapo_megatron.config.load import (
-    UNSET,
     dump_config,
     find_config,
     load_config,
@@ -89,17 +87,13 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
             "(run.toml)",
         ),
         (
-            "[loss]\nname = 'clip_higher'\nclip_higher = 1.4\nclip_low = 0.7",
-            'loss.name="clip_higher" is now loss.name="grpo" with loss.clip_high=1.4 (run.toml)',
-        ),
-        ("[loss]\nclip_higher = 1.4", 'loss.clip_higher is now loss.name="grpo" with loss.clip_high=1.4 (run.toml)'),
-        (
-            "[rollout]\nzero_variance = 'drop'",
-            'rollout.zero_variance is now rollout.keep_group="informative" (run.toml)',
-        ),
-        (
             "[loss]\nname = 'grpo'\nclip_hihg = 2",
             "no such setting: loss.clip_hihg (run.toml); did you mean loss.clip_high?",
+        ),
+        (
+            "[slurm]\npartition = 'gpu'",
+            "no such setting: slurm.partition (run.toml); did you mean slurm.options (any other option of sbatch, such "
+            'as ["--partition=NAME"])?',
         ),
         ("[model]\npath = 7", "model.path must be text in quotes, got 7 (run.toml)"),
         ("rollout = 5", "rollout must be a table, got 5 (run.toml)"),
@@ -116,13 +110,6 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
 )
 def test_each_mistake_is_explained(tmp_path: Path, toml: str, expected: str) -> None:
     assert message([write(tmp_path, toml)]) == expected
-
-
-def test_the_loss_of_an_earlier_version_is_blamed_on_its_own_source() -> None:
-    assert message(["demo"], "loss.name=clip_higher", "loss.kl_coef=-1").splitlines() == [
-        'loss.name="clip_higher" is now loss.name="grpo" with loss.clip_high=1.28 (override loss.name=clip_higher)',
-        "loss.kl_coef must be at least 0, got -1 (override loss.kl_coef=-1)",
-    ]
 
 
 def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
@@ -237,21 +224,6 @@ def test_dump_loads_back_equal(tmp_path: Path, overrides: list[str]) -> None:
 def test_shipped_configs_load_by_name() -> None:
     assert {"demo", "guess_demo", "hybrid_demo", "moe_demo", "smollm2_135m", "tool_demo"} <= set(shipped_configs())
     assert load_config(["demo"]) == load_config([find_config("demo")])
-
-
-def test_a_retired_setting_is_dropped_at_its_default_and_explained_otherwise(tmp_path: Path) -> None:
-    """An old run's config.toml names every setting."""
-    old = tomllib.loads(dump_config(load_config(["demo"])))
-    for name, (default, _) in RETIRED.items():
-        section, _, key = name.partition(".")
-        old[section][key] = default
-    assert load_config([write(tmp_path, tomli_w.dumps(old))]) == load_config(["demo"])
-    for name, (default, advice) in RETIRED.items():
-        section, _, key = name.partition(".")
-        value = 7 if default != UNSET else "other"
-        with pytest.raises(ConfigError) as raised:
-            load_config(["demo"], [f"{name}={value}"])
-        assert str(raised.value) == f"{name} (override {name}={value}) is no longer a setting; {advice}"
 
 
 tables = st.recursive(
