@@ -20,6 +20,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.runtime import program
 from bapo_megatron.version import __version__
 from tests.distributed import HANG_S
+from tests.loss_names import EVERY_LOSS
 
 BAPO = f"{sys.executable} -m bapo_megatron"
 CONFIG = """
@@ -47,8 +48,7 @@ def test_check_names_three_mistakes_in_one_answer(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert sorted(done.stderr.splitlines()) == [
-        'bapo: loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
-        '"my_module:my_name", got "ppo" (run.toml)',
+        f'bapo: loss.name must be {EVERY_LOSS} or a path like "my_module:my_name", got "ppo" (run.toml)',
         "bapo: no such setting: bapo.rho_0 (run.toml); did you mean bapo.rho0?",
         'bapo: train.num_steps must be a whole number, got "many" (run.toml)',
     ]

@@ -21,6 +21,7 @@ from bapo_megatron.config.load import (
 )
 from bapo_megatron.config.paths import schema
 from bapo_megatron.errors import ConfigError
+from tests.loss_names import EVERY_LOSS, losses_with
 
 
 def write(folder: Path, text: str, name: str = "run.toml") -> Path:
@@ -52,7 +53,7 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         ("[optimizer]\nlr = 'fast'", 'optimizer.lr must be a number, got "fast" (run.toml)'),
         (
             "[loss]\nname = 'bap'",
-            'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
+            f"loss.name must be {EVERY_LOSS} or a path like "
             '"my_module:my_name", got "bap"; did you mean "bapo"? (run.toml)',
         ),
         (
@@ -78,13 +79,11 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         ),
         (
             "[loss]\nclip_high = 1.3",
-            'loss.clip_high is not a setting of loss.name="bapo", but of loss.name="grpo", loss.name="gspo", '
-            'loss.name="gmpo" and loss.name="cispo" (run.toml)',
+            f'loss.clip_high is not a setting of loss.name="bapo", but of {losses_with("clip_high")} (run.toml)',
         ),
         (
             "[loss]\nname = 'sft'\ndual_clip = 3",
-            'loss.dual_clip is not a setting of loss.name="sft", but of loss.name="bapo" and loss.name="grpo" '
-            "(run.toml)",
+            f'loss.dual_clip is not a setting of loss.name="sft", but of {losses_with("dual_clip")} (run.toml)',
         ),
         (
             "[loss]\nname = 'grpo'\nclip_hihg = 2",
@@ -117,8 +116,7 @@ def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
     second = write(tmp_path, "[loss]\nname = 'y'", "second.toml")
     lines = message([first, second], "bapo.rho_0=1", "nonsense").splitlines()
     assert sorted(lines) == [
-        'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
-        '"my_module:my_name", got "y" (second.toml)',
+        f'loss.name must be {EVERY_LOSS} or a path like "my_module:my_name", got "y" (second.toml)',
         "no such setting: bapo.rho_0 (override bapo.rho_0=1); did you mean bapo.rho0?",
         "override 'nonsense' is not of the form section.key=value, such as optimizer.lr=3e-4",
         "train.num_steps must be above 0, got -1 (first.toml)",
