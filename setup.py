@@ -1,9 +1,8 @@
 """Packaging: code, patches, shipped configurations and assets all go into the wheel.
 
-Three folders of the checkout have a different import name once installed:
-    patches/       ->  bapo_megatron_patches
-    configs/       ->  bapo_megatron_configs
-    requirements/  ->  bapo_megatron_requirements
+Two folders of the checkout have a different import name once installed:
+    patches/  ->  bapo_megatron_patches
+    configs/  ->  bapo_megatron_configs
 """
 
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from setuptools import find_namespace_packages, find_packages, setup
 
 ROOT = Path(__file__).parent
-MAPPED_FOLDERS = {f"bapo_megatron_{folder}": folder for folder in ("patches", "configs", "requirements")}
+MAPPED_FOLDERS = {f"bapo_megatron_{folder}": folder for folder in ("patches", "configs")}
 
 # These are ranges; requirements/ has the tested versions.
 BASE = [  # algorithms and plugins, for the environment of another framework
@@ -160,7 +159,6 @@ setup(
             "**/*.txt",
         ],
         "bapo_megatron_configs": ["**/*.toml", "**/*.jsonl"],
-        "bapo_megatron_requirements": ["*.txt"],
     },
     include_package_data=False,
     install_requires=BASE,

@@ -244,8 +244,6 @@ VERBS = (
             argument(
                 "--config", nargs="+", default=[], metavar="CONFIG | KEY=VALUE", help="also check what this run needs"
             ),
-            argument("--port", type=_whole, action="append", default=[], metavar="PORT", help="check that it is free"),
-            argument("--versions", action="store_true", help="only compare packages with requirements/"),
             argument("--rendezvous", metavar="HOST:PORT", help="meet the doctors of other nodes there, on node 0"),
             argument("--num-nodes", type=_whole, default=1, metavar="N", help="doctors that meet (default: 1)"),
             argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (default: 0)"),

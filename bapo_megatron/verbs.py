@@ -166,15 +166,9 @@ def _plan_best(options: Namespace) -> int:
 
 def doctor(options: Namespace) -> int:
     """Check whether this machine is fit to train, and print the findings."""
-    from bapo_megatron.preflight.packages import Stack, check_required, check_versions, table
+    from bapo_megatron.preflight.packages import check_packages
 
-    packages = check_required()
-    if options.versions:
-        from bapo_megatron.preflight.software_checks import read_driver
-
-        stack: Stack = "gpu" if read_driver().gpus else "cpu"
-        print("\n".join(table(stack)))
-        return int("error" in (packages.verdict, check_versions(stack).verdict))
+    packages = check_packages()
     print(packages, flush=True)
     if packages.verdict == "error":  # the following checks import them
         return 1
@@ -184,7 +178,7 @@ def doctor(options: Namespace) -> int:
     config = load_config(*split_arguments(options.config)) if options.config else None
     rendezvous = parse_rendezvous(options.rendezvous, options.num_nodes, options.node_rank)
     findings = [packages]
-    for finding in examine(config, options.port, rendezvous):
+    for finding in examine(config, rendezvous):
         findings.append(finding)
         print(finding, flush=True)
     text, code = verdict(findings)

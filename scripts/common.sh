@@ -48,7 +48,7 @@ use_offline() {
     "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         fail "$("$PY" --version) is too old; Python 3.11 or newer is needed (set PYTHON)"
     mkdir -p "$OFFLINE"
-    for folder in patches configs requirements; do
+    for folder in patches configs; do
         ln -sfn "$ROOT/$folder" "$OFFLINE/bapo_megatron_$folder"
     done
     export PYTHONPATH="$OFFLINE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" PATH="$OFFLINE/bin:$PATH"
@@ -61,7 +61,7 @@ use_offline() {
     fi
     [[ -d "$OFFLINE/bapo_megatron.egg-info" ]] ||
         (cd "$ROOT" && "$PY" setup.py --quiet egg_info --egg-base "$OFFLINE") 2>/dev/null ||
-        say "no setuptools here: bapo doctor cannot compare versions"
+        say "no setuptools here: bapo doctor cannot tell which packages are missing"
 }
 
 # Print the file of tested versions for this machine. On a GPU machine it has the torch that SGLang pins: another one

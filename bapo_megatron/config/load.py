@@ -26,7 +26,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from bapo_megatron.config import earlier, paths
+from bapo_megatron.config import paths
 from bapo_megatron.config.base import ContradictionError, Violation, overlap
 from bapo_megatron.config.coming_from import meant_by
 from bapo_megatron.config.losses import CUSTOM, LOSS_SECTIONS
@@ -131,25 +131,8 @@ def _merged(tables: Sequence[tuple[str, dict[str, Any]]], overrides: Sequence[st
             continue
         _put_origins(origins, value or None, f"override {escaped(text)}", path_in_schema)  # {} replaces a table
     unread = {setting for violation in found for setting in violation.settings}
-    found += _drop_earlier(merged, origins)
     several = {source for source, _ in tables} if len(tables) > 1 else set()
     return _validated(merged, origins, found, unread, several)
-
-
-def _drop_earlier(merged: dict[str, Any], origins: Origins) -> Iterator[Violation]:
-    """Drop removed settings; yield what to write instead, unless a removed setting has its old default."""
-    loss = merged.get("loss")
-    if isinstance(loss, dict) and loss.get("name") == "clip_higher":
-        advice = earlier.MOVED["loss", "clip_higher"](loss.pop("clip_higher", 1.28))
-        yield Violation(
-            ("loss.name",), f'loss.name="clip_higher" is now {advice} ({_source(("loss", "name"), origins)})'
-        )
-        loss["name"] = "grpo"
-    for name, (default, advice) in earlier.RETIRED.items():
-        section, _, key = name.partition(".")
-        table = merged.get(section)
-        if isinstance(table, dict) and key in table and table.pop(key) != default:
-            yield Violation((name,), f"{name} ({_source((section, key), origins)}) is no longer a setting", advice)
 
 
 def _validated(
@@ -269,9 +252,6 @@ def find_config(file: Path | str) -> Path:
     shipped = shipped_configs()
     if str(file) in shipped:
         return shipped[str(file)]
-    renamed = f"recipes/{Path(file).name}"
-    if str(file) == f"models/{Path(file).name}" and renamed in shipped:
-        raise ConfigError(f"the shipped configuration {file} is now {renamed}")
     if os.path.isfile(os.path.join(file, "config.json")):
         raise ConfigError(
             f"{file} is a model, not a configuration: `bapo init {file} DATA` writes one, or set model.path={file}"
@@ -347,7 +327,7 @@ def parse_override(text: str) -> tuple[paths.Path, Any]:
         return path, tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError) as error:  # tomllib.TOMLDecodeError, or an integer of thousands of digits
         if quoted or value[:1] in ("[", "{") or not isinstance(error, tomllib.TOMLDecodeError):
-            if path[:2] not in paths.schema() and path not in earlier.MOVED:  # below a section all else is options
+            if path[:2] not in paths.schema():  # below a section all else is options
                 raise ConfigError(_unknown(path, {path: f"override {escaped(text)}"}).message) from None
             raise ConfigError(f"override {shown(text)}: the value is not TOML: {escaped(str(error))}") from error
         return path, value
@@ -467,14 +447,11 @@ def _explain(error: dict[str, Any], path: paths.Path, loss: str, origins: Origin
     """
     name, source = escaped(".".join(path)), _source(path, origins)
     kind, context = error["type"], error.get("ctx", {})
-    if kind == "extra_forbidden" and path not in earlier.MOVED and not (loss and path in paths.schema()):
+    if kind == "extra_forbidden" and not (loss and path in paths.schema()):
         return [_unknown(wrong, origins) for wrong in _most_telling(path, error["input"])]
     hint = meant_by(name) if kind == "model_type" else None
     if kind == "extra_forbidden":
-        if path in earlier.MOVED:
-            problem = f"{name} is now {earlier.MOVED[path](error['input'])}"
-        else:
-            problem = f"{name} is not a setting of {_loss_name(loss)}, but of {_losses_with(path[1])}"
+        problem = f"{name} is not a setting of {_loss_name(loss)}, but of {_losses_with(path[1])}"
     elif kind == "missing":
         problem = f"{name} is missing"
     elif kind == "value_error":  # its text follows the name

@@ -1,24 +1,20 @@
 """`bapo doctor`: check whether this machine is fit to train, one line per check, with advice.
 
     bapo doctor                                          this machine, for CPU use or with its GPUs
-    bapo doctor --versions                               each package against requirements/
     bapo doctor --config CONFIG... KEY=VALUE             also the GPUs and kernels that a run needs
     bapo doctor --rendezvous node0:29500 --num-nodes 4 --node-rank $SLURM_NODEID      the same on each of four nodes
 
 Exit code: 0 fit (for CPU use on a machine without GPUs), 1 a check FAILs.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 
 from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.preflight import machine_checks as machine
 from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.preflight.group import Rendezvous, started_probes
-from bapo_megatron.preflight.machine_checks import Finding
-from bapo_megatron.preflight.packages import check_versions
+from bapo_megatron.preflight.machine_checks import Finding, check_port
 from bapo_megatron.resolved import resolve
 from bapo_megatron.runtime.nccl import may_share_gpus
 
@@ -27,25 +23,16 @@ GPU_PROBE_TIMEOUT_S = 90.0  # eight CUDA contexts and NCCL's first communicator
 NODES_TIMEOUT_S = 120.0  # other nodes may start later
 
 
-def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous | None) -> Iterator[Finding]:
-    """Yield findings as they become known; raise UserError for an invalid port."""
-    for port in ports:
-        if not 0 < port < 65536:
-            raise UserError(f"--port {port} is not a port; name one from 1 to 65535")
+def examine(config: Config | None, rendezvous: Rendezvous | None) -> Iterator[Finding]:
+    """Yield findings as they become known."""
     driver = software.read_driver()
     has_gpu = bool(driver.visible)
-    timeout_s = GPU_PROBE_TIMEOUT_S if has_gpu else PROBE_TIMEOUT_S
-    if rendezvous and rendezvous.num_nodes > 1:
-        timeout_s = NODES_TIMEOUT_S
-    yield Finding("python", "ok" if sys.version_info >= (3, 11) else "error", sys.version.split()[0], "")
-    yield check_versions("gpu" if driver.gpus else "cpu")
-    to_listen = [("127.0.0.1", port) for port in ports]
     if rendezvous and rendezvous.node_rank == 0:
-        to_listen.append(("0.0.0.0", rendezvous.port))
-    for host, port in to_listen:
-        yield (finding := machine.check_port(host, port))
-        if finding.verdict == "error" and rendezvous:
+        yield (port := check_port(rendezvous.port))
+        if port.verdict == "error":
             rendezvous = None  # the group meets on loopback instead, for the other checks
+    is_across_nodes = rendezvous is not None and rendezvous.num_nodes > 1
+    timeout_s = NODES_TIMEOUT_S if is_across_nodes else GPU_PROBE_TIMEOUT_S if has_gpu else PROBE_TIMEOUT_S
     with started_probes(len(driver.visible), rendezvous, timeout_s) as probes:
         yield software.check_megatron(has_gpu)
         yield from software.check_gpus(driver, _gpus_needed(config))
@@ -61,7 +48,7 @@ def examine(config: Config | None, ports: Sequence[int], rendezvous: Rendezvous 
             extra = {} if config is None else config.sglang.extra
             if engine.verdict == "ok" and (config is None or _may_use_engine(config)):
                 yield software.check_attention(extra, *_attention(config))
-        yield from probes.findings(is_across_nodes=rendezvous is not None and rendezvous.num_nodes > 1)
+        yield from probes.findings(is_across_nodes)
 
 
 def verdict(findings: Sequence[Finding]) -> tuple[str, int]:
@@ -71,8 +58,8 @@ def verdict(findings: Sequence[Finding]) -> tuple[str, int]:
     if failed:
         return f"not fit: {', '.join(failed)}", 1
     if "GPUs" in absent:
-        return f"fit for CPU use; not there, and needed or useful with GPUs: {', '.join(absent)}", 0
-    return "fit for GPU use" + (f"; not there, and not needed: {', '.join(absent)}" if absent else ""), 0
+        return f"fit for CPU use; missing for GPU use: {', '.join(absent)}", 0
+    return "fit for GPU use" + (f"; missing, and not needed: {', '.join(absent)}" if absent else ""), 0
 
 
 def parse_rendezvous(address: str | None, num_nodes: int, node_rank: int) -> Rendezvous | None:

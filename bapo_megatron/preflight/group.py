@@ -1,17 +1,15 @@
 """The doctor's small process group: measures a real all-reduce and broadcast."""
 
 import contextlib
-import json
 import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,37 +25,37 @@ from bapo_megatron.runtime.nccl import loaded_version
 
 _REPEATS = 4
 _BYTES = {"gloo": 4 * 2**20, "nccl": 256 * 2**20}
+_CPU_PROCESSES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Parameters of one probe process."""
+class Rendezvous:
+    """The meeting point of all nodes' probes. Example: Rendezvous("node0", 29500, num_nodes=4, node_rank=1)."""
 
-    rank: int
-    local_rank: int
-    world_size: int
     host: str
     port: int
+    num_nodes: int = 1
+    node_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What one probe process does."""
+
+    meeting: Rendezvous
+    local_rank: int
+    num_local: int
     backend: Literal["gloo", "nccl"]
     timeout_s: float
 
 
-def probe(task: Task, output: Path) -> None:
-    """Write JSON to `output`: facts about torch immediately, later the group's measurements as well."""
-    facts: dict[str, Any] = {}
+def _probe(task: _Task, pipe: Connection) -> None:
+    """Send facts about torch immediately, and then the group's measurements, or the "problem"."""
     try:
-        facts = torch_facts()
-        _write(output, facts)
-        _write(output, facts | _measure(task))
+        pipe.send(torch_facts())
+        pipe.send(_measure(task))
     except (RuntimeError, OSError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
-        _write(output, facts | {"problem": (str(error).strip() or type(error).__name__).splitlines()[0]})
-
-
-def _write(output: Path, result: dict[str, Any]) -> None:
-    """Write atomically: this process may be killed at any time."""
-    partial = output.with_suffix(".partial")
-    partial.write_text(json.dumps(result))
-    partial.replace(output)
+        pipe.send({"problem": (str(error).strip() or type(error).__name__).splitlines()[0]})
 
 
 def torch_facts() -> dict[str, Any]:
@@ -72,29 +70,27 @@ def torch_facts() -> dict[str, Any]:
     return facts
 
 
-def _measure(task: Task) -> dict[str, Any]:
-    use_nccl = task.backend == "nccl"
+def _measure(task: _Task) -> dict[str, Any]:
+    use_nccl, timeout_s, at = task.backend == "nccl", task.timeout_s, task.meeting
     if use_nccl:
         if not torch.cuda.is_available():
             raise RuntimeError("torch sees no GPU")
         torch.cuda.set_device(task.local_rank)
         os.environ |= nccl_variables({})
-    if task.host == LOOPBACK:
+    if at.host == LOOPBACK:
         os.environ |= loopback_variables()
-    size, timeout_s = task.world_size, task.timeout_s
-    store = (
-        host_store(task.host, size, timeout_s, task.port)
-        if task.rank == 0
-        else connect_store(task.host, task.port, size, timeout_s)
-    )
+    rank, size = at.node_rank * task.num_local + task.local_rank, at.num_nodes * task.num_local
+    if rank == 0:
+        store = host_store(at.host, size, timeout_s, at.port)
+    else:
+        store = connect_store(at.host, at.port, size, timeout_s)
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(task.backend, store=store, rank=task.rank, world_size=size, timeout=timeout)
-    device = torch.device("cuda" if use_nccl else "cpu")
+    dist.init_process_group(task.backend, store=store, rank=rank, world_size=size, timeout=timeout)
     num_bytes = _BYTES[task.backend]
-    data = torch.full((num_bytes // 4,), float(task.rank), device=device)
+    data = torch.full((num_bytes // 4,), float(rank), device="cuda" if use_nccl else "cpu")
     broadcast_s = _seconds(lambda: dist.broadcast(data, src=0), use_nccl)
     is_right = bool((data == 0).all())
-    reduce_s = _seconds(lambda: dist.all_reduce(data.fill_(task.rank)), use_nccl)
+    reduce_s = _seconds(lambda: dist.all_reduce(data.fill_(rank)), use_nccl)
     is_right = is_right and bool((data == size * (size - 1) / 2).all())
     dist.destroy_process_group()
     return {
@@ -118,19 +114,6 @@ def _seconds(collective: Callable[[], object], use_nccl: bool) -> float:
     return statistics.median(times[1:])
 
 
-_CPU_PROCESSES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """The meeting point of all nodes' probes. Example: Rendezvous("node0", 29500, num_nodes=4, node_rank=1)."""
-
-    host: str
-    port: int
-    num_nodes: int = 1
-    node_rank: int = 0
-
-
 @dataclass
 class Probes:
     """The processes on this node; `wait` fills in `results`."""
@@ -138,7 +121,7 @@ class Probes:
     backend: Literal["gloo", "nccl"]
     timeout_s: float
     processes: list[BaseProcess] = field(default_factory=list)
-    outputs: list[Path] = field(default_factory=list)
+    pipes: list[Connection] = field(default_factory=list)  # what each process sends
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -148,12 +131,10 @@ class Probes:
             process.join(max(0.1, deadline - time.monotonic()))
         problems = [self._problem(process) for process in self.processes]
         self.end()
-        for path, problem in zip(self.outputs, problems, strict=True):
-            result = json.loads(path.read_text()) if path.exists() else {}
-            self.results.append(result if "is_right" in result else {"problem": problem} | result)
+        self.results = [_received(pipe, problem) for pipe, problem in zip(self.pipes, problems, strict=True)]
 
     def _problem(self, process: BaseProcess) -> str:
-        """Describe why a process that wrote no reason itself has no result."""
+        """Describe why a process that sent no reason itself has no result."""
         if process.is_alive():
             return f"not done after {self.timeout_s:.0f} s"
         return f"ended with exit code {process.exitcode}"
@@ -190,6 +171,15 @@ class Probes:
         return [Finding(name, "ok", rates)]
 
 
+def _received(pipe: Connection, problem: str) -> dict[str, Any]:
+    """Return all that an ended process has sent, and the problem unless it sent its own or a result."""
+    found: dict[str, Any] = {}
+    with pipe, contextlib.suppress(EOFError, OSError):  # OSError: it was killed while it sent
+        while True:
+            found |= pipe.recv()
+    return found if "is_right" in found else {"problem": problem} | found
+
+
 @contextlib.contextmanager
 def started_probes(num_gpus: int, rendezvous: Rendezvous | None, timeout_s: float) -> Iterator[Probes]:
     """Start one process per GPU over NCCL, or two over gloo; they end with the block.
@@ -200,26 +190,14 @@ def started_probes(num_gpus: int, rendezvous: Rendezvous | None, timeout_s: floa
     count = num_gpus or _CPU_PROCESSES
     context = multiprocessing.get_context("fork")
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bapo-doctor-", dir=_scratch())))
         meeting = rendezvous or Rendezvous(LOOPBACK, stack.enter_context(reserved_ports(1))[0])
         probes = Probes("nccl" if num_gpus else "gloo", timeout_s)
         stack.callback(probes.end)
         for local_rank in range(count):
-            task = Task(
-                rank=meeting.node_rank * count + local_rank,
-                local_rank=local_rank,
-                world_size=meeting.num_nodes * count,
-                host=meeting.host,
-                port=meeting.port,
-                backend=probes.backend,
-                timeout_s=timeout_s,
-            )
-            probes.outputs.append(folder / f"{local_rank}.json")
-            probes.processes.append(context.Process(target=probe, args=(task, probes.outputs[-1]), daemon=True))
+            receiver, sender = context.Pipe(duplex=False)
+            task = _Task(meeting, local_rank, count, probes.backend, timeout_s)
+            probes.processes.append(context.Process(target=_probe, args=(task, sender), daemon=True))
+            probes.pipes.append(receiver)
             probes.processes[-1].start()
+            sender.close()  # so that the pipe ends with its process
         yield probes
-
-
-def _scratch() -> str | None:
-    """Choose a folder in memory, so that a full disk does not prevent the check."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,4 +1,4 @@
-"""Checks of this machine: disk space and open files for a run (`bapo check`), ports (`bapo doctor`)."""
+"""Checks of this machine: disk space, memory and open files for a run, and a port for the doctor."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ class Finding:
 
     ok: fine. absent: missing, but not needed here. warning: works, but badly. error: the run will not work.
 
-    Example: Finding("port 29500", "error", "on 127.0.0.1: Address already in use", "choose another port").
+    Example: Finding("torch", "error", "2.13.0, built for CPUs", "there are GPUs: install a CUDA build of torch").
     """
 
     name: str
@@ -139,14 +139,14 @@ def check_open_files(run: Resolved) -> Iterator[Violation]:
     yield Violation(reads(run, open_files_needed, first=("reward.concurrency",)), problem, how)
 
 
-def check_port(host: str, port: int) -> Finding:
-    """Check that a port of this machine is free."""
+def check_port(port: int) -> Finding:
+    """Check that the other nodes' doctors can meet at this port of this machine."""
     name = f"port {port}"
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((host, port))
+            listener.bind(("0.0.0.0", port))
         except OSError as error:
             advice = f"`ss -ltnp 'sport = :{port}'` shows its owner; stop that process, or choose another port"
-            return Finding(name, "error", f"on {host}: {error.strerror}", advice)
-    return Finding(name, "ok", f"free on {host}")
+            return Finding(name, "error", str(error.strerror), advice)
+    return Finding(name, "ok", "free")

@@ -19,8 +19,6 @@ from bapo_megatron.runtime.environment import trainer_variables
 
 _BF16_CAPABILITY = (8, 0)  # Ampere; fused attention and SGLang need it too
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
-_TRIED_TOGETHER: frozenset[tuple[str, str]] = frozenset({("2.11.0", "2.11.0")})
-"""Versions of Transformer Engine and torch with which tests/gpu passed."""
 
 # Asks Transformer Engine which attention it chooses for a pack, as its DotProductAttention does.
 _CHOOSE_ATTENTION = """
@@ -266,6 +264,4 @@ def check_transformer_engine(facts: dict[str, Any], needed: bool) -> Finding:
     chip = f"compute capability {capability[0]}.{capability[1]}"
     if capability < _FP8_CAPABILITY:
         return Finding(name, "error" if needed else "ok", f"{installed}; {chip} has no FP8")
-    is_tried = (installed, facts["torch"].partition("+")[0]) in _TRIED_TOGETHER
-    advice = "" if is_tried else f"with torch {facts['torch']} untried: scripts/gpu_session.sh te"
-    return Finding(name, "ok", f"{installed}; FP8 is possible ({chip})", advice)
+    return Finding(name, "ok", f"{installed}; FP8 is possible ({chip})")

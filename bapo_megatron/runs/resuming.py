@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.assets import hub, model_folder
 from bapo_megatron.config.changing import is_resumable, parts_left_by
-from bapo_megatron.config.earlier import RETIRED
 from bapo_megatron.errors import ConfigError, plural
 from bapo_megatron.hf.tokenizer import reads_clock
 from bapo_megatron.runs.branching import branch_command, shown_changes, with_more_steps
@@ -43,7 +42,7 @@ def check_resumable(path: Path, config_text: str) -> None:
     changed = {
         key: values
         for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
-        if not ((key in RETIRED and RETIRED[key][0] == values[0]) or _is_newer(key, *values))
+        if not _is_newer(key, *values)
     }
     if different := {key: values for key, values in changed.items() if not is_resumable(key)}:
         lines = [f"  {shown_changes({key: values})}" for key, values in different.items()]

@@ -22,7 +22,6 @@ print(resolve_model_path("demo"))
 print(resolve_model_path("moe"))
 print(*(str(f) for f in resources.files("bapo_megatron_configs").iterdir() if f.name == "demo.toml"))
 print(*(str(f) for f in resources.files("bapo_megatron.report").iterdir() if f.name.endswith(".jinja")))
-print(*(str(f) for f in resources.files("bapo_megatron_requirements").iterdir() if f.name == "cpu.txt"))
 print(*(str(f) for f in resources.files("bapo_megatron").iterdir() if f.name == "metrics.toml"))
 print(*(str(f) for f in resources.files("bapo_megatron.config").iterdir() if f.name == "system_calls.txt"))
 print(*(str(f) for f in resources.files("bapo_megatron.report").iterdir() if f.name == "gallery.toml"))
@@ -90,5 +89,5 @@ def _copy_checkout(target: Path) -> None:
     target.mkdir()
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE"):
         shutil.copy(ROOT / name, target)
-    for name in ("bapo_megatron", "patches", "configs", "requirements"):
+    for name in ("bapo_megatron", "patches", "configs"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))

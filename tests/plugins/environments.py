@@ -48,7 +48,7 @@ def build_wheel(folder: Path) -> Path:
     source.mkdir()
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("bapo_megatron", "patches", "configs", "requirements"):
+    for name in ("bapo_megatron", "patches", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     _call(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source))
     (wheel,) = folder.glob("bapo_megatron-*.whl")

@@ -104,7 +104,6 @@ MISTAKES = (
     mistake("rollout.tokens_per_round=600", "rollout.tokens_per_round rollout.max_response_tokens"),
     mistake("rollout.groups_in_flight=3", "rollout.groups_in_flight rollout.prompts_per_step"),
     mistake("rollout.max_staleness=0", "rollout.max_staleness train.minibatches_per_step train.epochs_per_step"),
-    mistake("rollout.router_url=http://127.0.0.1:2", "rollout.router_url"),
     mistake("rollout.hang_timeout_s=10", "rollout.hang_timeout_s sync.timeout_s rollout.engine"),
     mistake("rollout.keep_group=nomod:keep", "rollout.keep_group"),
     mistake('rollout.urls=["http://x:1"]', "rollout.urls rollout.engine"),

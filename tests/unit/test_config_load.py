@@ -10,9 +10,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.config.earlier import RETIRED
 from bapo_megatron.config.load import (
-    UNSET,
     dump_config,
     find_config,
     load_config,
@@ -23,6 +21,7 @@ from bapo_megatron.config.load import (
 )
 from bapo_megatron.config.paths import schema
 from bapo_megatron.errors import ConfigError
+from tests.loss_names import EVERY_LOSS, losses_with
 
 
 def write(folder: Path, text: str, name: str = "run.toml") -> Path:
@@ -54,7 +53,7 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         ("[optimizer]\nlr = 'fast'", 'optimizer.lr must be a number, got "fast" (run.toml)'),
         (
             "[loss]\nname = 'bap'",
-            'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
+            f"loss.name must be {EVERY_LOSS} or a path like "
             '"my_module:my_name", got "bap"; did you mean "bapo"? (run.toml)',
         ),
         (
@@ -80,26 +79,20 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         ),
         (
             "[loss]\nclip_high = 1.3",
-            'loss.clip_high is not a setting of loss.name="bapo", but of loss.name="grpo", loss.name="gspo", '
-            'loss.name="gmpo" and loss.name="cispo" (run.toml)',
+            f'loss.clip_high is not a setting of loss.name="bapo", but of {losses_with("clip_high")} (run.toml)',
         ),
         (
             "[loss]\nname = 'sft'\ndual_clip = 3",
-            'loss.dual_clip is not a setting of loss.name="sft", but of loss.name="bapo" and loss.name="grpo" '
-            "(run.toml)",
-        ),
-        (
-            "[loss]\nname = 'clip_higher'\nclip_higher = 1.4\nclip_low = 0.7",
-            'loss.name="clip_higher" is now loss.name="grpo" with loss.clip_high=1.4 (run.toml)',
-        ),
-        ("[loss]\nclip_higher = 1.4", 'loss.clip_higher is now loss.name="grpo" with loss.clip_high=1.4 (run.toml)'),
-        (
-            "[rollout]\nzero_variance = 'drop'",
-            'rollout.zero_variance is now rollout.keep_group="informative" (run.toml)',
+            f'loss.dual_clip is not a setting of loss.name="sft", but of {losses_with("dual_clip")} (run.toml)',
         ),
         (
             "[loss]\nname = 'grpo'\nclip_hihg = 2",
             "no such setting: loss.clip_hihg (run.toml); did you mean loss.clip_high?",
+        ),
+        (
+            "[slurm]\npartition = 'gpu'",
+            "no such setting: slurm.partition (run.toml); did you mean slurm.options (any other option of sbatch, such "
+            'as ["--partition=NAME"])?',
         ),
         ("[model]\npath = 7", "model.path must be text in quotes, got 7 (run.toml)"),
         ("rollout = 5", "rollout must be a table, got 5 (run.toml)"),
@@ -118,20 +111,12 @@ def test_each_mistake_is_explained(tmp_path: Path, toml: str, expected: str) -> 
     assert message([write(tmp_path, toml)]) == expected
 
 
-def test_the_loss_of_an_earlier_version_is_blamed_on_its_own_source() -> None:
-    assert message(["demo"], "loss.name=clip_higher", "loss.kl_coef=-1").splitlines() == [
-        'loss.name="clip_higher" is now loss.name="grpo" with loss.clip_high=1.28 (override loss.name=clip_higher)',
-        "loss.kl_coef must be at least 0, got -1 (override loss.kl_coef=-1)",
-    ]
-
-
 def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
     first = write(tmp_path, "[train]\nnum_steps = -1\n[loss]\nname = 'x'", "first.toml")
     second = write(tmp_path, "[loss]\nname = 'y'", "second.toml")
     lines = message([first, second], "bapo.rho_0=1", "nonsense").splitlines()
     assert sorted(lines) == [
-        'loss.name must be "bapo", "grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft" or a path like '
-        '"my_module:my_name", got "y" (second.toml)',
+        f'loss.name must be {EVERY_LOSS} or a path like "my_module:my_name", got "y" (second.toml)',
         "no such setting: bapo.rho_0 (override bapo.rho_0=1); did you mean bapo.rho0?",
         "override 'nonsense' is not of the form section.key=value, such as optimizer.lr=3e-4",
         "train.num_steps must be above 0, got -1 (first.toml)",
@@ -237,21 +222,6 @@ def test_dump_loads_back_equal(tmp_path: Path, overrides: list[str]) -> None:
 def test_shipped_configs_load_by_name() -> None:
     assert {"demo", "guess_demo", "hybrid_demo", "moe_demo", "smollm2_135m", "tool_demo"} <= set(shipped_configs())
     assert load_config(["demo"]) == load_config([find_config("demo")])
-
-
-def test_a_retired_setting_is_dropped_at_its_default_and_explained_otherwise(tmp_path: Path) -> None:
-    """An old run's config.toml names every setting."""
-    old = tomllib.loads(dump_config(load_config(["demo"])))
-    for name, (default, _) in RETIRED.items():
-        section, _, key = name.partition(".")
-        old[section][key] = default
-    assert load_config([write(tmp_path, tomli_w.dumps(old))]) == load_config(["demo"])
-    for name, (default, advice) in RETIRED.items():
-        section, _, key = name.partition(".")
-        value = 7 if default != UNSET else "other"
-        with pytest.raises(ConfigError) as raised:
-            load_config(["demo"], [f"{name}={value}"])
-        assert str(raised.value) == f"{name} (override {name}={value}) is no longer a setting; {advice}"
 
 
 tables = st.recursive(

@@ -33,6 +33,7 @@ from bapo_megatron.runs.history import read_history
 from bapo_megatron.types import ClipBounds, Ended, Group, Prompt, Sample
 from tests.distributed import HANG_S
 from tests.hf_models import SIZES, VOCAB_SIZE, save_randomised
+from tests.loss_names import losses_with
 from tests.unit.loss_inputs import loss_inputs, sums_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -97,8 +98,7 @@ MISTAKES = {
     "loss.name=cispo:CISPO loss.options.kap=3": "no such setting: loss.options.kap; did you mean loss.options.cap? "
     '(options of loss.name="cispo:CISPO")',
     "loss.name=cispo:CISPO loss.max_drift=0.1": "loss.max_drift is not a setting of your own loss, but of "
-    'loss.name="bapo", loss.name="grpo", loss.name="gspo", loss.name="gmpo", loss.name="cispo", loss.name="sapo" and '
-    'loss.name="m2po" (override loss.max_drift=0.1)',
+    f"{losses_with('max_drift')} (override loss.max_drift=0.1)",
     "advantage.kind=hard_groups:hard_groups": 'advantage.kind="hard_groups:hard_groups": its signature is (group: '
     "bapo_megatron.types.Group, config: bapo_megatron.config.schema.Config) -> bool, which does not fit: the "
     "parameters are group. Expected: def advantage(group: GroupView) -> list[float], one for each sample; or a list "

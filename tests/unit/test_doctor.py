@@ -57,7 +57,6 @@ from bapo_megatron.preflight import doctor
 doctor.PROBE_TIMEOUT_S = doctor.NODES_TIMEOUT_S = {HANG_S}
 sys.exit(cli.main())
 """
-CORE = [*packages.requirements("core"), Requirement("no-such-package>=1,<2")]
 
 
 @pytest.fixture
@@ -103,13 +102,14 @@ def outputs(*commands: list[str]) -> list[tuple[int, str]]:
 
 
 def findings() -> list[Finding]:
-    return list(doctor_room.examine(None, [], None))
+    return list(doctor_room.examine(None, None))
 
 
 def waited_for(num_gpus: int, timeout_s: float) -> Probes:
     with started_probes(num_gpus, None, timeout_s) as probes:
         probes.wait()
     probes.processes.clear()  # handles of this process's children
+    probes.pipes.clear()
     return probes
 
 
@@ -126,7 +126,7 @@ def test_a_machine_without_gpus_is_fit_for_cpu_use() -> None:
 
 @pytest.mark.slow
 def test_a_taken_port_is_named_with_what_shows_its_owner(taken_port: int) -> None:
-    done = doctor("--port", str(taken_port))
+    done = doctor("--rendezvous", f"127.0.0.1:{taken_port}")
     assert done.returncode == 1, done.stdout + done.stderr
     (failed,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert f"port {taken_port}" in failed
@@ -134,19 +134,12 @@ def test_a_taken_port_is_named_with_what_shows_its_owner(taken_port: int) -> Non
     assert done.stdout.splitlines()[-1] == f"not fit: port {taken_port}"
 
 
-def core_with_one_more(group: str) -> list[Requirement]:
-    return CORE if group == "core" else []
-
-
-@pytest.mark.slow
-def test_a_missing_package_is_named() -> None:
-    replaced = {"packages.requirements": core_with_one_more}
-    (code, text), (versions_code, versions) = with_replaced(replaced, outputs, ["doctor"], ["doctor", "--versions"])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = [*packages.requirements("train"), Requirement("no-such-package>=1,<2")]
+    monkeypatch.setattr(packages, "requirements", lambda extra: core)
+    ((code, text),) = outputs(["doctor"])
     assert code == 1
-    assert "no-such-package is not installed; pip install 'no-such-package>=1,<2'" in text
-    assert versions_code == 1
-    rows = [line.split() for line in versions.splitlines()]
-    assert ["no-such-package", "-", "-", ">=1,<2", "missing"] in rows
+    assert text == ("FAIL packages            no-such-package is not installed; pip install 'no-such-package>=1,<2'\n")
 
 
 def fail(error: BaseException) -> dict[str, Any]:
@@ -210,7 +203,7 @@ def test_hidden_gpus_are_for_cpu_use() -> None:
     by_name = {f.name: f for f in found}
     assert (by_name["torch"].verdict, by_name["NCCL"].verdict) == ("ok", "absent")
     assert by_name["GPUs"].what == "2 x NVIDIA H100 (80 GiB), none visible (CUDA_VISIBLE_DEVICES): CPU use only"
-    text, code = verdict([f for f in found if f.name != "versions"])  # which expects the versions of a GPU stack
+    text, code = verdict(found)
     assert code == 0
     assert text.startswith("fit for CPU use")
 
@@ -269,11 +262,6 @@ def test_the_driver_is_asked_what_is_visible(monkeypatch: pytest.MonkeyPatch) ->
     assert gpus.what == "3 x NVIDIA H100 (80 GiB), 2 visible (CUDA_VISIBLE_DEVICES); in use: GPU 2: 2.0 GiB"
     (_, gpus) = software.check_gpus(driver, 3)
     assert (gpus.verdict, gpus.advice) == ("error", "name more in CUDA_VISIBLE_DEVICES")
-
-
-def test_a_port_that_cannot_be_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--port", "70000"]) == 2
-    assert "--port 70000 is not a port; name one from 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -417,7 +405,6 @@ def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "run_python", lambda code: ("", ""))
     possible = software.check_transformer_engine(FACTS, needed=True)
     assert "FP8 is possible" in possible.what
-    assert "with torch 2.9.0+cu128 untried" in possible.advice
     ampere = software.check_transformer_engine(FACTS | {"capability": [8, 0]}, needed=True)
     assert (ampere.verdict, "has no FP8" in ampere.what) == ("error", True)
 

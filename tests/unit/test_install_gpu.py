@@ -12,8 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bapo_megatron.preflight.packages import requirements
 from tests.distributed import HANG_S
+from tests.pinned import requirements
 
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "requirements" / "gpu.txt"

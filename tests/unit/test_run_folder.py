@@ -225,15 +225,6 @@ def test_differences_name_nested_and_unset_settings() -> None:
     assert different_settings(old, new) == {"a.b.y": ([1, 2], [1, 3]), "a.x": (1, None), "a.z": (None, True)}
 
 
-def test_a_run_from_before_settings_were_retired_resumes(tmp_path: Path) -> None:
-    config = load_config(["demo"], [f"run.dir={tmp_path}", "run.name=old"])
-    old = dump_config(config).replace("[precision]", "[precision]\nmargin = 0\namax_history = 1024")
-    with RunDir.open_path(tmp_path / "old", old) as run:
-        run.metrics_path.write_text('{"step": 1}\n')
-    with RunDir.open(config) as run:
-        assert run.attempt == 2
-
-
 def test_a_run_from_before_a_setting_existed_resumes_at_its_default(tmp_path: Path) -> None:
     def config(*settings: str) -> Config:
         return load_config(["demo"], [f"run.dir={tmp_path}", "run.name=old", *settings])

@@ -17,15 +17,16 @@ from bapo_megatron_patches.sglang import SUPPORTED as SGLANG_SUPPORTED
 from packaging.requirements import Requirement
 
 from bapo_megatron.preflight import packages
-from bapo_megatron.preflight.packages import Stack, pins, requirements
+from bapo_megatron.preflight.machine_checks import Finding
 from tests.distributed import HANG_S
+from tests.pinned import GROUPS, Stack, pins, requirements
 
 ROOT = Path(__file__).parents[2]
 STACKS: tuple[Stack, ...] = ("cpu", "gpu")
 
 
 def test_every_pinned_version_is_allowed() -> None:
-    for group in packages.GROUPS:
+    for group in GROUPS:
         for requirement in requirements(group):
             assert requirement.name == requirement.name.lower()
             for stack in STACKS:
@@ -34,7 +35,7 @@ def test_every_pinned_version_is_allowed() -> None:
 
 
 def test_the_tested_versions_have_every_package_once() -> None:
-    asked = {r.name for group in packages.GROUPS for r in requirements(group)}
+    asked = {r.name for group in GROUPS for r in requirements(group)}
     assert pins("cpu").keys() == asked - {"transformer-engine"}
     for file in ROOT.glob("requirements/*.txt"):
         names = re.findall(r"(?m)^[\w-]+(?!.*python_version >=)", file.read_text())
@@ -183,7 +184,7 @@ def test_the_outcome_of_mypy_depends_on_no_package_beyond_train() -> None:
         file for folder in config["files"] for file in (ROOT / folder).rglob("*.py*") if file.suffix in (".py", ".pyi")
     ]
     used = {module.partition(".")[0] for file in files for module in imports(ast.walk(ast.parse(file.read_text())))}
-    ours = {"bapo_megatron", "bapo_megatron_patches", "bapo_megatron_requirements", "studies"}
+    ours = {"bapo_megatron", "bapo_megatron_patches", "studies"}
     assert used - sys.stdlib_module_names - ours - known == skipped - {"megatron"}
 
 
@@ -246,66 +247,27 @@ def test_prose_names_the_pinned_versions(path: str) -> None:
     assert [(name, version) for name, found in named.items() for version in set(found) - known[name]] == []
 
 
-@pytest.mark.parametrize(
-    ("installed", "stack", "state"),
-    [
-        ("2.13.0", "cpu", "exact"),
-        ("2.13.0+cpu", "cpu", "exact"),
-        ("2.13.0+cpu", "gpu", "allowed"),
-        ("2.15.0.dev20260818+cu134", "gpu", "allowed"),
-        ("2.6.0", "cpu", "not allowed"),
-        (None, "cpu", "missing"),
-    ],
-)
-def test_an_installed_version_against_its_range_and_pin(
-    installed: str | None, stack: Stack, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packages, "installed_version", lambda name: installed)
-    assert packages.judge_version(Requirement("torch>=2.7"), pins(stack)["torch"]).state == state
-
-
 def fake(monkeypatch: pytest.MonkeyPatch, **other: str | None) -> None:
     """Fake an environment with the tested versions, except for `other`."""
     installed: dict[str, str | None] = {r.name: pins("cpu")[r.name] for r in requirements("core")}
-    installed |= {name.replace("_", "-"): version for name, version in other.items()}
+    installed |= {"bapo-megatron": "1", **{name.replace("_", "-"): version for name, version in other.items()}}
     monkeypatch.setattr(packages, "installed_version", installed.get)
 
 
-def test_the_doctors_line_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch)
-    num = len([r for r in requirements("core") if r.name != "megatron-core"])  # it has a check of its own
-    assert (packages.check_versions("cpu").verdict, packages.check_versions("cpu").what) == (
-        "ok",
-        f"{num} of {num} as tested",
-    )
-    assert "allowed, but different: torch 2.13.0 (2.14.1)" in packages.check_versions("gpu").what
+def test_the_doctors_line_on_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, numpy="2.0.0", torch="2.13.0+cpu", megatron_core="0.17.0")  # which has a line of its own
+    num = len(requirements("core"))
+    assert packages.check_packages() == Finding("packages", "ok", f"all {num} that a run imports, in allowed versions")
 
-    fake(monkeypatch, numpy="2.0.0")
-    line = packages.check_versions("cpu")
-    assert (line.verdict, line.what) == (
-        "ok",
-        f"{num - 1} of {num} as tested; allowed, but different: numpy 2.0.0 (2.4.6)",
-    )
-
-    fake(monkeypatch, transformers="4.57.1")
-    line = packages.check_versions("cpu")
-    assert line.verdict == "error"
-    assert line.what == "not allowed: transformers 4.57.1 (>=5)"
-    assert line.advice == "pip install 'transformers>=5'"
+    fake(monkeypatch, transformers="4.57.1", tokenizers="0.1.0", torch=None)
+    problems = {"transformers 4.57.1 is not allowed", "torch is not installed"}
+    line = packages.check_packages()
+    assert (line.verdict, set(line.what.split(", "))) == ("error", problems)
+    assert "'transformers>=5'" in line.advice
 
     fake(monkeypatch, tokenizers="0.1.0")
-    assert packages.check_versions("cpu").verdict == "ok", "only SGLang needs another one, and SGLang is not installed"
+    assert packages.check_packages().verdict == "ok", "only SGLang needs another one, and SGLang is not installed"
     fake(monkeypatch, tokenizers="0.1.0", sglang="0.5.23")
-    line = packages.check_versions("cpu")
-    assert (line.verdict, "tokenizers 0.1.0 (==0.23.2)" in line.what) == ("warning", True)
-
-
-def test_the_table_of_versions_has_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch, numpy="2.0.0")
-    lines = list(packages.table("cpu"))
-    assert [line for line in lines if line.startswith("[")] == [f"[{group}]" for group in packages.GROUPS]
-    assert len(lines) == 1 + sum(1 + len(requirements(group)) for group in packages.GROUPS)
-    by_name = {line.split()[0]: line for line in reversed(lines)}
-    assert by_name["numpy"].split()[1:] == ["2.0.0", "2.4.6", "any", "allowed"]
-    assert by_name["sglang"].split()[1:] == ["-", "0.5.23", "==0.5.23", "missing"]
-    assert by_name["torch"].endswith("exact")
+    assert packages.check_packages() == Finding(
+        "packages", "warning", "tokenizers 0.1.0 is not allowed", "pip install tokenizers==0.23.2"
+    )
