@@ -177,7 +177,7 @@ def evaluate(policy: Policy, held_out: Tensor) -> float:
 
 
 def main(num_steps: int = 60) -> list[float]:
-    """Train, and print what happens. Return the rewards on held-out prompts: before the first step, and after every tenth."""
+    """Train, and print what happens. Return the held-out rewards: before the first step, and after every tenth."""
     torch.manual_seed(0)
     policy = Policy()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0)
