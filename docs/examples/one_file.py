@@ -106,9 +106,9 @@ HIGH_START, HIGH_STOP, HIGH_STEP = 1.2, 3.0, 0.05
 def find_bounds(ratio: Tensor, advantage: Tensor) -> tuple[float, float]:
     """Search the clip bounds of one update, over all of its trained tokens: Algorithm 1 of arXiv 2510.18927.
 
-    With fixed bounds, tokens of bad responses often outweigh those of good ones: there are more of them, and a good
-    token that was unlikely soon reaches the upper bound. The policy then learns what to avoid, loses its entropy, and
-    stops exploring. So bounds move until good tokens contribute enough: first the upper bound lets more of them in,
+    The paper's reason: with fixed bounds, bad responses often outweigh good ones, because they have more tokens, and
+    because a good token that was unlikely soon reaches the upper bound. The policy then loses its entropy, and stops
+    exploring. So bounds move until good tokens contribute enough: first the upper bound lets more of them in,
     then the lower bound drops bad tokens, whose probability has fallen already.
     """
     ratio, mass = ratio.double(), (ratio.double() * advantage.double()).abs()

@@ -1,4 +1,4 @@
-"""What the documents and the rooms' docstrings say about where things are: every name exists where it is said to be."""
+"""What the documents and the rooms' docstrings say about where things are: every name exists."""
 
 import ast
 import re
