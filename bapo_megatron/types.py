@@ -276,7 +276,12 @@ class Trajectory:
         return begun
 
     def _completed(self, late: Rows) -> Iterable[Segment]:
-        """Yield the segments with the rows that they lacked."""
+        """Yield the segments with the rows that they lacked.
+
+        Example: a prompt of 3 tokens and 2 sampled ones, all without rows, and `late` with the rows a, b, c, d of a
+        stream. They belong to the last 4 tokens, and the very first token has an empty row: the prompt gets (empty, a,
+        b), and the sampled tokens get (c, d).
+        """
         end = self.num_tokens
         starts = {stream: end - len(rows) for stream, rows in late.items()}
         start = 0
@@ -463,7 +468,11 @@ class Group:
         return cls(prompt, tuple(Sample(name, prompt, (first,), need) for name in names))
 
     def grown(self, sample: Sample) -> Group:
-        """Return the group with a sample that has grown; all samples share the first prompt segment with rows."""
+        """Return the group with a sample that has grown; all samples share the first prompt segment with rows.
+
+        Example: two samples begin with one prompt, without rows. The first comes back with rows of the prompt. Now the
+        prompt's segment of both is the new one, so that memory holds these rows once.
+        """
         first = max(self.prompt_segment, sample.trajectories[0].segments[0], key=lambda segment: len(segment.rows))
 
         def sharing(trajectory: Trajectory) -> Trajectory:

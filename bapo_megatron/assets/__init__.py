@@ -1,4 +1,4 @@
-"""Files that ship with the package, and how model paths are resolved."""
+"""Files that ship with the package, and how model paths are resolved. Start at `resolve_model_path`."""
 
 from pathlib import Path
 

@@ -65,7 +65,11 @@ class Loss:
 
 
 def _built_in() -> dict[str, type[LossConfig]]:
-    """Find the built-in losses by name: classes at dotted paths, as the user's own functions are."""
+    """Find the built-in losses by name: classes at dotted paths, as the user's own functions are.
+
+    The files are imported in the order of their names, and their classes follow in the order in which they stand there:
+    BapoLoss and GrpoLoss of clipped.py come first, so help and messages list "bapo", "grpo", and so on.
+    """
     folder = importlib.import_module("bapo_megatron.algorithms.objectives")
     files = [
         importlib.import_module(f"{folder.__name__}.{file.name}") for file in pkgutil.iter_modules(folder.__path__)

@@ -1,0 +1,1 @@
+"""Inference engines: their protocol, the client of their servers, and the servers' lives. Start at `base.Engine`."""

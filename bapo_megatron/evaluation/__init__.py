@@ -1,1 +1,1 @@
-"""`bapo eval`: evaluate a checkpoint on a file of problems. See docs/evaluation.md."""
+"""`bapo eval`: evaluate a checkpoint on a file of problems. Start at `run.evaluate`."""

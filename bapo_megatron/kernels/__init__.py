@@ -1,7 +1,7 @@
 """Operations that have a faster version on CPUs; the results equal torch's, up to rounding.
 
-`kernels_of` is the only place that chooses. `base.py` has torch's own operations, and `cpu.py` the versions for CPUs.
-`delta_rule.py` is one rule for any device, which learner and embedded engine share.
+Start at `kernels_of`, the only place that chooses. `base.py` has torch's own operations, and `cpu.py` the versions for
+CPUs. `delta_rule.py` is one rule for any device, which learner and embedded engine share.
 """
 
 from torch import Tensor

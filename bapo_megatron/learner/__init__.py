@@ -1,4 +1,4 @@
-"""The learner: the policy on Megatron-Core, behind the protocol of `base.py`."""
+"""The learner: the policy on Megatron-Core, behind the protocol of `base.py`. Start at `megatron.MegatronLearner`."""
 
 import importlib
 import importlib.util

@@ -1,1 +1,1 @@
-"""Observing a run: its record, console, alarms, sinks and watchdogs."""
+"""Observing a run: its record, console, alarms, sinks and watchdogs. Start at `record.Recorder`."""

@@ -1,4 +1,5 @@
 """BAPO inside other frameworks: one module for each, on top of the shared search in `algorithms/bound_search.py`.
 
-A module here imports its host, torch and pydantic, and from this package only the algorithms.
+Start at `trl.BAPOTrainer`. A module here imports its host, torch and pydantic, and from this package only the
+algorithms.
 """

@@ -248,6 +248,7 @@ def violations_of(
         Check(lambda: check_unused(run), needs=split),
         Check(lambda: job(config) if job else ()),
     ]
+    # Example: with parallel.tensor="two" it is 1 here, and parallel.sequence=true seems wrong. That stays untold.
     untold: list[Violation] = []  # found with a default for an unknown value; later checks cannot pass them either
     for one in checks:
         wrong = {v.settings[0] for v in (*found, *untold) if v.severity == "error"}

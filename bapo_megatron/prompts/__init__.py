@@ -1,6 +1,7 @@
 """Prompt sources (chains, programs, reasoning-gym, rows) and resumable streams over them.
 
-Worker processes import this file on the way to tool_calls.py, so it imports the sources only when it builds one.
+Start at `build_source`. Worker processes import this file on the way to tool_calls.py, so it imports the sources only
+when it builds one.
 """
 
 from __future__ import annotations

@@ -106,6 +106,8 @@ class RolloutBook:
         self._finished: dict[int, Group] = {}  # judged, by prompt id, in the order of the verdicts
         self.num_growing = 0  # samples that need tokens
         self.num_beginning = 0  # samples before their first turn that wait for their environment
+        # Example: the oldest tokens of samples 7.0 and 7.1 have versions 3 and 5. Then _oldest is {"7.0": 3, "7.1": 5},
+        # and _ages[7] is 3. Once group 7 is judged, _finished_ages[7] is 3, and the others have no entry of it.
         self._oldest: dict[str, int] = {}  # version of an active sample's oldest token, here or requested, by sample id
         self._ages, self._finished_ages = Ages(), Ages()  # active groups, finished groups
         self._held = Held()  # all samples here

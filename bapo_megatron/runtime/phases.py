@@ -33,4 +33,5 @@ class SeparateDevices:
     def sampling(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    # All four are this one function: there is nothing to free and nothing to bring back.
     training = pushing = saving = sampling

@@ -1,4 +1,7 @@
-"""Weight sync: the trainer's weights go to the engines as a new version, verified before anything is sampled."""
+"""Weight sync: the trainer's weights go to the engines as a new version, verified before anything is sampled.
+
+Start at `open_channel`.
+"""
 
 from pathlib import Path
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-from bapo_megatron.preflight.memory import fullest_rank
 from hypothesis import strategies as st
 
 from bapo_megatron.assets import demo_model_path
@@ -17,6 +16,7 @@ from bapo_megatron.config.engines import EngineKind
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.machine.memory import fullest_rank
 from bapo_megatron.preflight import check
 from bapo_megatron.preflight.checks.idle import IDLE, Idle
 from bapo_megatron.preflight.checks.layout import RANKS

@@ -480,6 +480,9 @@ class BatchingEngine:
         """Move sequences that continue kept rows behind the decoded ones, and kept rows out of their way.
 
         If there are too many, those that have stopped leave first, and then the oldest.
+
+        Example with 4 rows: row 0 is decoded, row 1 is kept, and a new sequence continues row 2. Decoded rows have no
+        gap, so the sequence moves to row 1, and the row that was kept there moves to row 2.
         """
         targets = range(len(self._rows), len(self._rows) + len(admitted))
         num_leaving = max(len(self._kept) - (self.max_running - targets.stop), 0)
