@@ -412,7 +412,7 @@ async def _decoded(read: Callable[[], _T], request: GenerateRequest) -> _T:
 def _firsts(requests: Sequence[GenerateRequest]) -> list[int]:
     """Return for each request the index of the first one that lacks rows of the same tokens; mostly its own."""
     # Input: four requests for a group's prompt "ab", of which the last has grown to "abc"; each has rows of one token.
-    # Output: [0, 0, 0, 3]. Only 0 and 3 ask for rows of their input; 1 and 2 take those of 0 (`_with_rows`).
+    # Output: [0, 0, 0, 3]. Only 0 and 3 ask for rows of their input; 1 and 2 take the rows of 0 (`_with_rows`).
     first: dict[tuple[int, tuple[int, ...]], int] = {}
     lacks_rows = any(stream.on == "fed" for stream in requests[0].streams)
     return [

@@ -31,7 +31,7 @@ def failing_together(kind: type[Exception] = Exception) -> Iterator[None]:
     Collective over all ranks at the end of the block.
 
     Args:
-        kind: the errors to share; others leave this rank's block at once.
+        kind: the errors to share; this rank alone raises any other, immediately.
 
     Raises:
         UserError: on every rank, with the same class and text. If the error is not a UserError, the text names the rank
