@@ -103,7 +103,8 @@ def settle(
     """Compare what the layers counted with the plan, and start to count again. Collective, with one all-reduce.
 
     Example: a layer saw 8 rows, of which 1 was a token without recorded experts, and 3 were padding. So 4, 1, 3 are
-    planned for its forward passes, and again 4, 1, 3 for its backward passes if it is recomputed there (0, 0, 0 if not).
+    planned for its forward passes, and again 4, 1, 3 for its backward passes if it is recomputed there (0, 0, 0 if
+    not).
 
     Args:
         minibatch: what has passed through the model since the last call.
