@@ -1,6 +1,6 @@
 """What every process needs: here its cores, memory and the command `bapo`; in modules its rank, heartbeat and files.
 
-Start at `ranks.failing_together`. This file does not import torch.
+Start at `together.failing_together`. This file does not import torch.
 """
 
 import gc
