@@ -9,6 +9,7 @@ import operator
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,10 @@ def _of_file(value: str) -> str:
     return f'; write "{found[1].replace("/", ".")}:{found[2] or "my_name"}"' if found else ""
 
 
-def imported(path: str) -> Any:
-    """Import the package's own object at "package.module:name"."""
+def imported(path: str | Callable[..., Any]) -> Any:
+    """Import the object at "package.module:name"; a function stays as it is."""
+    if callable(path):
+        return path
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 

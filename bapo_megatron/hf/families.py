@@ -7,6 +7,7 @@ of them knows a family by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +50,19 @@ class Parameter:
             raise ValueError(f"{self.name}: there is no size {', '.join(unknown)}; see hf/families.py")
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One kind of layer: its parameters, and the two functions that compute it.
+
+    A function is given as it is, or as "module:name", which is imported on first use: this file knows neither torch nor
+    Megatron. A family of one's own gives functions that import what they need.
+    """
+
+    parameters: tuple[Parameter, ...]
+    trainer: str | Callable[..., Any] = "bapo_megatron.learner.policy:pre_norm"  # takes a `Kit`
+    engine: str | Callable[..., Any] = "bapo_megatron.engines.embedded.layers:pre_norm"  # takes (x_BTE, `LayerPass`)
+
+
 EMBEDDING = Parameter("embedding.word_embeddings.weight", VOCAB, {"model.embed_tokens.weight": "VE"})
 # Trainer names start with "decoder.layers.<i>.", tensor names with "model.layers.<i>."; see also `Family.prefix`.
 ATTENTION = (
@@ -70,15 +84,14 @@ ATTENTION = (
     Parameter("self_attention.linear_proj.bias", COPY, {"self_attn.o_proj.bias": "E"}, only_if="out_bias"),
     Parameter("pre_mlp_layernorm.weight", COPY, {"post_attention_layernorm.weight": "E"}),
 )
-LAYER = (
-    *ATTENTION,
+GATED_MLP = (
     Parameter("mlp.linear_fc1.weight", ROWS, {"mlp.gate_proj.weight": "FE", "mlp.up_proj.weight": "FE"}),
     Parameter("mlp.linear_fc1.bias", ROWS, {"mlp.gate_proj.bias": "F", "mlp.up_proj.bias": "F"}, "mlp_bias"),
     Parameter("mlp.linear_fc2.weight", COLUMNS, {"mlp.down_proj.weight": "EF"}),
     Parameter("mlp.linear_fc2.bias", COPY, {"mlp.down_proj.bias": "E"}, only_if="mlp_bias"),
 )
-MIXTURE_LAYER = (
-    *ATTENTION,
+LAYER = Block((*ATTENTION, *GATED_MLP))
+EXPERTS = (
     Parameter("mlp.router.weight", COPY, {"mlp.gate.weight": "XE"}),
     Parameter(
         "mlp.experts.local_experts.{}.linear_fc1.weight",
@@ -89,14 +102,15 @@ MIXTURE_LAYER = (
         "mlp.experts.local_experts.{}.linear_fc2.weight", EachExpert(COLUMNS), {"mlp.experts.{}.down_proj.weight": "EM"}
     ),
 )
+MIXTURE_LAYER = Block((*ATTENTION, *EXPERTS))
 _GATED_QKV = Parameter(
     "self_attention.linear_qkv.weight",
     GatedInterleaved("G"),
     {"self_attn.q_proj.weight": "PE", "self_attn.k_proj.weight": "KE", "self_attn.v_proj.weight": "KE"},
 )
-GATED_LAYER = tuple(_GATED_QKV if p.name == _GATED_QKV.name else p for p in LAYER)
+GATED_LAYER = Block(tuple(_GATED_QKV if p.name == _GATED_QKV.name else p for p in LAYER.parameters))
 _INPUT_NORM, *_, _MLP_NORM = ATTENTION
-LINEAR_LAYER = (
+_LINEAR_ATTENTION = (
     _INPUT_NORM,
     Parameter(
         "self_attention.in_proj.weight",
@@ -114,7 +128,11 @@ LINEAR_LAYER = (
     Parameter("self_attention.out_norm.weight", COPY, {"linear_attn.norm.weight": "d"}),
     Parameter("self_attention.out_proj.weight", COLUMNS, {"linear_attn.out_proj.weight": "Ev"}),
     _MLP_NORM,
-    *LAYER[len(ATTENTION) :],
+)
+LINEAR_LAYER = Block(
+    (*_LINEAR_ATTENTION, *GATED_MLP),
+    trainer="bapo_megatron.learner.policy:linear_attention",
+    engine="bapo_megatron.engines.embedded.layers:pre_norm_linear",
 )
 FINAL_NORM = Parameter("decoder.final_layernorm.weight", COPY, {"model.norm.weight": "E"})
 OUTPUT = Parameter("output_layer.weight", VOCAB, {"lm_head.weight": "VE"}, only_if="has_output_layer")
@@ -152,8 +170,8 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys missing in config.json
     not_null: tuple[str, ...] = ()  # keys that may be missing, but must be a number if they are there
     legacy: dict[str, dict[str, Any]] = field(default_factory=dict)  # key -> old value -> what it means
-    layer: tuple[Parameter, ...] = LAYER
-    linear_layer: tuple[Parameter, ...] = ()  # a layer with linear attention, described by Qwen3.5's keys
+    layer: Block = LAYER
+    linear_layer: Block | None = None  # a layer with linear attention, described by Qwen3.5's keys
     prefix: str = "model."  # tensor names start with it, except the head; another one means a text_config
     unread: tuple[str, ...] = ()  # how the names of tensors start that belong to other parts, and stay unread
     streams: tuple[ModelStream, ...] = ()  # what its models compute per token, for trainers to learn with

@@ -25,6 +25,7 @@ from bapo_megatron.hf.families import (
     OUTPUT,
     ROPE_TYPES,
     VALUE_HEAD,
+    Block,
     Family,
     Parameter,
 )
@@ -152,7 +153,7 @@ class LayerShape:
     """What may differ from layer to layer."""
 
     mlp: Dense | Experts
-    parameters: tuple[Parameter, ...]  # a table of hf/families.py, or of the user's own family
+    block: Block  # of hf/families.py, or of the user's own family
     linear: LinearAttention | None = None  # None means attention to all earlier tokens
 
 
@@ -340,9 +341,10 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
     num_heads, eos = get("num_attention_heads"), get("eos_token_id")
     mlp, linear = _mlp(get), _linear(get)
     full = LayerShape(mlp, family.layer)
+    other = LayerShape(mlp, family.linear_layer or family.layer, linear)
     return ModelShape(
         family=hf_config["model_type"],
-        layers=tuple(LayerShape(mlp, family.linear_layer, linear) if is_linear else full for is_linear in _kinds(get)),
+        layers=tuple(other if is_linear else full for is_linear in _kinds(get)),
         hidden_size=get("hidden_size"),
         num_heads=num_heads,
         num_kv_heads=get("num_key_value_heads") or num_heads,
@@ -661,7 +663,7 @@ def layer_entries(
     Args:
         experts: the numbers of the experts to include; None means all.
     """
-    return _entries(shape, layer.parameters, layer, number, experts)
+    return _entries(shape, layer.block.parameters, layer, number, experts)
 
 
 def _entries(

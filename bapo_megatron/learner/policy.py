@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,9 +42,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
+from bapo_megatron.config.dotted import imported
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.shape import Experts, LinearAttention, ModelShape, rotary_frequencies
+from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, rotary_frequencies
 from bapo_megatron.learner.attention import PackedAttention, TransformerEngineAttention
 from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, rotation_of
 from bapo_megatron.learner.embedding import embed
@@ -186,20 +188,37 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None)
         mlp = _parts_of_mlp(parts.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = _with_bias(mlp.linear_fc1), _with_bias(mlp.linear_fc2)
     first, number = get_transformer_layer_offset(config, chunk), get_num_layers_to_build(config, vp_stage=chunk)
-    layers = [copy.deepcopy(layer) for _ in range(number)]
-    for one, described in zip(layers, shape.layers[first : first + number], strict=True):
-        if described.linear is not None:
-            one.submodules.input_layernorm = norm  # Transformer Engine's layers hold it in a linear that goes
-            one.submodules.self_attention = _linear_attention(config, described.linear)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
-
-
-def _linear_attention(config: TransformerConfig, sizes: LinearAttention) -> ModuleSpec:
     is_engine = config.transformer_impl == "transformer_engine"
-    column, row = (
-        (TEColumnParallelLinear, TERowParallelLinear) if is_engine else (ColumnParallelLinear, RowParallelLinear)
-    )
-    return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes, "column": column, "row": row})
+    linears = (TEColumnParallelLinear, TERowParallelLinear) if is_engine else (ColumnParallelLinear, RowParallelLinear)
+    mine = shape.layers[first : first + number]
+    kits = [Kit(copy.deepcopy(layer), shape, described, norm, *linears) for described in mine]
+    for kit in kits:
+        imported(kit.described.block.trainer)(kit)
+    return TransformerBlockSubmodules(layer_specs=[kit.layer for kit in kits], layer_norm=norm)
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What a block's function builds one layer from: it changes `layer`, which starts as a layer with pre-norm."""
+
+    layer: ModuleSpec  # of Megatron's TransformerLayer
+    model: ModelShape
+    described: LayerShape
+    norm: type  # the classes of norms and linears, Megatron's or Transformer Engine's
+    column: type
+    row: type
+
+
+def pre_norm(kit: Kit) -> None:
+    """Leave Megatron's layer as it is: attention and MLP each read a norm of what they add to."""
+
+
+def linear_attention(kit: Kit) -> None:
+    """Put a Gated DeltaNet in the place of attention."""
+    assert kit.described.linear is not None
+    kit.layer.submodules.input_layernorm = kit.norm  # Transformer Engine's layers hold it in a linear that goes
+    sizes = {"sizes": kit.described.linear, "column": kit.column, "row": kit.row}
+    kit.layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params=sizes)
 
 
 def _parts_of_mlp(mlp: Any) -> Any:

@@ -16,7 +16,7 @@ from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.convert import convert
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.families import LAYER, Family
+from bapo_megatron.hf.families import LAYER, Block, Family
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.machine.parameters import model_parameters, rank_parameters
@@ -117,10 +117,11 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
 
 # Two families that no checkpoint has, each over the transformers class that computes the same.
 _FEED_FORWARD = tuple(
-    replace(p, tensors={name.replace("mlp.", "feed_forward."): dims for name, dims in p.tensors.items()}) for p in LAYER
+    replace(p, tensors={name.replace("mlp.", "feed_forward."): dims for name, dims in p.tensors.items()})
+    for p in LAYER.parameters
 )
 PLAIN = Family("plain", refused=("use_alibi",))
-MIXED = Family("mixed", qkv_bias=True, out_bias="output_bias", qk_norm=True, layer=_FEED_FORWARD)
+MIXED = Family("mixed", qkv_bias=True, out_bias="output_bias", qk_norm=True, layer=Block(_FEED_FORWARD))
 MADE_UP: dict[str, tuple[Family, transformers.PreTrainedConfig]] = {
     "plain": (PLAIN, transformers.LlamaConfig(**SIZES, head_dim=10)),
     "mixed": (

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bapo_megatron.config.schema import Config, ParallelConfig
-from bapo_megatron.hf.families import ATTENTION, LAYER, Parameter
+from bapo_megatron.hf.families import ATTENTION, LAYER, Block, Parameter
 from bapo_megatron.hf.shape import Dense, Experts, LayerShape, ModelShape, entries, model_shape
 from bapo_megatron.machine.memory import trainer_memory
 from bapo_megatron.machine.parameters import active_parameters, largest_tensor, model_parameters, rank_parameters
@@ -19,7 +19,7 @@ DENSE = LayerShape(Dense(24), LAYER)
 
 
 def with_experts(mlp: Experts, names: tuple[Parameter, ...] = EXPERTS) -> LayerShape:
-    return LayerShape(mlp, (*ATTENTION[:-1], *names))
+    return LayerShape(mlp, Block((*ATTENTION[:-1], *names)))
 
 
 @pytest.mark.parametrize(

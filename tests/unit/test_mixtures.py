@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from bapo_megatron.convert import convert
 from bapo_megatron.errors import CheckpointError, EngineError, UserError
 from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.families import Block
 from bapo_megatron.hf.reader import SINGLE, HFReader
 from bapo_megatron.hf.shape import Experts, LayerShape, hf_tensors, layer_entries, load_hf_config, model_shape
 from bapo_megatron.learner.slicing import canonical
@@ -136,7 +137,7 @@ def test_a_shape_can_say_shared_experts_and_no_model_may_have_them(model_type: s
     with torch.device("meta"):
         theirs = transformers.AutoModel.from_config(config).layers[-1].mlp
     down = replace(EXPERTS[-1], name="mlp.shared_experts.linear_fc2.weight", tensors={"shared.down_proj.weight": "ES"})
-    layer = LayerShape(experts, (*EXPERTS[1:], down))
+    layer = LayerShape(experts, Block((*EXPERTS[1:], down)))
     ours = sum(entry.num_values(1) for entry in layer_entries(model_shape(QWEN | {"hidden_size": 64}), layer))
     assert ours + besides == sum(weight.numel() for weight in theirs.parameters())
     with pytest.raises(CheckpointError, match=f"model_type '{model_type}' is not supported"):

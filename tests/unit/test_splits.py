@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bapo_megatron.hf.families import ATTENTION, COLUMNS, COPY, MIXTURE_LAYER, QKV, ROWS, VOCAB, Parameter
+from bapo_megatron.hf.families import ATTENTION, COLUMNS, COPY, MIXTURE_LAYER, QKV, ROWS, VOCAB, Block, Parameter
 from bapo_megatron.hf.shape import Dense, Experts, LayerShape, layer_entries
 from bapo_megatron.hf.splits import Copy, EachExpert, Entry, EvenRows, GatedInterleaved, Shard, Split
 from bapo_megatron.learner.slicing import from_shards, place_shard, to_shard
@@ -108,13 +108,14 @@ def test_gates_stand_behind_the_queries_of_their_group() -> None:
 
 
 EXPERTS = (
-    *MIXTURE_LAYER[len(ATTENTION) - 1 :],
+    *MIXTURE_LAYER.parameters[len(ATTENTION) - 1 :],
     Parameter(
         "mlp.shared_experts.linear_fc1.weight",
         ROWS,
         {"mlp.shared_expert.gate_proj.weight": "SE", "mlp.shared_expert.up_proj.weight": "SE"},
     ),
 )
+SHARED = Block(EXPERTS)
 
 
 def owners(entries: Sequence[Entry], ranks: int) -> dict[str, list[int]]:
@@ -122,7 +123,7 @@ def owners(entries: Sequence[Entry], ranks: int) -> dict[str, list[int]]:
 
 
 def test_experts_have_names_numbers_and_owners_of_their_own() -> None:
-    layer = LayerShape(Experts(num_experts=4, num_chosen=2, ffn_size=10, normalised=True, shared_ffn_size=6), EXPERTS)
+    layer = LayerShape(Experts(num_experts=4, num_chosen=2, ffn_size=10, normalised=True, shared_ffn_size=6), SHARED)
     found = list(layer_entries(make_shape("llama"), layer, 1))
     assert [entry.axis for entry in found] == ["dense"] * 2 + ["expert"] * 8 + ["dense"]
     third = found[6]
@@ -142,7 +143,7 @@ def test_experts_have_names_numbers_and_owners_of_their_own() -> None:
 
 def test_a_dense_layer_has_no_sizes_of_experts() -> None:
     with pytest.raises(KeyError, match="X"):
-        list(layer_entries(make_shape("llama"), LayerShape(Dense(24), EXPERTS)))
+        list(layer_entries(make_shape("llama"), LayerShape(Dense(24), SHARED)))
 
 
 def test_a_size_that_no_letter_names_is_refused() -> None:

@@ -3,9 +3,7 @@
 Shape legend (suffix of a tensor's name):
     B  rows (sequences)      T  new tokens per row     L  cached tokens per row     V  vocabulary
     E  hidden size           H  query heads            K  key-value heads           D  head dimension
-    G  query heads per key-value head (H = K * G)      F  feed-forward size
-    N  tokens of all rows    X  experts                C  experts that a token chooses
-    R  rotated dimensions of a head
+    G  query heads per key-value head (H = K * G)      N  tokens of all rows        R  rotated dimensions of a head
 
 Weights have the trainer's names (`hf/families.py`). Query-key-value and gate-up are one tensor each, for speed.
 `named_weights` are views into them under Hugging Face names: copying into a view loads or updates its weight.
@@ -23,23 +21,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bapo_megatron.engines.embedded.linear_attention import linear_attention
+from bapo_megatron.config.dotted import imported
+from bapo_megatron.engines.embedded.layers import LayerPass, rms_norm
 from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT, Family
 from bapo_megatron.hf.reader import HFReader
-from bapo_megatron.hf.shape import Experts, ModelShape, entries, rotary_frequencies
+from bapo_megatron.hf.shape import ModelShape, entries, rotary_frequencies
 from bapo_megatron.hf.splits import Entry
 
 _TOGETHER = 256  # tokens scored at a time, since log-probs of the whole vocabulary take memory
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 class Cache:
@@ -115,6 +110,7 @@ class Model:
                 self._layers[entry.layer][entry.megatron_name.split(".", 3)[3]] = weight
         self._embed_VE = self._weights[EMBEDDING.name]
         self._head_VE = self._weights.get(OUTPUT.name, self._embed_VE)
+        self._computed = [imported(layer.block.engine) for layer in spec.layers]
         kinds = [layer.linear is not None for layer in spec.layers]
         self._places = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]  # layer -> number in the cache
         inv_freq, rope_scale = rotary_frequencies(spec)
@@ -320,57 +316,21 @@ class Model:
             states: inputs and states of the rows, as `Cache.states` returns them; changed in place.
             lengths_B: tokens of each row that are not padding, if some are.
         """
-        spec, activation = self.spec, _ACTIVATIONS[self.spec.activation]
+        spec = self.spec
         x_BTE = F.embedding(token_ids_BT, self._embed_VE)
         if spec.embedding_scale != 1:
             x_BTE = x_BTE * x_BTE.new_tensor(spec.embedding_scale)
         for index, (shape, place, layer) in enumerate(zip(spec.layers, self._places, self._layers, strict=True)):
-            h_BTE = self._rms_norm(x_BTE, layer["input_layernorm.weight"])
-            if shape.linear is None:
-                x_BTE = x_BTE + self._attention(h_BTE, layer, angles, partial(attend, place))
-            else:
-                inputs, state = (tensor[place] for tensor in states)
-                x_BTE = x_BTE + linear_attention(h_BTE, layer, shape.linear, spec.norm_eps, inputs, state, lengths_B)
-            h_BTE = self._rms_norm(x_BTE, layer["pre_mlp_layernorm.weight"])
-            experts_BTC = None
-            if isinstance(mlp := shape.mlp, Experts):
-                shares_BTC, experts_BTC = _choose(h_BTE, layer, mlp)
-                x_BTE = x_BTE + _mixed(h_BTE, layer, shares_BTC, experts_BTC, activation)
-            else:
-                x_BTE = x_BTE + _gated(h_BTE, layer, "mlp.", activation)
-            if fed is not None:
-                fed.see_layer(index, h_BTE, layer, experts_BTC)
+            of_layer = [] if shape.linear is None else [tensor[place] for tensor in states]
+            see = None if fed is None else partial(fed.see_layer, index)
+            one = LayerPass(spec, shape, layer, angles, partial(attend, place), of_layer, lengths_B, see)
+            x_BTE = self._computed[index](x_BTE, one)
         if fed is not None:
             fed.see_end(x_BTE)
         return x_BTE
 
-    def _attention(
-        self, h_BTE: Tensor, layer: dict[str, Tensor], angles: tuple[Tensor, Tensor], attend: Callable[..., Tensor]
-    ) -> Tensor:
-        """Compute full attention, [B, T, E]; `attend` gets queries, keys and values."""
-        spec = self.spec
-        qkv = _linear(h_BTE, layer, "self_attention.linear_qkv").unflatten(-1, (-1, spec.head_dim))
-        q_BTHD, k_BTKD, v_BTKD = qkv.split((qkv.shape[2] - 2 * spec.num_kv_heads, *2 * [spec.num_kv_heads]), dim=2)
-        if spec.output_gate:
-            q_BTHD, gate_BTHD = q_BTHD.unflatten(2, (-1, 2)).unbind(3)
-        if spec.qk_norm:
-            q_BTHD = self._rms_norm(q_BTHD, layer["self_attention.q_layernorm.weight"])
-            k_BTKD = self._rms_norm(k_BTKD, layer["self_attention.k_layernorm.weight"])
-        out_BTHD = attend(_rotate(q_BTHD, *angles), _rotate(k_BTKD, *angles), v_BTKD)
-        if spec.output_gate:
-            out_BTHD = out_BTHD * gate_BTHD.sigmoid()
-        return _linear(out_BTHD.flatten(2), layer, "self_attention.linear_proj")
-
     def _logits(self, hidden_BE: Tensor) -> Tensor:
-        return F.linear(self._rms_norm(hidden_BE, self._weights[FINAL_NORM.name]), self._head_VE).float()
-
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise as transformers does: in float32; with `norm_plus_one` the weight is applied in float32 too."""
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.spec.norm_eps)
-        if self.spec.norm_plus_one:
-            return (normed * (1 + weight.float())).to(x.dtype)
-        return weight * normed.to(x.dtype)
+        return F.linear(rms_norm(hidden_BE, self._weights[FINAL_NORM.name], self.spec), self._head_VE).float()
 
     def _allocate(self, entry: Entry) -> Tensor:
         """Allocate one parameter; slices along its first dimension are the named weights."""
@@ -387,49 +347,3 @@ def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, m
     num_bytes = max(size, 1) * dtype.itemsize  # nothing of size 0 can be mapped
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype)[:size].view(shape), memory
-
-
-def _linear(x: Tensor, layer: dict[str, Tensor], name: str) -> Tensor:
-    return F.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias"))
-
-
-def _gated(x: Tensor, layer: dict[str, Tensor], name: str, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute a gated MLP, whose weights' names begin with `name`."""
-    gate, up = _linear(x, layer, f"{name}linear_fc1").chunk(2, dim=-1)
-    return _linear(activation(gate) * up, layer, f"{name}linear_fc2")
-
-
-def _choose(x_BTE: Tensor, layer: dict[str, Tensor], mlp: Experts) -> tuple[Tensor, Tensor]:
-    """Choose experts for each token; the router computes in float32, whatever the model's type, as the trainer's does.
-
-    Returns: the experts' shares in the result float32, and their numbers int64, both [B, T, C], largest share first.
-    """
-    shares_BTX = F.linear(x_BTE.float(), layer["mlp.router.weight"].float()).softmax(-1)
-    shares_BTC, experts_BTC = shares_BTX.topk(mlp.num_chosen, dim=-1)
-    return shares_BTC / shares_BTC.sum(-1, keepdim=True) if mlp.normalised else shares_BTC, experts_BTC
-
-
-def _mixed(
-    x_BTE: Tensor,
-    layer: dict[str, Tensor],
-    shares_BTC: Tensor,
-    experts_BTC: Tensor,
-    activation: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Compute the sum of the chosen experts' outputs, in the order of the experts, as transformers does."""
-    x_NE, experts = x_BTE.flatten(0, 1), experts_BTC.flatten()
-    choices = experts.argsort(stable=True)  # sorted by expert
-    tokens = choices // experts_BTC.shape[-1]
-    parts = x_NE[tokens].split(experts.bincount().tolist())
-    name = "mlp.experts.local_experts.{}."
-    outputs = [_gated(part, layer, name.format(i), activation) for i, part in enumerate(parts) if len(part)]
-    weighted = torch.cat(outputs) * shares_BTC.to(x_BTE.dtype).flatten()[choices, None]
-    return torch.zeros_like(x_NE).index_add_(0, tokens, weighted).view_as(x_BTE)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first R dimensions in Hugging Face's half-split layout; `sin` includes the sign of the first half."""
-    rotated, rest = x.tensor_split((cos.shape[-1],), dim=-1)
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat((second, first), dim=-1) * sin
-    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
