@@ -166,11 +166,11 @@ def _plan_best(options: Namespace) -> int:
 
 def doctor(options: Namespace) -> int:
     """Check whether this machine is fit to train, and print the findings."""
-    from bapo_megatron.preflight.packages import check_packages
+    from bapo_megatron.preflight.packages import all_installed, check_packages
 
     packages = check_packages()
     print(packages, flush=True)
-    if packages.verdict == "error":  # the following checks import them
+    if not all_installed():  # the following checks import them
         return 1
     from bapo_megatron.config.load import load_config, split_arguments
     from bapo_megatron.preflight.doctor import examine, parse_rendezvous, verdict

@@ -32,6 +32,12 @@ def requirements(extra: str) -> list[Requirement]:
     return list({r.name: r for r in here}.values())  # the base comes first, and an extra may ask for more
 
 
+def all_installed() -> bool:
+    """Return whether every package that a run imports is installed, in whatever version."""
+    is_known = importlib.util.find_spec("packaging") is not None and installed_version("bapo-megatron") is not None
+    return is_known and all(installed_version(r.name) for r in requirements("train"))
+
+
 def check_packages() -> Finding:
     """Check that a run's packages are installed in allowed versions, and the versions of the optional packages."""
     if importlib.util.find_spec("packaging") is None:  # it reads the names of the others
