@@ -37,8 +37,8 @@ class Annotator(Protocol):
 
         They are an array of the stream's type, or a list if a row is one number.
 
-        Runs on trainer rank 0, for many samples at the same time, while others still sample, and must not block. May be called
-        again with the same sample: after a crash, or when the call was cancelled.
+        Runs on trainer rank 0, for many samples at the same time, while others still sample, and must not block. May be
+        called again with the same sample: after a crash, or when the call was cancelled.
         """
         ...
 
