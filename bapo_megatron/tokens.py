@@ -79,6 +79,15 @@ class TokenStream:
                 'on="sampled", and to="owner" or "every rank"'
             )
 
+    def check_annotated(self, taken: Iterable[str]) -> None:
+        """Raise ValueError if an annotator cannot add this stream to ended samples: see `check_kept`."""
+        self._check_name(taken)
+        if not self.kept or self.on != "sampled" or self.missing is None or self.on_request or self.dtype == "bool":
+            raise ValueError(
+                f"stream {self.name}: an annotator adds numbers to sampled tokens, which are kept, and may fail: leave "
+                "`kept`, `on` and `on_request` out, and give `missing`"
+            )
+
     def _check_name(self, taken: Iterable[str]) -> None:
         if self.name in {*taken, *(stream.name for stream in CORE_STREAMS)}:
             raise ValueError(f"stream {self.name}: the name is taken")

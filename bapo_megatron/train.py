@@ -87,7 +87,7 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
         state_type=RunState,
         run_id=run_dir.run_id,
         vocab_size=learner.shape.vocab_size,
-        streams=run.streams,
+        streams=run.kept_streams,
     )
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     HEARTBEAT.beat(TRAINER, "looking for a checkpoint")

@@ -72,11 +72,11 @@ class Seam:
         """Return `value` if it is a built-in name or a dotted path. Raises ValueError, for a pydantic validator."""
         if value in self.names or is_dotted(value) or self.is_prefixed(value):
             return value
-        names = ", ".join(f'"{name}"' for name in self.names)
+        names = "".join(f'"{name}", ' for name in self.names)[:-2] + " or " * bool(self.names)
         prefixed = f' or "{self.prefix}my_module:my_name"' if self.prefix else ""
         meant = did_you_mean(*(f'"{name}"' for name in closest(value, self.names)))
         advice = _of_file(value) or (meant and f"; {meant}")
-        raise ValueError(f'must be {names} or a path like "my_module:my_name"{prefixed}, got "{value}"{advice}')
+        raise ValueError(f'must be {names}a path like "my_module:my_name"{prefixed}, got "{value}"{advice}')
 
     def load(self, path: str) -> Any:
         """Import the object at "package.module:name", without the prefix, and check that it can be called as expected.
@@ -152,6 +152,12 @@ KEEP_GROUP = Seam(
     ("all", "informative"),
     "def keep_group(group: Group, config: Config) -> bool",
     ("group", "config"),
+)
+ANNOTATOR = Seam(
+    "rollout.annotators",
+    (),
+    "def make(config: Config) -> Annotator, an object with streams, deadline_s and async def rows(sample)",
+    ("config",),
 )
 ENVIRONMENT = Seam(
     "environment.kind",

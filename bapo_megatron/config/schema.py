@@ -24,7 +24,7 @@ from bapo_megatron.config.base import (
     Violation,
     Whole,
 )
-from bapo_megatron.config.dotted import ENVIRONMENT, KEEP_GROUP, REWARD
+from bapo_megatron.config.dotted import ANNOTATOR, ENVIRONMENT, KEEP_GROUP, REWARD
 from bapo_megatron.config.engines import ENGINE
 from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
@@ -390,6 +390,9 @@ class RolloutConfig(Section):
     """Judged groups that enter the batch; the others are replaced. all; informative: groups whose responses got
     different rewards, since the others teach nothing (DAPO's dynamic sampling); or your own function,
     "my_package.my_module:keep_group"."""
+    annotators: tuple[Annotated[str, AfterValidator(ANNOTATOR.known)], ...] = ()
+    """Your own functions, "my_package.my_module:make", whose objects add values to the tokens of samples that have
+    ended, for a loss to learn with, such as a teacher's log-probs; see docs/extending.md."""
     tokens_per_round: Count | None = None
     """Partial rollout: how many tokens a response may grow per round before it is set aside and resumed with later
     weights. Unset: every response is sampled to its end in one round."""

@@ -444,7 +444,7 @@ def _recording(run: Resolved, model: Path | None, here: bool) -> Iterator[Violat
         return
     from bapo_megatron.rollout.recorded import limit_of_recording, read_groups
 
-    streams = run.streams if model else ()
+    streams = run.kept_streams if model else ()
     last, limit = config.train.num_steps, config.rollout.max_response_tokens
     has_longer = (limit_of_recording(folder) or 0) > limit
     for step in range(1, last + 1) if has_longer else (1, last):

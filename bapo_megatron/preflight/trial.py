@@ -65,6 +65,7 @@ def _inputs(run: Resolved) -> "LossInputs":
     streams = [one.stream for one in loss.streams]
     if run.model is not None:  # with the streams of its family
         streams += run.model.streams
+    streams += [stream for one in run.annotators for stream in one.streams]
     batch = MicroBatch(
         token_ids_T=torch.arange(6),
         position_ids_T=torch.tensor([0, 1, 2] * 2),

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.config.annotators import Annotator, own_annotators
 from bapo_megatron.config.engines import EngineKind, engine_kind
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import Config
@@ -42,6 +43,16 @@ class Resolved:
     def streams(self) -> tuple[TokenStream, ...]:
         """The streams that the run's engines return. Raises UserError: see `ModelFacts.returned_streams`."""
         return self.model.returned_streams(self.config.model.requested_streams) if self.model else ()
+
+    @cached_property
+    def annotators(self) -> tuple[Annotator, ...]:
+        """What adds streams to samples that have ended. Raises UserError: see `own_annotators`."""
+        return own_annotators(self.config, [stream.name for stream in self.model.streams] if self.model else [])
+
+    @property
+    def kept_streams(self) -> tuple[TokenStream, ...]:
+        """All streams in samples, checkpoints and recordings: the engines' and the annotators'. Raises UserError."""
+        return (*self.streams, *(stream for one in self.annotators for stream in one.streams))
 
     @property
     def folder(self) -> Path:

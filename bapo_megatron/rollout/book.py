@@ -91,7 +91,7 @@ class RolloutBook:
         by_group: bool = True,
         first_need: Need = _TOKENS,
     ) -> None:
-        """`streams`: streams of models and plugins that the engines return. `by_group`, `first_need`: see `Driver`."""
+        """`streams`: streams that samples have. `by_group`, `first_need`: see `Driver`."""
         self.ledger = Ledger()
         self.bound = bound
         self.num_dropped: Counter[str] = Counter()  # groups by reason, since this attempt began

@@ -23,6 +23,7 @@ from bapo_megatron.rewards import RewardScorer
 from bapo_megatron.rewards.shaping import group_filter
 from bapo_megatron.rewards.verdicts import JudgeSpec, Verdict
 from bapo_megatron.rollout.agents import AgentDriver
+from bapo_megatron.rollout.annotators import Annotators
 from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce, StepDriver, TextJudge
@@ -158,10 +159,11 @@ class RolloutManager:
     def _patience_s(self) -> float:
         """The longest time without progress if engines and judges keep their deadlines; after it, something hangs.
 
-        It covers a request with all its retries, an engine's return, and the driver's longest call.
+        It covers a request with all its retries, an engine's return, and the longest calls of driver and annotators.
         """
         r = self.config.rollout
-        return_s, answer_s = self.engines.pool.return_limit_s, self.scheduler.driver.deadline_s
+        return_s = self.engines.pool.return_limit_s
+        answer_s = self.scheduler.driver.deadline_s + self.scheduler.annotators.deadline_s
         return r.request_timeout_s * (r.max_retries + 1) + return_s + answer_s
 
     def _progress(self) -> tuple[int, ...]:
@@ -173,6 +175,7 @@ class RolloutManager:
         """Return the costs of a batch, under the names of `bapo help metrics`."""
         filtered, has_environment = self.config.rollout.keep_group != "all", self.config.environment.is_used
         num_restarted = self.scheduler.ledger.num_samples["restarted"]
+        unannotated = self.scheduler.annotators.num_failed
         judged_mean = statistics.fmean(stats.rewards) if stats.rewards else math.nan
         return {
             **self.answers.metrics(),
@@ -183,6 +186,7 @@ class RolloutManager:
             "rollout/num_dropped_groups": float(stats.num_dropped_groups),
             **({"environment/failed_groups": float(stats.num_failed_groups)} if has_environment else {}),
             **({"environment/restarted_samples": float(num_restarted)} if self.config.environment.is_agent else {}),
+            **({"rollout/num_unannotated": float(unannotated)} if self.config.rollout.annotators else {}),
             "rollout/num_fenced": float(stats.num_fenced),
             "rollout/tokens_generated": float(stats.num_tokens),
             "rollout/tokens_per_s": stats.num_tokens / max(elapsed_s, 1e-9),
@@ -232,6 +236,7 @@ def connect_rollouts(run: Resolved, urls: Sequence[str], *, may_have_failed: boo
         keep=group_filter(config),
         updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
         streams=streams,
+        annotators=Annotators(run.annotators),
         max_turn_tokens=config.environment.turn_limit,
     )
     evaluation = None

@@ -120,7 +120,7 @@ class RecordedRollouts(Rollouts):
         assert config.rollout.recorded_from is not None, "preflight/checks/rollout.py checks this"
         self._folder = Path(config.rollout.recorded_from).expanduser()
         self._tokenizer = load_tokenizer(run.folder, run.own)
-        self._streams = run.streams
+        self._streams = run.kept_streams
         self._max_response_tokens = config.rollout.max_response_tokens
         self._builder = BatchBuilder(config)
 

@@ -18,6 +18,7 @@ from typing import Any
 from bapo_megatron.config.schema import RolloutConfig
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, NoGroupKeptError, UserError, plural
+from bapo_megatron.rollout.annotators import Annotators
 from bapo_megatron.rollout.book import Keep, Prompts, RolloutBook
 from bapo_megatron.rollout.continuous import ContinuousSampling
 from bapo_megatron.rollout.dispatch import Dispatcher, RolloutStats
@@ -47,16 +48,24 @@ class Scheduler:
         updates_per_step: int = 1,
         keep: Keep = lambda group: True,
         streams: Sequence[TokenStream] = (),
+        annotators: Annotators | None = None,
         max_turn_tokens: int | None = None,
     ) -> None:
         """`streams`: streams of models and plugins that the engines return."""
+        self.annotators = annotators or Annotators()
         self.config = config
         self.pool = pool
         self.driver = driver
         self.num_answers = 0  # answers of the driver, since this attempt began
         bound = StalenessBound(config.max_staleness, updates_per_step, config.prompts_per_step)
         self.book = RolloutBook(
-            config, prompts, bound, keep, streams, by_group=driver.by_group, first_need=driver.first_need
+            config,
+            prompts,
+            bound,
+            keep,
+            (*streams, *self.annotators.streams),
+            by_group=driver.by_group,
+            first_need=driver.first_need,
         )
         self.dispatcher = Dispatcher(
             config,
@@ -172,8 +181,9 @@ class Scheduler:
         return stats
 
     async def ask(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the driver's answers to samples of one group."""
+        """Return the driver's answers to samples of one group, annotated where a sample has ended."""
         answers = await advanced(self.driver, samples, self.config.max_response_tokens)
+        answers = await self.annotators.annotated(answers)
         self.num_answers += len(answers)  # progress, while others wait for a process
         return answers
 

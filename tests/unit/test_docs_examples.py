@@ -43,6 +43,7 @@ EXTENDING, COMING_FROM, TURNS, AGENTS = ((DOCS / name).read_text(encoding="utf-8
 OVERRIDES = re.search(r"bapo demo ((?:.*\\\n)*.*)", EXTENDING).group(1).replace("\\\n", " ").split()
 KEEP_NEAR = ("loss.name=keep_near:KEEP_NEAR", "loss.options.max_distance=0.2")
 DISTIL = ("loss.name=distil:DISTIL", "loss.options.teacher=demo")
+REPEATS = ('rollout.annotators=["repeats:make"]', "loss.name=repeats:loss")
 METRIC = "loss/cispo_cut_share"
 
 
@@ -63,7 +64,7 @@ def test_the_page_shows_or_links_every_example() -> None:
     linked = re.findall(r"\(examples/(\w+\.\w+)\)", EXTENDING + TURNS + AGENTS)
     of_turns = ["text_game.py", "http_step.py", "chat_calculator.py", "chat_calculator.toml"]
     of_agents = ["openai_agent.py", "openai_agents.toml"]
-    assert linked == ["keep_near.py", "distil.py", "nice_engine.py", "seed_oss.py", *of_turns, *of_agents]
+    assert linked == ["keep_near.py", "distil.py", "repeats.py", "nice_engine.py", "seed_oss.py", *of_turns, *of_agents]
     for path in sorted(EXAMPLES.iterdir()):
         if path.is_file() and path.name not in linked:
             assert f"\n{path.read_text(encoding='utf-8')}```" in EXTENDING, path.name
@@ -88,8 +89,8 @@ def test_the_chat_calculator_answers_products_and_rewards_the_last_number() -> N
 
 def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture[str]) -> None:
     commands = re.findall(r"^    bapo check configs/demo\.toml (.+)$", EXTENDING, re.MULTILINE)
-    assert len(commands) == 7
-    assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR, *DISTIL}
+    assert len(commands) == 8
+    assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR, *DISTIL, *REPEATS}
     for command in (*commands, " ".join(OVERRIDES)):
         assert check(capsys, *command.split()) == "", command
 

@@ -19,6 +19,7 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult, VersionS
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
 from bapo_megatron.rewards.verdicts import Verdict
+from bapo_megatron.rollout.annotators import Annotators
 from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.dispatch import RolloutStats, sample_seed
 from bapo_megatron.rollout.drivers import JudgeOnce
@@ -144,6 +145,7 @@ def make(
     updates_per_step: int = 1,
     keep: Any = None,
     driver: Any = None,
+    annotators: Annotators | None = None,
     max_turn_tokens: int | None = None,
     stop: int = STOP,
     **settings_: Any,
@@ -163,6 +165,7 @@ def make(
         seed=seed,
         updates_per_step=updates_per_step,
         keep=keep or (lambda group: True),
+        annotators=annotators,
         max_turn_tokens=max_turn_tokens,
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from bapo_megatron.config.advantages import ADVANTAGE, advantage_function
+from bapo_megatron.config.annotators import own_annotators
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.dotted import KEEP_GROUP
 from bapo_megatron.config.engines import check_engine
@@ -25,6 +26,8 @@ def check_functions(config: Config) -> Iterator[Violation]:
         try_to["advantage.kind"] = lambda: advantage_function(advantage)
     if rollout.keep_group not in KEEP_GROUP.names:
         try_to["rollout.keep_group"] = lambda: KEEP_GROUP.load(rollout.keep_group)
+    if rollout.annotators:
+        try_to["rollout.annotators"] = lambda: own_annotators(config, ())
     for settings, load in try_to.items():
         try:
             load()
