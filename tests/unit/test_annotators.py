@@ -18,6 +18,7 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.rollout.annotators import Annotators
 from bapo_megatron.rollout.book import groups_of
+from bapo_megatron.rollout.group_files import group_to_json
 from bapo_megatron.rollout.recorded import read_groups, write_groups
 from bapo_megatron.tokens import TokenStream, encoded_rows
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment, Trajectory
@@ -55,7 +56,7 @@ def check_marks(sample: Sample) -> None:
 
 
 def as_json(groups: Sequence[Group]) -> str:
-    return json.dumps([group.to_json() for group in groups], default=encoded_rows)
+    return json.dumps([group_to_json(group) for group in groups], default=encoded_rows)
 
 
 def ended(*trajectories: Sequence[Segment], reward: float | None = 1.0) -> Sample:
