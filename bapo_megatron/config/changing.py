@@ -57,7 +57,7 @@ _LEFT: dict[Part, str] = {
     "prompt position": f"run.seed {_SOURCE}",
     "responses of the source": _SOURCE,
     "untrained responses": """
-        model.replay_routes
+        model.replay_routes rollout.annotators
         data.chat_template data.system_prompt data.template_*
         environment.kind environment.options* environment.stop_tokens environment.max_*
         rollout.samples_per_prompt rollout.temperature rollout.top_p rollout.top_k rollout.ignore_stop_tokens

@@ -68,7 +68,7 @@ def _built_in() -> dict[str, type[LossConfig]]:
     """Find the built-in losses by name: classes at dotted paths, as the user's own functions are.
 
     The files are imported in the order of their names, and their classes follow in the order in which they stand there:
-    BapoLoss and GrpoLoss of clipped.py come first, so help and messages list "bapo", "grpo", and so on.
+    the classes of clipped.py come first, so help and messages begin with "bapo".
     """
     folder = importlib.import_module("bapo_megatron.algorithms.objectives")
     files = [

@@ -295,6 +295,8 @@ class HttpEngine:
         if self._vocab_size is None or are_tokens(request.token_ids, self._vocab_size):
             return
         foreign = next(i for i in request.token_ids if not are_tokens([i], self._vocab_size))
+        if not isinstance(foreign, int):
+            raise TypeError(f"token id {foreign!r} is not an int: give tokens of an array with `.tolist()`")
         raise EngineError(
             f"{self.url}, request {request.rid}: token id {foreign} is outside the vocabulary of {self._vocab_size}; "
             "do tokenizer and model belong together?"

@@ -47,7 +47,7 @@ def assert_logprobs(servers: Servers, request: GenerateRequest, result: Generate
     """Compare each span of new tokens with the model that sampled it."""
     assert len(result.spans) == len(models)
     for model, span in zip(models, result.spans, strict=True):
-        expected = of_transformers(servers, model, [*request.token_ids, *result.token_ids])
+        expected = of_transformers(servers, model, [*request.token_ids, *result.token_ids.tolist()])
         expected = expected[len(request.token_ids) - 1 :][span.start : span.end]
         found = torch.tensor(result.behaviour_logprobs[span.start : span.end])
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
@@ -58,7 +58,7 @@ def asked(rid: str, ids: Sequence[int] = PROMPTS[2], n: int = 24, seed: int = 0)
 
 
 def continued(request: GenerateRequest, result: GenerateResult, *given: int) -> GenerateRequest:
-    return asked(f"{request.rid}+", (*request.token_ids, *result.token_ids, *given), seed=request.seed)
+    return asked(f"{request.rid}+", (*request.token_ids, *result.token_ids.tolist(), *given), seed=request.seed)
 
 
 def test_several_samples_of_one_prompt_have_states_of_their_own(servers: Servers) -> None:
@@ -66,7 +66,7 @@ def test_several_samples_of_one_prompt_have_states_of_their_own(servers: Servers
     results = servers.loop.run(servers.engine.generate_many(requests))
     for request, result in zip(requests, results, strict=True):
         assert_logprobs(servers, request, result)
-    assert len({(*result.token_ids,) for result in results[:3]}) == 3
+    assert len({(*result.token_ids.tolist(),) for result in results[:3]}) == 3
     again = asked("again", PROMPTS[0], seed=1)
     result = servers.loop.run(servers.engine.generate(again))
     assert_logprobs(servers, again, result)
@@ -141,7 +141,7 @@ def test_scores_are_log_probs_of_one_pass(servers: Servers) -> None:
     """Also where the state of a prefix is kept."""
     request = asked("scored")
     result = servers.loop.run(servers.engine.generate(request))
-    ids = [*request.token_ids, *result.token_ids, 4, 6]
+    ids = [*request.token_ids, *result.token_ids.tolist(), 4, 6]
     scores = servers.loop.run(servers.engine.score(ids, 1, 0))
     torch.testing.assert_close(
         torch.tensor(scores.logprobs_N), of_transformers(servers, "a", ids), atol=TOLERANCE, rtol=0
@@ -180,7 +180,7 @@ def test_longer_contexts_by_yarn_turn_a_part_of_each_head(
         request = asked("yarn", n=40)  # beyond the original context
         result = servers.loop.run(servers.engine.generate(request))
         assert_logprobs(servers, request, result)
-        ids = [*request.token_ids, *result.token_ids]
+        ids = [*request.token_ids, *result.token_ids.tolist()]
         with_yarn = of_transformers(servers, "a", ids)
         servers.models["a"] = save_hybrid(tmp_path / "plain", 0, servers.max_context)
         assert (of_transformers(servers, "a", ids) - with_yarn).abs().max() > 100 * TOLERANCE

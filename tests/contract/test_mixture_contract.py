@@ -64,7 +64,7 @@ def of_transformers(servers: Servers, model: str, ids: Sequence[int]) -> tuple[T
 
 def assert_equal(servers: Servers, model: str, request: GenerateRequest, result: GenerateResult) -> None:
     """Compare log-probs and routes of one request; all of its tokens are of one version."""
-    ids = [*request.token_ids, *result.token_ids]
+    ids = [*request.token_ids, *result.token_ids.tolist()]
     logprobs_T, chosen_TLK = of_transformers(servers, model, ids)
     num_new = len(result.token_ids)
     torch.testing.assert_close(torch.tensor(result.behaviour_logprobs), logprobs_T[-num_new:], atol=TOLERANCE, rtol=0)
@@ -127,7 +127,7 @@ def test_an_aborted_response_has_its_routes_and_continues(servers: Servers, rout
     cut: GenerateResult = pending.result(HANG_S)
     assert cut.finish_reason == "abort"
     assert_equal(servers, "a", request, cut)
-    ids = (*request.token_ids, *cut.token_ids)
+    ids = (*request.token_ids, *cut.token_ids.tolist())
     rest = replace(request, rid="continued", token_ids=ids, max_new_tokens=5, num_fed=len(ids))
     result = run(engine.generate(rest))
     assert_equal(servers, "a", rest, result)
@@ -140,7 +140,7 @@ def test_a_push_in_place_keeps_the_rows_of_earlier_tokens(servers: Servers, rout
     servers.push_in_place("b")
     result: GenerateResult = pending.result(HANG_S)
     first_new = len(request.token_ids) + result.spans[1].start - 1  # the token that the new weights read first
-    old = of_transformers(servers, "a", [*request.token_ids, *result.token_ids])[1][:first_new]
+    old = of_transformers(servers, "a", [*request.token_ids, *result.token_ids.tolist()])[1][:first_new]
     assert torch.equal(torch.tensor(result.rows[routes]).long().sort(-1).values[:first_new], old)
 
 

@@ -254,7 +254,7 @@ def test_a_pack_that_cannot_be_used_ends_the_session_before_it_starts(
 def test_the_packing_list_is_setup_py_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_packing, "TE_WHEELS", Path("/nonexistent"))
     listed = {gpu_packing.name_of(text) for text in gpu_packing.needs()}
-    declared = {gpu_packing.name_of(r.name) for r in packages.requirements("core")}
+    declared = {gpu_packing.name_of(r.name) for r in packages.requirements("train")}
     assert declared | {"hypothesis", "pytest"} == listed
     absent, num_asked = gpu_packing.missing(["pytest", "nosuch-package"])
     assert absent == ["nosuch-package"]

@@ -86,7 +86,7 @@ class World:
     def assert_live(self, *indices: int) -> None:
         """Check that only these engines are asked, and that they answer with the learner's version."""
         assert self.pool.live() == [self.engines[i] for i in indices]
-        answers = {self.ask(self.engines[i]).behaviour_logprobs for i in indices}
+        answers = {self.ask(self.engines[i]).behaviour_logprobs.tobytes() for i in indices}
         assert len(answers) == 1, "the same seed and weights give the same answer"
         for i in indices:
             assert {span.version for span in self.ask(self.engines[i]).spans} == {self.learner.version}

@@ -218,9 +218,9 @@ def read(reply: dict[str, Any]) -> GenerateResult:
 
 
 def test_log_probs_of_a_cut_are_those_of_what_it_leaves() -> None:
-    assert read(cut_reply(output_token_sampling_logprobs=[-1.25, 0])).behaviour_logprobs == (-1.25, 0.0)
+    assert read(cut_reply(output_token_sampling_logprobs=[-1.25, 0])).behaviour_logprobs.tolist() == [-1.25, 0.0]
     nothing = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "weight_versions": []}}
-    assert read(nothing).behaviour_logprobs == ()
+    assert read(nothing).behaviour_logprobs.tolist() == []
 
 
 @pytest.mark.parametrize(
