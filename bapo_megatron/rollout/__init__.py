@@ -11,6 +11,7 @@ as a stream, and both take the same steps:
     RolloutBook.release      the request is over; without a reply, the sample stays as it was and is asked for again
     RolloutBook.waiting_in   samples whose turn has ended are due: each alone, or as a group that needs no more tokens
     advanced                 the driver answers: an environment with the next turn's tokens, or a judge with a reward
+    Annotators.annotated     a sample that has ended gets values for its tokens, if the run has annotators
     RolloutBook.answer       the answer joins its sample, which needs tokens again, or has ended
     RolloutBook.settle       once all samples of a group have ended, the group waits to be trained, or is dropped
     RolloutBook.choose       a step takes its groups, the stalest first

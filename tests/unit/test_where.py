@@ -75,14 +75,14 @@ def test_an_answer_of_the_map_names_things_that_exist(row: list[str]) -> None:
         assert is_in(name, path), f"{name} is not in {path}"
 
 
-STEP = re.compile(r"^    ((?:RolloutBook|Dispatcher)\.\w+|advanced) ", re.MULTILINE)
-PLACES = {"RolloutBook": "book", "Dispatcher": "dispatch", "advanced": "drivers"}
+STEP = re.compile(r"^    ((?:RolloutBook|Dispatcher|Annotators)\.\w+|advanced) ", re.MULTILINE)
+PLACES = {"RolloutBook": "book", "Dispatcher": "dispatch", "Annotators": "annotators", "advanced": "drivers"}
 
 
 def test_both_loops_take_the_steps_of_a_sample_s_life() -> None:
     rollout = PACKAGE / "rollout"
     steps = STEP.findall(ast.get_docstring(ast.parse((rollout / "__init__.py").read_text()), clean=False) or "")
-    assert len(steps) == 10
+    assert len(steps) == 11
     assert all(is_in(step, rollout / f"{PLACES[step.partition('.')[0]]}.py") for step in steps)
 
     def used(*files: str) -> set[str]:
@@ -96,4 +96,4 @@ def test_both_loops_take_the_steps_of_a_sample_s_life() -> None:
 
     names = {step.rpartition(".")[2] for step in steps}
     assert names <= used("scheduler.py"), "rounds"
-    assert names - {"advanced", "answer", "settle", "choose"} <= used("continuous.py"), "the stream's own steps"
+    assert names - {"advanced", "annotated", "answer", "settle", "choose"} <= used("continuous.py"), "the stream's own steps"
