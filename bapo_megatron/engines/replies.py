@@ -116,7 +116,8 @@ def parse_reply(
         raise BadReplyError(f"no token was returned, and finish_reason is {shortened(reason)}")
     if not are_tokens(token_ids, vocab_size):
         foreign = next(i for i in token_ids if not are_tokens([i], vocab_size))
-        raise BadReplyError(f"token id {shortened(foreign)} is outside the vocabulary of {vocab_size}")
+        size = "" if vocab_size is None else f" of {vocab_size}"
+        raise BadReplyError(f"token id {shortened(foreign)} is outside the vocabulary{size}")
     num_prompt_tokens = count_of(meta, "prompt_tokens", len(request.token_ids))
     if num_prompt_tokens != len(request.token_ids):
         raise BadReplyError(
