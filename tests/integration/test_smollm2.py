@@ -95,7 +95,7 @@ def check_log_probs(model: Path, ready: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for request, result in zip(requests, results, strict=True):
         with torch.no_grad():
-            logits_TV = reference(torch.tensor([request.token_ids + result.token_ids])).logits[0]
+            logits_TV = reference(torch.tensor([[*request.token_ids, *result.token_ids.tolist()]])).logits[0]
         log_probs_TV = (logits_TV / request.temperature).log_softmax(-1)
         for i, (token, log_prob) in enumerate(zip(result.token_ids, result.behaviour_logprobs, strict=True)):
             assert log_prob == pytest.approx(float(log_probs_TV[len(request.token_ids) - 1 + i, token]), abs=1e-4)
