@@ -89,6 +89,7 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
         "reward/running_std",
         "reward/clipped_share",
         "reward/judged_mean",
+        "rollout/num_unannotated",
         "routes/",
         "straggler/",
         "monitor/",

@@ -13,6 +13,7 @@ import pytest
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.errors import EngineError, NoEngineLeftError
+from bapo_megatron.rollout.annotators import Annotators
 from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.manager import InRunEvaluation, RolloutManager
 from tests.distributed import HANG_S
@@ -94,7 +95,8 @@ def manager(loop: LoopThread, take: Any, **counts: Any) -> RolloutManager:
     engines: Any = SimpleNamespace(loop=loop, pool=_Counts(num_fenced=now["fenced"], return_limit_s=lambda: SHORT_S))
     driver = SimpleNamespace(deadline_s=SHORT_S)
     ledger = SimpleNamespace(num_tokens=_Tokens(now["tokens"]))
-    scheduler: Any = _Counts(num_answers=now["judged"], take=lambda: take, driver=lambda: driver, ledger=lambda: ledger)
+    fixed = {"take": take, "driver": driver, "annotators": Annotators(), "ledger": ledger}
+    scheduler: Any = _Counts(num_answers=now["judged"], **{name: lambda one=one: one for name, one in fixed.items()})
     unused: Any = None
     return RolloutManager(config, engines, unused, unused, unused, scheduler, unused, unused)
 
