@@ -42,6 +42,11 @@ def escaped_lines(text: str, *, with_bars: bool = False) -> str:
     return (_CONTROLS_BUT_BARS if with_bars else _CONTROLS).sub(lambda found: escaped(found[0]), text)
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return an exception's type and text. Example: "ValueError: no such file"."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of this package: from its checkout, since no index has the package."""
     checkout = Path(__file__).parents[1]

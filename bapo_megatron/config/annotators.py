@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bapo_megatron.config.dotted import ANNOTATOR
-from bapo_megatron.errors import UserError
+from bapo_megatron.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
@@ -65,8 +65,7 @@ def own_annotators(config: Config, taken: Collection[str]) -> tuple[Annotator, .
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # a user's function may fail in any way
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ANNOTATOR.error(path, f"making it failed: {reason}") from error
+            raise ANNOTATOR.error(path, f"making it failed: {in_one_line(error)}") from error
         if not inspect.iscoroutinefunction(getattr(one, "rows", None)):
             raise ANNOTATOR.error(path, "it has no method `async def rows(self, sample)`")
         if not (streams and deadline_s > 0):

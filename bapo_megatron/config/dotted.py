@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.errors import UserError, closest, did_you_mean
+from bapo_megatron.errors import UserError, closest, did_you_mean, in_one_line
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -91,7 +91,7 @@ class Seam:
         try:
             loaded = importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a user's module may fail in any way
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            reason = in_one_line(error)
             advice = "it must be installed, in the working directory, or on PYTHONPATH"
             if of_file := _of_file(path):
                 raise self.error(path, f"a module has no .py in its name{of_file}") from None

@@ -20,7 +20,7 @@ from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.config.schema import Config, EnvironmentConfig, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
-from bapo_megatron.errors import CheckpointError, UserError, closest, did_you_mean, plural
+from bapo_megatron.errors import CheckpointError, UserError, closest, did_you_mean, in_one_line, plural
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.jsonl import RowSource
@@ -283,7 +283,7 @@ def _tokenizer(run: Resolved, model: Path) -> Any:
     except UserError as error:
         return Violation(("model.path",), str(error))
     except Exception as error:  # transformers raises many kinds for a damaged file
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = in_one_line(error)
         problem = f"model.path={run.config.model.path}: its tokenizer cannot be loaded: {reason[:300]}"
         return Violation(("model.path",), problem)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.losses import CustomLoss
+from bapo_megatron.errors import in_one_line
 from bapo_megatron.resolved import Resolved
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def try_loss(run: Resolved, *, elsewhere: bool) -> Iterator[Violation]:
         if problem is None:
             record.loss_R.sum().backward()
     except Exception as error:  # the function is the user's
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        what = in_one_line(error)
         problem = f"{name} fails {_WHERE}: {what}{_line(loss, error)}"
         is_sure = not (elsewhere and isinstance(error, RuntimeError))
         yield Violation(_SETTINGS, problem, _REMEDY, "error" if is_sure else "warning")

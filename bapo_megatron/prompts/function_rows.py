@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from bapo_megatron.config.sources import SOURCE
-from bapo_megatron.errors import UserError, plural
+from bapo_megatron.errors import UserError, in_one_line, plural
 from bapo_megatron.prompts.rows import MAX_ROWS, Row, as_row
 
 
@@ -65,4 +65,4 @@ def _told(error: BaseException, path: str) -> str:
     file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" ({file}:{lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+    return f"{in_one_line(error)}{where}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from bapo_megatron.errors import DataError, install_command
+from bapo_megatron.errors import DataError, in_one_line, install_command
 from bapo_megatron.prompts.rows import Row, as_row
 
 _MAX_REASON_CHARS = 300
@@ -34,7 +34,7 @@ def hub_rows(path: str | None, subset: str | None, split: str, table: str) -> It
     try:
         rows = list(datasets.load_dataset(name, subset, split=split, revision=revision or None))
     except Exception as error:  # the library raises many types
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS].rstrip(".")
+        reason = in_one_line(error)[:_MAX_REASON_CHARS].rstrip(".")
         raise DataError(
             f"{asked}: datasets cannot load this: {reason}; correct the settings, or, if the hub cannot be reached, "
             f'download a file of it elsewhere and set {table}.source="jsonl"'

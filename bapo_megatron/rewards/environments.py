@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from typing_extensions import TypedDict
 
 from bapo_megatron.config.dotted import ENVIRONMENT
+from bapo_megatron.errors import in_one_line
 from bapo_megatron.prompts.json_values import json_problem
 from bapo_megatron.prompts.tools import ToolOptions
 from bapo_megatron.rewards.judges import place_of
@@ -254,8 +255,7 @@ def _replayed(make: Callable[..., Any], spec: EnvironmentSpec) -> Replay:
         with opened(make(**spec.options)) as game:
             problem = misfit_of(game)
     except (Exception, SystemExit) as error:  # a user's function may fail in any way
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ENVIRONMENT.error(spec.kind, f"making an object failed: {reason}") from error
+        raise ENVIRONMENT.error(spec.kind, f"making an object failed: {in_one_line(error)}") from error
     if problem is not None:
         raise ENVIRONMENT.error(spec.kind, problem)
     return Replay(make)
