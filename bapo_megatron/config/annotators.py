@@ -24,7 +24,7 @@ class Annotator(Protocol):
 
     @property
     def streams(self) -> Sequence[TokenStream]:
-        """What it adds: streams of sampled tokens, with a value for tokens that have none, because it failed."""
+        """The streams that it adds to sampled tokens. Each has a `missing` value for tokens without rows."""
         ...
 
     @property

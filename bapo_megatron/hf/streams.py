@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bapo_megatron.tokens import TokenStream
 
 ROUTES = "routes"
-"""The stream of the experts that a mixture chooses. SGLang returns it in fields of its own (engines/http.py)."""
+"""The stream of the experts that a mixture chooses. SGLang returns it in fields of its own (engines/replies.py)."""
 
 
 @dataclass(frozen=True, slots=True)

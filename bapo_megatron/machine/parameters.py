@@ -1,4 +1,4 @@
-"""How many parameters a rank, a stage or a token has."""
+"""Counts of parameters: in the model, on a rank, and used by one token."""
 
 import dataclasses
 import itertools

@@ -40,7 +40,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What one probe process does."""
+    """The work of one probe process."""
 
     meeting: Rendezvous
     local_rank: int

@@ -46,7 +46,7 @@ class Resolved:
 
     @cached_property
     def annotators(self) -> tuple[Annotator, ...]:
-        """What adds streams to samples that have ended. Raises UserError: see `own_annotators`."""
+        """The annotators of the run. Raises UserError: see `own_annotators`."""
         return own_annotators(self.config, [stream.name for stream in self.model.streams] if self.model else [])
 
     @property

@@ -19,7 +19,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """What one node runs of a placement."""
+    """The ranks and servers that one node runs."""
 
     num_ranks: int
     servers: range  # their numbers in the run

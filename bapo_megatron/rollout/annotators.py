@@ -32,7 +32,7 @@ class Annotators:
 
     @property
     def streams(self) -> tuple[TokenStream, ...]:
-        """What they add."""
+        """The streams that they add."""
         return tuple(stream for one in self.made for stream in one.streams)
 
     @property
