@@ -28,7 +28,7 @@ from bapo_megatron.errors import CheckpointError, closest, did_you_mean, plural
 from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.reader import HFReader, check_finite
-from bapo_megatron.hf.shape import ModelShape, hf_tensors
+from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, atomic_folder, copy_companions, write_safetensors
 from bapo_megatron.runtime.files import similar_paths
 
@@ -85,6 +85,10 @@ def convert(
         index.verify()
         if target is not None and to == "training":
             raise CheckpointError(f"{source} is a training checkpoint already: copy it, or convert it with --to hf")
+    if to == "training" and (lacking := [entry.megatron_name for entry in entries(shape) if not entry.stored]):
+        raise CheckpointError(
+            f"{source} cannot hold {lacking[0]}, which only a run makes: start a run from this folder"
+        )
     counts: Counter[str] = Counter()
     num_parameters = 0
     reader = HFReader(source_folder) if index is None else ShardReader(index, WEIGHT)

@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bapo_megatron.checkpoint.folder import SQUARES, Index, Saved, StoredBox, stored_key
+from bapo_megatron.checkpoint.folder import SQUARES, WEIGHT, Index, Saved, StoredBox, stored_key
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.reader import EVERYTHING, check_finite, list_some
-from bapo_megatron.hf.shape import ModelShape, hf_tensors
+from bapo_megatron.hf.shape import ModelShape, entries, tensors_of
 
 
 class ShardReader:
@@ -75,7 +75,7 @@ class ShardReader:
         Raises:
             CheckpointError: lists missing, unexpected and mis-shaped tensors.
         """
-        wanted = hf_tensors(shape)
+        wanted = tensors_of(entry for entry in entries(shape) if entry.trained or self._part == WEIGHT)
         complaints = {
             "missing": [name for name in wanted if name not in self._tensors],
             "unexpected": [name for name in self._tensors if name not in wanted],

@@ -44,6 +44,8 @@ class Parameter:
     split: Split
     tensors: dict[str, str]
     only_if: str | None = None  # the field of ModelShape that says whether the model has the parameter
+    trained: bool = True  # others have neither gradient nor moments, and keep their values
+    stored: bool = True  # others are in no Hugging Face folder and no engine, but in training checkpoints
 
     def __post_init__(self) -> None:
         if unknown := sorted(set("".join(self.tensors.values())) - LETTERS):
@@ -136,6 +138,7 @@ LINEAR_LAYER = Block(
 )
 FINAL_NORM = Parameter("decoder.final_layernorm.weight", COPY, {"model.norm.weight": "E"})
 OUTPUT = Parameter("output_layer.weight", VOCAB, {"lm_head.weight": "VE"}, only_if="has_output_layer")
+OUTSIDE = (EMBEDDING, FINAL_NORM, OUTPUT)
 # Named as in transformers' ...ForSequenceClassification.
 VALUE_HEAD = Parameter("score.weight", COPY, {"score.weight": "1E"}, only_if="has_value_head")
 
@@ -172,6 +175,7 @@ class Family:
     legacy: dict[str, dict[str, Any]] = field(default_factory=dict)  # key -> old value -> what it means
     layer: Block = LAYER
     linear_layer: Block | None = None  # a layer with linear attention, described by Qwen3.5's keys
+    outside: tuple[Parameter, ...] = OUTSIDE  # of the layers; a family of one's own may have them untrained
     prefix: str = "model."  # tensor names start with it, except the head; another one means a text_config
     unread: tuple[str, ...] = ()  # how the names of tensors start that belong to other parts, and stay unread
     streams: tuple[ModelStream, ...] = ()  # what its models compute per token, for trainers to learn with

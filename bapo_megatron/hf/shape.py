@@ -21,15 +21,14 @@ from bapo_megatron.hf.families import (
     COMMON_DEFAULTS,
     EMBEDDING,
     FAMILIES,
-    FINAL_NORM,
-    OUTPUT,
+    OUTSIDE,
     ROPE_TYPES,
     VALUE_HEAD,
     Block,
     Family,
     Parameter,
 )
-from bapo_megatron.hf.splits import EachExpert, Entry
+from bapo_megatron.hf.splits import EachExpert, Entry, is_stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,7 +182,8 @@ class ModelShape:
     has_value_head: bool = False  # a critic: one number per token instead of a language-model head
     output_gate: bool = False  # each query head of full attention comes with a gate of its output
     prefix: str = field(default="model.", compare=False)  # see `Family`; the family's name tells two of them apart
-    unread: tuple[str, ...] = field(default=(), compare=False)  # see `Family`
+    outside: tuple[Parameter, ...] = field(default=OUTSIDE, compare=False)  # see `Family`
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_layers(self) -> int:
@@ -364,6 +364,7 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
         output_gate=family.output_gate,
         prefix=family.prefix,
+        outside=family.outside,
         unread=family.unread,
     )
 
@@ -649,10 +650,16 @@ def _is_partial(get: _Settings) -> bool:
 
 def entries(shape: ModelShape) -> Iterator[Entry]:
     """Iterate over all parameters of the whole model, embedding first, in a fixed order. Tied weights appear once."""
-    yield from _entries(shape, [EMBEDDING])
+    embedding, *after = outside_entries(shape)
+    yield embedding
     for number, layer in enumerate(shape.layers):
         yield from layer_entries(shape, layer, number)
-    yield from _entries(shape, [FINAL_NORM, OUTPUT, VALUE_HEAD])
+    yield from after
+
+
+def outside_entries(shape: ModelShape) -> Iterator[Entry]:
+    """Iterate over the parameters outside the layers: embedding, final norm, and the head unless it is tied."""
+    return _entries(shape, [*shape.outside, VALUE_HEAD])
 
 
 def layer_entries(
@@ -707,12 +714,19 @@ def _entries(
                 tuple(shape.tensor_name(theirs + name.format(expert)) for name in parameter.tensors),
                 tuple(tuple(sizes[letter] for letter in dims) for dims in parameter.tensors.values()),
                 sizes,
+                parameter.trained,
+                parameter.stored,
             )
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of all tensors in a checkpoint of this model, in the order of the layers."""
-    return {name: size for entry in entries(shape) for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True)}
+    """Return names and shapes of all tensors in a Hugging Face folder of this model, in the order of the layers."""
+    return tensors_of(filter(is_stored, entries(shape)))
+
+
+def tensors_of(parameters: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors of some parameters."""
+    return {name: size for entry in parameters for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True)}
 
 
 def rotary_frequencies(shape: ModelShape) -> tuple[Tensor, float]:

@@ -47,6 +47,8 @@ class Entry:
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Size, ...]
     sizes: Mapping[str, int]  # by the letters of `families.Parameter`
+    trained: bool = True  # see `families.Parameter`
+    stored: bool = True
 
     @property
     def axis(self) -> Axis:
@@ -72,6 +74,21 @@ class Entry:
     def num_values(self, size: int) -> int:
         """Count the values that the first of `size` ranks holds."""
         return prod(self.shard(0, size).shape)
+
+
+def is_any(_: Entry) -> bool:
+    """Return True: all parameters are meant."""
+    return True
+
+
+def is_trained(entry: Entry) -> bool:
+    """Return whether a parameter has a gradient and moments."""
+    return entry.trained
+
+
+def is_stored(entry: Entry) -> bool:
+    """Return whether Hugging Face folders and engines have a parameter."""
+    return entry.stored
 
 
 class Split(Protocol):

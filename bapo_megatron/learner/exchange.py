@@ -14,7 +14,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import EMBEDDING, OUTPUT, VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries
-from bapo_megatron.hf.splits import Entry
+from bapo_megatron.hf.splits import Entry, is_any, is_stored
 from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device
 from bapo_megatron.learner.slicing import Slicer, canonical, from_shards, place_shard, to_shard
 from bapo_megatron.runtime.together import failing_together
@@ -34,6 +34,14 @@ def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
                 name = f"decoder.layers.{int(local) + first}.{canonical(rest, experts)}"
             named[name] = parameter
     return named
+
+
+def take_held(parameters: dict[str, Parameter], entry: Entry, shape: ModelShape) -> list[Parameter]:
+    """Take out of `parameters` those of an entry: none on ranks without it, two where a tied embedding has a copy."""
+    names = [entry.megatron_name]
+    if entry.megatron_name == EMBEDDING.name and shape.tied_embeddings:
+        names.append(OUTPUT.name)  # the last stage's copy
+    return [parameters.pop(name) for name in names if name in parameters]
 
 
 def placed_entries(shape: ModelShape, layout: ParallelLayout) -> Iterator[tuple[Entry, AxisRanks]]:
@@ -64,7 +72,7 @@ def load_weights(
     """
     with failing_together(CheckpointError), HFReader(path) as read:
         read.check(shape)
-        fill_parameters(model, shape, layout, read, fill)
+        fill_parameters(model, shape, layout, read, fill, are_read=is_stored)
 
 
 @torch.no_grad()
@@ -74,16 +82,18 @@ def fill_parameters(
     layout: ParallelLayout,
     read: Slicer,
     fill: Callable[[Parameter, Tensor], object],
+    are_read: Callable[[Entry], bool] = is_any,
 ) -> None:
-    """Call `fill` with each of this rank's parameters and its shard, read slice by slice. Not collective."""
+    """Call `fill` with each of this rank's parameters and its shard, read slice by slice. Not collective.
+
+    Args:
+        are_read: whether `read` has a parameter; the others stay as they are.
+    """
     parameters = parameters_by_global_name(model)
     for entry, axis in placed_entries(shape, layout):
-        targets = [parameters.pop(entry.megatron_name, None)]
-        if entry.megatron_name == EMBEDDING.name and shape.tied_embeddings:
-            targets.append(parameters.pop(OUTPUT.name, None))  # the last stage's copy of tied embeddings
-        if present := [target for target in targets if target is not None]:
+        if (targets := take_held(parameters, entry, shape)) and are_read(entry):
             shard = to_shard(entry, read, axis.rank, axis.size)
-            for target in present:
+            for target in targets:
                 assert target.shape == shard.shape, f"{entry.megatron_name}: {target.shape} != {shard.shape}"
                 fill(target, shard)
     unknown = sorted(parameters.keys() - {VALUE_HEAD.name})
@@ -96,6 +106,7 @@ def gather_weights(
     shape: ModelShape,
     layout: ParallelLayout,
     tensor_of: Callable[[Parameter], Tensor] = Parameter.detach,
+    are_gathered: Callable[[Entry], bool] = is_stored,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors by Hugging Face name, one by one, on global rank 0; an empty tensor on every other rank.
 
@@ -108,14 +119,18 @@ def gather_weights(
         model: this rank's chunks of the model.
         tensor_of: maps a parameter to the tensor to gather, of the parameter's shape, e.g. its gradient. All ranks that
             hold the parameter call it in the same order: it may be collective over data ranks.
+        are_gathered: whether a parameter is gathered.
 
     Raises:
         UserError: `tensor_of` failed on a rank, which is named; raised on every rank, at the end.
     """
     parameters = parameters_by_global_name(model)
     read = _SharedReader(tensor_of)
-    read.dtype = read(next(model.parameters())).dtype
-    for entry, axis in placed_entries(shape, layout):
+    gathered = [placed for placed in placed_entries(shape, layout) if are_gathered(placed[0])]
+    mine = (parameters[entry.megatron_name] for entry, _ in gathered if entry.megatron_name in parameters)
+    if (first := next(mine, None)) is not None:
+        read.dtype = read(first).dtype
+    for entry, axis in gathered:
         stage, holder = _stage(entry, shape, layout), entry.holder(axis.size)
         is_mine = layout.pipeline_rank == stage and holder in (None, axis.rank)
         shard = read(parameters[entry.megatron_name]) if is_mine else None
@@ -177,7 +192,7 @@ def own_pieces(
     parameters = parameters_by_global_name(model)
     read = _SharedReader(tensor_of)
     for number, (entry, axis) in enumerate(placed_entries(shape, layout)):
-        if (parameter := parameters.get(entry.megatron_name)) is not None:
+        if entry.stored and (parameter := parameters.get(entry.megatron_name)) is not None:
             shard = read(parameter)
             if number % axis.copies.size() == axis.copies.rank():
                 yield from place_shard(entry, WEIGHT, shard, axis.rank, axis.size)

@@ -398,6 +398,9 @@ class PolicyModel(GPTModel):
             hidden_states = self.embedding(batch.token_ids_T[None], None)
             if self.embedding_scale != 1:  # rounded to the weights' type, as in transformers
                 hidden_states = hidden_states * hidden_states.new_tensor(self.embedding_scale)
+            # Megatron's recomputation gives gradients only if its input needs one, also where the embedding has none
+            if torch.is_grad_enabled() and not hidden_states.requires_grad:
+                hidden_states.requires_grad_()
         pack = self.describe(batch)
         angles_TX = torch.outer(batch.position_ids_T.float(), self.inverse_frequencies)  # one for every two dimensions
         rotary = None

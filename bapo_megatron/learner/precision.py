@@ -19,7 +19,8 @@ import packaging.version
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, install_command
-from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.hf.shape import ModelShape, entries
+from bapo_megatron.hf.splits import is_trained
 
 if TYPE_CHECKING:
     from bapo_megatron.algorithms.logprobs import Backend  # torch takes seconds to import; checks of settings need none
@@ -80,7 +81,7 @@ def check_precision(config: Config, *, shape: ModelShape | None, machine: Machin
     found = [*_implementation(config, machine), *_masks(config, machine)]
     found += check_linear_attention("model.path", shape, machine)
     if config.precision.uses_fp8:
-        found += _settings(config)
+        found += _settings(config, shape)
         if shape is not None:
             found += _dimensions(config, shape)
         if machine is not None:
@@ -175,7 +176,7 @@ def _idle(config: Config) -> Iterator[Violation]:
         )
 
 
-def _settings(config: Config) -> Iterator[Violation]:
+def _settings(config: Config, shape: ModelShape | None) -> Iterator[Violation]:
     p = config.precision
     if config.model.dtype != "bfloat16":
         yield Violation(
@@ -195,6 +196,13 @@ def _settings(config: Config) -> Iterator[Violation]:
             ("precision.fp8_params", "precision.recipe", "precision.fp8"),
             'precision.fp8_params=true is not supported with precision.recipe="mxfp8", whose parameters Megatron keeps '
             "in the gradients' buffer",
+            "set precision.fp8_params=false",
+        )
+    if p.fp8_params and shape is not None and not all(map(is_trained, entries(shape))):
+        yield Violation(
+            ("precision.fp8_params", "model.family"),
+            f"precision.fp8_params=true keeps weights in FP8 only where Adam has them in float32, and "
+            f'model.family="{config.model.family}" does not train all of them',
             "set precision.fp8_params=false",
         )
 

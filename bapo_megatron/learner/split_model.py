@@ -13,15 +13,15 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Facts, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.families import OUTPUT
-from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.hf.shape import ModelShape, entries
+from bapo_megatron.hf.splits import Entry, is_any, is_trained
 from bapo_megatron.learner.adam import ChainedAdam
 from bapo_megatron.learner.exchange import (
     fill_parameters,
@@ -29,8 +29,9 @@ from bapo_megatron.learner.exchange import (
     load_weights,
     parameters_by_global_name,
     placed_entries,
+    take_held,
 )
-from bapo_megatron.learner.parallel import ParallelLayout, device
+from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.learner.precision import tokens_multiple
 from bapo_megatron.learner.schedule import Schedule
@@ -101,6 +102,10 @@ class TrainedModel(SplitModel):
         self.num_skipped_updates = 0
         load = partial(load_weights, self.model, stored or shape, self.layout, hf_path)
         load()
+        of_rank = parameters_by_global_name(self.model)
+        for entry in entries(shape):
+            for parameter in take_held(of_rank, entry, shape):
+                parameter.requires_grad_(entry.trained)  # before Megatron makes room for gradients and moments
         # the chunks, wrapped with Megatron's gradient buffers
         self.wrapped = [self._wrap(chunk, number) for number, chunk in enumerate(self.model)]
         if config.parallel.overlap_communication:
@@ -111,7 +116,7 @@ class TrainedModel(SplitModel):
         self.adam = ChainedAdam(self.optimizer, self.layout)
         if any(map(is_float8tensor, self.model.parameters())):
             # Megatron made its float32 weights from what the parameters held before they were read
-            load(fill=partial(self.adam.fill, WEIGHT))
+            load(fill=partial(self._fill, WEIGHT))
         self.schedule = Schedule(self.wrapped, self.settings, self.layout, config, local_time)
         self._optimizer_time = LocalTime()
 
@@ -172,7 +177,7 @@ class TrainedModel(SplitModel):
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the last update's clipped gradient, like `WeightSource.whole`; for tests and diagnostics."""
-        return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient)
+        return gather_weights(self.model, self.shape, self.layout, self.adam.gather_gradient, is_trained)
 
     def facts(self) -> dict[str, Any]:
         """Return the counters that a snapshot holds: JSON, the same on every rank."""
@@ -195,12 +200,14 @@ class TrainedModel(SplitModel):
     @torch.no_grad()
     def _pieces(self) -> Iterator[Piece]:
         parameters = parameters_by_global_name(self.model)
-        present = [
-            placed for placed in placed_entries(self.shape, self.layout) if placed[0].megatron_name in parameters
-        ]
-        mine = [(entry, axis, parameters.pop(entry.megatron_name)) for entry, axis in present]
-        if self.shape.tied_embeddings:
-            parameters.pop(OUTPUT.name, None)  # the last stage's copy of what the first stage has
+        mine: list[tuple[Entry, AxisRanks, Parameter]] = []
+        for number, (entry, axis) in enumerate(placed_entries(self.shape, self.layout)):
+            is_mine = entry.megatron_name in parameters
+            held = take_held(parameters, entry, self.shape)
+            if is_mine and entry.trained:
+                mine.append((entry, axis, held[0]))
+            elif is_mine and number % axis.copies.size() == axis.copies.rank():  # it has no moments
+                yield from place_shard(entry, WEIGHT, held[0].detach().cpu().float(), axis.rank, axis.size)
         assert not parameters, f"the name map does not know {sorted(parameters)}"
         writers = self.adam.writers([parameter for *_, parameter in mine])
         for (entry, axis, parameter), (is_writer, is_cut) in zip(mine, writers, strict=True):
@@ -222,14 +229,23 @@ class TrainedModel(SplitModel):
                 if part in index.tensors or part == WEIGHT or facts["version"] > 0:
                     with ShardReader(index, part) as read:
                         read.check(self.shape)
-                        fill_parameters(self.model, self.shape, self.layout, read, partial(self.adam.fill, part))
+                        are_read = is_trained if part in MOMENTS else is_any
+                        fill = partial(self._fill, part)
+                        fill_parameters(self.model, self.shape, self.layout, read, fill, are_read)
                 else:
-                    for parameter in self.model.parameters():
+                    for parameter in (p for p in self.model.parameters() if p.requires_grad):
                         self.adam.fill(part, parameter, torch.zeros(parameter.shape, device=parameter.device))
             if unknown := sorted(index.tensors.keys() - set(PARTS)):
                 raise CheckpointError(f"{folder} holds {', '.join(unknown)}, which this model does not have")
         self.adam.set_steps(facts["version"] - facts["skipped_updates"])
         self.restore(facts)
+
+    def _fill(self, part: str, parameter: Parameter, tensor: Tensor) -> None:
+        """Overwrite a weight or moment; what is not trained has only a weight."""
+        if parameter.requires_grad:
+            self.adam.fill(part, parameter, tensor)
+        else:
+            parameter.copy_(tensor.to(parameter.dtype))
 
     def _wrap(self, chunk: Module, number: int) -> DistributedDataParallel:
         """Wrap a part of the model for Megatron's schedules; `Schedule` sums its gradients."""

@@ -9,7 +9,7 @@ from torch.nn import ModuleList, Parameter
 
 from bapo_megatron.checkpoint.shards import Piece
 from bapo_megatron.engines.wire import TensorSpec
-from bapo_megatron.hf.shape import ModelShape, entries
+from bapo_megatron.hf.shape import ModelShape, hf_tensors
 from bapo_megatron.learner.exchange import gather_weights, own_pieces
 from bapo_megatron.learner.parallel import ParallelLayout
 
@@ -29,11 +29,7 @@ class ModelWeights:
     def manifest(self) -> list[TensorSpec]:
         """See `WeightSource.manifest`."""
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        return [
-            TensorSpec(name, dtype, size)
-            for entry in entries(self.shape)
-            for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True)
-        ]
+        return [TensorSpec(name, dtype, size) for name, size in hf_tensors(self.shape).items()]
 
     def pieces(self, read: ReadParameter = Parameter.detach) -> Iterator[Piece]:
         """See `WeightSource.pieces` and `own_pieces`."""
@@ -68,6 +64,6 @@ class Unquantised:
         return self.inner.whole(self._read)
 
     def _read(self, parameter: Parameter) -> Tensor:
-        if is_float8tensor(parameter):  # its `dtype` reads bfloat16
+        if is_float8tensor(parameter) and parameter.requires_grad:  # its `dtype` reads bfloat16
             return self.main_weight(parameter).to(parameter.dtype)
         return parameter.detach()

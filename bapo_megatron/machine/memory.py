@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import RULE_CHUNK, Experts, LayerShape, LinearAttention, runs
+from bapo_megatron.hf.splits import is_any, is_trained
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
 from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.machine.parameters import (
     Held,
-    critic_parameters,
     largest_in_layer,
     largest_parameter,
     largest_tensor,
@@ -27,9 +27,6 @@ from bapo_megatron.machine.parameters import (
 )
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.rollout.staleness import StalenessBound
-
-_CHECKPOINT_BYTES = 12  # a parameter's float32 weight and two moments
-
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
@@ -83,13 +80,15 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     on_gpu = gpu_bytes is not None
     p, item = run.config.parallel, ITEM_BYTES[run.config.model.dtype]
     of_stage = p.stage_sizes(run.shape.num_layers)[stage]
-    held = rank_parameters(run.shape, p, stage)
-    count, owned = held.total, held.owned(run.config)
+    held, trained = (rank_parameters(run.shape, p, stage, which) for which in (is_any, is_trained))
+    count, owned = held.total, trained.owned(run.config)
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
     critic = 0
     if not run.config.advantage.compares_responses:
-        values = critic_parameters(run.shape, p, stage)
-        critic = values * (item + MASTER_BYTES) + Held(values).owned(run.config) * state
+        values = run.shape.with_value_head()
+        of_critic = rank_parameters(values, p, stage, is_trained)
+        critic = rank_parameters(values, p, stage).total * item
+        critic += of_critic.total * MASTER_BYTES + of_critic.owned(run.config) * state
     layers = _Activations(run, gpu_bytes)
     # a parameter's gradient briefly exists outside the gradient buffer; without overlap, the vocabulary's does not
     largest = largest_parameter if p.overlap_communication else largest_in_layer
@@ -100,7 +99,7 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
         stage=stage,
         held=held,
         weights=count * item,
-        gradients=count * MASTER_BYTES,
+        gradients=trained.total * MASTER_BYTES,
         optimizer=owned * state,
         reference=count * item if run.config.loss.kl_coef else 0,
         critic=critic,
@@ -387,7 +386,8 @@ class _Activations:
 def checkpoint_bytes(run: Resolved) -> int:
     """Return the bytes of one training checkpoint: float32 weights and two moments, also the critic's."""
     num_models = 1 if run.config.advantage.compares_responses else 2
-    return num_models * _CHECKPOINT_BYTES * model_parameters(run.shape)
+    num_values = model_parameters(run.shape, is_any) + 2 * model_parameters(run.shape, is_trained)
+    return num_models * MASTER_BYTES * num_values
 
 
 def host_bytes(run: Resolved) -> int:

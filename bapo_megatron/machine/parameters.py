@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bapo_megatron.config.schema import Config, ParallelConfig
-from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, entries, layer_entries, runs
-from bapo_megatron.hf.splits import Entry
+from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, layer_entries, outside_entries, runs
+from bapo_megatron.hf.splits import Entry, is_any, is_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,15 @@ def num_expert_copies(p: ParallelConfig) -> int:
     return p.tensor * p.context * p.data // p.expert
 
 
-def _in_layers(shape: ModelShape, layers: Sequence[LayerShape], p: ParallelConfig) -> Held:
-    """Count the parameters of some layers on one rank."""
+def _in_layers(
+    shape: ModelShape, layers: Sequence[LayerShape], p: ParallelConfig, which: Callable[[Entry], bool]
+) -> Held:
+    """Count parameters of some layers on one rank."""
     dense = expert = 0
     for layer, number in runs(layers):
         for entry, each, times in _counted(shape, layer, p):
+            if not which(entry):
+                continue
             if entry.axis == "dense":
                 dense += number * each * times
             else:
@@ -60,25 +64,16 @@ def _counted(shape: ModelShape, layer: LayerShape, p: ParallelConfig) -> Iterato
         yield placed, each, 1 if entry.expert is None else entry.sizes["X"] // p.expert
 
 
-def embedding_parameters(shape: ModelShape, tensor: int) -> int:
-    """Count the parameters of the embedding, or of the output layer, on one of `tensor` ranks."""
-    return shape.padded_vocab_size(tensor) // tensor * shape.hidden_size
-
-
-def rank_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> Held:
-    """Count the parameters of one rank on `stage`, the same for all tensor, context and data ranks.
+def rank_parameters(shape: ModelShape, p: ParallelConfig, stage: int, which: Callable[[Entry], bool] = is_any) -> Held:
+    """Count parameters of one rank on `stage`, the same for all tensor, context and data ranks.
 
     Tied embeddings exist twice if the first and the last stage are different ranks.
     """
-    held = _in_layers(shape, _layers_of_stage(shape, p, stage), p)
-    outside, first, last = 0, stage == 0, stage == p.pipeline - 1
-    if first:
-        outside += embedding_parameters(shape, p.tensor)
-    if last:
-        outside += shape.hidden_size  # the final norm
-        if not (first and shape.tied_embeddings):
-            outside += embedding_parameters(shape, p.tensor)
-    return dataclasses.replace(held, dense=held.dense + outside)
+    held = _in_layers(shape, _layers_of_stage(shape, p, stage), p, which)
+    first, last = stage == 0, stage == p.pipeline - 1
+    embedding, *after = outside_entries(shape)
+    outside = [embedding] * (first or (last and shape.tied_embeddings)) + after * last
+    return dataclasses.replace(held, dense=held.dense + sum(one.num_values(p.tensor) for one in filter(which, outside)))
 
 
 def _layers_of_stage(shape: ModelShape, p: ParallelConfig, stage: int) -> list[LayerShape]:
@@ -89,29 +84,22 @@ def _layers_of_stage(shape: ModelShape, p: ParallelConfig, stage: int) -> list[L
     return [layer for chunk in mine for layer in shape.layers[ends[chunk] - sizes[chunk] : ends[chunk]]]
 
 
-def critic_parameters(shape: ModelShape, p: ParallelConfig, stage: int) -> int:
-    """Count one rank's parameters of a critic, whose output layer is a single row of weights."""
-    count = rank_parameters(shape, p, stage).total
-    if stage < p.pipeline - 1:
-        return count
-    shares_embedding = stage == 0 and shape.tied_embeddings
-    return count + shape.hidden_size - (0 if shares_embedding else embedding_parameters(shape, p.tensor))
-
-
 def largest_in_layer(shape: ModelShape, p: ParallelConfig) -> int:
-    """Count the values in the largest parameter of a rank's layers."""
-    return max(each for layer, _ in runs(shape.layers) for _, each, _ in _counted(shape, layer, p))
+    """Count the values in the largest trained parameter of a rank's layers."""
+    counted = (one for layer, _ in runs(shape.layers) for one in _counted(shape, layer, p))
+    return max((each for entry, each, _ in counted if entry.trained), default=0)
 
 
 def largest_parameter(shape: ModelShape, p: ParallelConfig) -> int:
-    """Count the values in a rank's largest parameter."""
-    return max(embedding_parameters(shape, p.tensor), largest_in_layer(shape, p))
+    """Count the values in a rank's largest trained parameter."""
+    outside = (entry.num_values(p.tensor) for entry in outside_entries(shape) if entry.trained)
+    return max(largest_in_layer(shape, p), *outside, 0)
 
 
-def model_parameters(shape: ModelShape) -> int:
-    """Count the parameters in the model's checkpoint, which a weight sync sends."""
-    outside = entries(dataclasses.replace(shape, layers=()))
-    return _in_layers(shape, shape.layers, ParallelConfig()).total + sum(entry.num_values(1) for entry in outside)
+def model_parameters(shape: ModelShape, which: Callable[[Entry], bool] = is_stored) -> int:
+    """Count parameters of the model, usually those in its Hugging Face folder, which a weight sync sends."""
+    outside = sum(entry.num_values(1) for entry in filter(which, outside_entries(shape)))
+    return _in_layers(shape, shape.layers, ParallelConfig(), which).total + outside
 
 
 def active_parameters(shape: ModelShape) -> int:
@@ -128,6 +116,6 @@ def active_parameters(shape: ModelShape) -> int:
 
 def largest_tensor(shape: ModelShape) -> int:
     """Count the values in the largest tensor of the checkpoint."""
-    outside = entries(dataclasses.replace(shape, layers=()))
     inside = (entry for layer, _ in runs(shape.layers) for entry in layer_entries(shape, layer, experts=[0]))
-    return max(math.prod(size) for entry in (*outside, *inside) for size in entry.hf_shapes)
+    stored = filter(is_stored, (*outside_entries(shape), *inside))
+    return max(math.prod(size) for entry in stored for size in entry.hf_shapes)

@@ -20,7 +20,7 @@ from bapo_megatron.learner.critic import CriticModel
 from bapo_megatron.learner.fit import OWN_FIELDS
 from bapo_megatron.learner.parallel import ParallelLayout, start_processes
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
-from bapo_megatron.machine.parameters import Held, critic_parameters, model_parameters, rank_parameters
+from bapo_megatron.machine.parameters import Held, model_parameters, rank_parameters
 from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from tests.hf_models import HYBRIDS, MIXTURES, MODELS, make_model_config
 from tests.unit.test_hybrids import QWEN_9B, QWEN_27B, published
@@ -174,7 +174,7 @@ def test_a_critic(name: str) -> None:
         config = make_config(tensor=tensor, pipeline=pipeline)
         for rank in range(0, tensor * pipeline, tensor):
             stage, count = megatron_count(shape, config, rank, tensor * pipeline, CriticModel)
-            assert count.total == critic_parameters(shape, config.parallel, stage)
+            assert count == rank_parameters(shape.with_value_head(), config.parallel, stage)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MIXTURES, *HYBRIDS])

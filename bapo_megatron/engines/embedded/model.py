@@ -30,7 +30,7 @@ from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import EMBEDDING, FINAL_NORM, OUTPUT, Family
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries, rotary_frequencies
-from bapo_megatron.hf.splits import Entry
+from bapo_megatron.hf.splits import Entry, is_stored
 
 _TOGETHER = 256  # tokens scored at a time, since log-probs of the whole vocabulary take memory
 
@@ -102,7 +102,7 @@ class Model:
         self._memory: list[mmap.mmap] = []  # memory of the weights
         self._layers: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]  # by name within the layer
         self._weights: dict[str, Tensor] = {}  # outside the layers
-        for entry in entries(spec):
+        for entry in filter(is_stored, entries(spec)):
             weight = self._allocate(entry)
             if entry.layer is None:
                 self._weights[entry.megatron_name] = weight
