@@ -87,7 +87,7 @@ def convert(
             raise CheckpointError(f"{source} is a training checkpoint already: copy it, or convert it with --to hf")
     if to == "training" and (lacking := [entry.megatron_name for entry in entries(shape) if not entry.stored]):
         raise CheckpointError(
-            f"{source} cannot hold {lacking[0]}, which only a run makes: start a run from this folder"
+            f"{source} has no {lacking[0]}, which only a run can make: start the run from this folder instead"
         )
     counts: Counter[str] = Counter()
     num_parameters = 0

@@ -47,6 +47,7 @@ def with_extra(kit: Kit) -> None:
         def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
             super().__init__(*args, config=config, **kwargs)
             self.extra = torch.nn.Parameter(torch.zeros(config.hidden_size, dtype=config.params_dtype))
+            self.extra.sequence_parallel = config.sequence_parallel  # Megatron then sums its gradient over tensor ranks
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
             out, bias = super().forward(x)
@@ -74,7 +75,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def resolved(root: Path, layout: dict[str, Any], family: str | None = f"{__name__}:FAMILY", **train: Any) -> Resolved:
+def resolved(root: Path, layout: dict[str, Any], family: str = f"{__name__}:FAMILY", **train: Any) -> Resolved:
     config = make_config(layout, **train)
     model = config.model.model_copy(update={"family": family})
     return resolve(config.model_copy(update={"model": model}), root / "model")
@@ -82,7 +83,7 @@ def resolved(root: Path, layout: dict[str, Any], family: str | None = f"{__name_
 
 def gradients_of_all(root: Path) -> dict[str, Tensor]:
     """Return the first gradients of the same model, all of whose parameters are trained."""
-    learner = MegatronLearner(resolved(root, RUNS[0][0], family=None))
+    learner = MegatronLearner(resolved(root, RUNS[0][0], family="auto"))
     learner.step(make_minibatch(learner, 60, random_batch()), BOUNDS)
     return {name: gradient.clone() for name, gradient in learner.named_gradients()}
 
@@ -95,7 +96,7 @@ def gathered(learner: MegatronLearner) -> dict[str, Tensor]:
 def check_one(rank: int, world_size: int, root: Path) -> None:
     """Train in each layout: all give the same weights. Then train one update in each, resuming the one before."""
     original = load_file(root / "model" / "model.safetensors")
-    whole = gradients_of_all(root)
+    whole, extras = gradients_of_all(root), dict[str, Tensor]()
     parallel_state.destroy_model_parallel()
     for layout, train in RUNS:
         learner = MegatronLearner(resolved(root, layout, **train))
@@ -114,7 +115,10 @@ def check_one(rank: int, world_size: int, root: Path) -> None:
                         assert_close(gradient, whole[name], f"{layout}: {name}")
                     else:
                         assert gradient.abs().max() > 1e-6, name
-        weights, sent = gathered(learner), [name for name, _ in learner.weights().whole()]
+                        extras.setdefault(name, gradient.clone())
+                        assert_close(gradient, extras[name], f"{layout}: {name}")
+        sent = [name for name, _ in learner.weights().whole()]
+        weights = gathered(learner)
         assert sent == [spec.name for spec in learner.weights().manifest()]
         assert not any("extra" in name for name in sent)
         assert not any("extra" in piece.name for piece in learner.weights().pieces())
@@ -156,12 +160,12 @@ def test_frozen_and_unstored_parameters_train_and_resume_in_every_layout(root: P
         load_file(root / "exported" / "model.safetensors").keys()
         == load_file(root / "model" / "model.safetensors").keys()
     )
-    with pytest.raises(CheckpointError, match=r"extra, which only a run makes"):
+    with pytest.raises(CheckpointError, match=r"extra, which only a run can make"):
         convert(root / "model", root / "back", to="training", own=FAMILY)
 
 
 def test_memory_counts_gradients_and_moments_of_trained_parameters_alone(root: Path) -> None:
-    plain, seam = resolved(root, {}, family=None), resolved(root, {})
+    plain, seam = resolved(root, {}, family="auto"), resolved(root, {})
     assert model_parameters(seam.shape) == model_parameters(plain.shape), "what is sent"
     less, more = trainer_memory(seam), trainer_memory(plain)
     extra = 4 * seam.shape.hidden_size
@@ -177,5 +181,7 @@ def test_frozen_parameters_have_no_float32_weights_that_fp8_could_be_made_from(r
     config = run.config.model_copy(update={"precision": precision})
     found = [one.message for one in check_precision(config, shape=run.shape, machine=None)]
     assert any(f'model.family="{__name__}:FAMILY" does not train all of them' in message for message in found)
-    plain = [one.message for one in check_precision(config, shape=resolved(root, {}, family=None).shape, machine=None)]
+    plain = [
+        one.message for one in check_precision(config, shape=resolved(root, {}, family="auto").shape, machine=None)
+    ]
     assert not any("does not train" in message for message in plain)
