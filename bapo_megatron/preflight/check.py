@@ -223,7 +223,7 @@ def violations_of(
                 given=given,
             )
         ),
-        Check(lambda: check_nodes(run) if is_job else (), needs=("cluster.nodes",)),
+        Check(lambda: check_nodes(run) if is_job else (), needs=split),
         Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: read_inputs(run, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
         Check(lambda: try_loss(run, elsewhere=elsewhere) if memory else ()),

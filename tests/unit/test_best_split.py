@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from plans_page import NODES, SIZES, WORKLOAD, best_splits
 
 from bapo_megatron.cli import main
+from bapo_megatron.config.base import Violation
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.preflight.check import accepts_layout
+from bapo_megatron.preflight.checks.layout import check_gpu_count
 from bapo_megatron.preflight.checks.slurm import check_nodes, check_placement
 from bapo_megatron.preflight.explain import time_text
 from bapo_megatron.preflight.known_models import planned_config
@@ -210,21 +212,37 @@ def test_an_error_names_the_file_that_a_setting_is_from(tmp_path: Path, capsys: 
 
 
 @given(
-    nodes=st.integers(2, 9),
+    nodes=st.integers(1, 9),
+    alone=st.sampled_from([None, None, 0, 1, 2]),
     ranks=st.sampled_from([2, 4, 6, 8, 16, 24, 32]),
     servers=st.integers(1, 8),
     size=st.sampled_from([1, 2, 4, 8]),
+    gpus=st.sampled_from([1, 2, 4, 8]),
 )
 @settings(max_examples=60)
-def test_the_nodes_that_a_hint_names_are_accepted(nodes: int, ranks: int, servers: int, size: int) -> None:
-    split = [f"rollout.num_servers={servers}", f"rollout.server_tensor_parallel={size}", "parallel.num_ranks=none"]
-    layout = [f"parallel.data={ranks // 2}", "parallel.tensor=2"]
-    config = load_config(SMALL, [f"cluster.nodes={nodes}", *split, *layout])
-    hints = [v.remedy for v in check_nodes(resolve(config)) if "such as" in v.remedy]
-    for hint in hints:
-        fitting = load_config(SMALL, [hint.rpartition(" ")[2], *split, *layout])
-        if fitting.cluster.nodes > 1:
-            assert not [v for v in check_placement(resolve(fitting)) if v.severity == "error"]
+def test_a_placement_that_cannot_be_is_one_error_whose_remedies_work(
+    nodes: int, alone: int | None, ranks: int, servers: int, size: int, gpus: int
+) -> None:
+    layout = [f"parallel.data={ranks // 2}", "parallel.tensor=2", "parallel.num_ranks=none"]
+    layout += [f"rollout.num_servers={servers}", f"rollout.server_tensor_parallel={size}"]
+    layout += [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}"]
+    if alone is not None:
+        layout.append(f"slurm.rollout_nodes={alone}")
+    found = placement_errors(layout)
+    assert len(found) <= 1, [one.message for one in found]
+    for one in found:
+        assert re.search(r"parallel\.", one.message), one.message
+        assert re.search(r"cluster\.|rollout\.", one.message), one.message
+        for remedy in re.findall(r"\w+\.\w+=\d+", one.remedy):
+            assert placement_errors([*layout, remedy]) == [], (one.message, remedy)
+
+
+def placement_errors(layout: list[str]) -> list[Violation]:
+    run = resolve(load_config(SMALL, layout))
+    cluster = run.config.cluster
+    found = [*check_gpu_count(run, cluster.nodes * cluster.gpus_per_node)]
+    found = found or [*(check_placement(run) if cluster.nodes > 1 else check_nodes(run))]  # as `bapo check` does
+    return [one for one in found if one.severity == "error"]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ def check_gpu_count(run: Resolved, num_gpus: int, *, starts_here: bool = False) 
     """
     c, r, placement = run.config.cluster, run.config.rollout, run.placement
     ranks, on_servers, needed = placement.num_ranks, placement.num_server_gpus, placement.num_gpus
+    if c.nodes > 1:  # checks/slurm.py looks at each node
+        return
     if not num_gpus or needed <= num_gpus:
         if starts_here and num_gpus:
             yield from _check_attached(run, num_gpus)
@@ -80,15 +82,46 @@ def check_gpu_count(run: Resolved, num_gpus: int, *, starts_here: bool = False) 
     lower = f"lower parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}"
     there = f"{num_gpus} {'is' if num_gpus == 1 else 'are'} visible"
     remedy = f'{lower}, or set CUDA_VISIBLE_DEVICES="" to run on CPUs'
-    if c.gpu is not None and num_gpus == c.nodes * c.gpus_per_node:
-        there = f"cluster.nodes x gpus_per_node = {c.nodes} x {c.gpus_per_node} = {num_gpus}"
-        remedy = f"set cluster.nodes={-(-needed // c.gpus_per_node)} (and submit it with `bapo slurm`), or {lower}"
+    if c.gpu is not None and num_gpus == c.gpus_per_node:
+        there = f"cluster.nodes x gpus_per_node = 1 x {num_gpus} = {num_gpus}"
+        remedy = f"{fitting(run)}; `bapo slurm` submits a run on several nodes"
     yield Violation(
         (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel", "cluster"),
         f"{plural(ranks, 'trainer rank')}{servers} {'needs' if needed == 1 else 'need'} {plural(needed, 'GPU')}, and "
         f"{there}",
         remedy,
     )
+
+
+def fitting(run: Resolved) -> str:
+    """Advise the nearest value of each setting that alone makes room for every rank and server, or say what could."""
+    c, r, placement = run.config.cluster, run.config.rollout, run.placement
+    alone = run.config.slurm.rollout_nodes or placement.engine_nodes
+    most = placement.num_ranks + placement.num_servers
+    tried = (
+        ("cluster", "nodes", c.nodes, range(1, most + 1)),
+        ("slurm", "rollout_nodes", alone, range(c.nodes)),
+        ("rollout", "num_servers", r.num_servers, range(1, 2 * max(r.num_servers, c.nodes) + 1)),
+    )
+    found = []
+    for table, name, now, values in tried:
+        for value in sorted(values, key=lambda value: abs(value - now)):
+            section = getattr(run.config, table).model_copy(update={name: value})
+            if value != now and _is_placed(run.changed(run.config.model_copy(update={table: section}))):
+                found.append(f"{table}.{name}={value}")
+                break
+    words = "change parallel.*, rollout.num_servers or rollout.server_tensor_parallel"
+    return f"set {' or '.join(found)}, or {words}" if found else words
+
+
+def _is_placed(run: Resolved) -> bool:
+    """Return whether ranks and servers spread evenly over the nodes, with GPUs for all."""
+    placement, cluster, alone = run.placement, run.config.cluster, run.config.slurm.rollout_nodes
+    if (alone or 0) >= cluster.nodes or (alone and not placement.num_servers) or not placement.is_even:
+        return False
+    if placement.ranks_per_node % run.config.parallel.tensor and cluster.gpu is not None:
+        return False
+    return cluster.gpu is None or placement.gpus_per_node <= cluster.gpus_per_node
 
 
 def _check_attached(run: Resolved, num_gpus: int) -> Iterator[Violation]:

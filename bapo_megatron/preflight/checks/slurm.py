@@ -8,7 +8,7 @@ from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
 from bapo_megatron.machine.time_limit import check_time
-from bapo_megatron.preflight.checks.layout import RANKS
+from bapo_megatron.preflight.checks.layout import RANKS, fitting
 from bapo_megatron.resolved import Resolved
 
 WHOLE_NODES = '"--exclusive", "--mem=0"'
@@ -43,7 +43,7 @@ def several_nodes(config: Config) -> Violation:
 
 
 def check_nodes(run: Resolved) -> Iterator[Violation]:
-    """Check that trainer ranks and engines spread evenly over the nodes."""
+    """Check that trainer ranks and engines spread evenly over the nodes. It finds one problem at most."""
     config, placement = run.config, run.placement
     nodes, ranks, servers = placement.num_nodes, placement.num_ranks, placement.num_servers
     alone = config.slurm.rollout_nodes or placement.engine_nodes
@@ -51,53 +51,32 @@ def check_nodes(run: Resolved) -> Iterator[Violation]:
         yield Violation(
             _NODES,
             f"slurm.rollout_nodes={alone} leaves none of cluster.nodes={nodes} to the trainer",
-            f"set cluster.nodes={alone + 1} or more, or slurm.rollout_nodes=0",
+            fitting(run),
         )
-        return
-    if alone and not servers:
+    elif alone and not servers:
         yield Violation(
             _NODES,
             f"slurm.rollout_nodes={alone} would be idle: rollout.engine={config.rollout.engine!r} starts no engines",
             "set slurm.rollout_nodes=0",
         )
-    if ranks % (nodes - alone):
-        fitting = _nearest_nodes(run)
+    elif ranks % (nodes - alone):
         yield Violation(
             ("cluster.nodes", "slurm.rollout_nodes", *RANKS, "rollout.num_servers", *_SERVERS),
             f"{plural(ranks, 'trainer rank')} cannot be divided evenly among {plural(nodes - alone, 'node')} "
             f"(cluster.nodes={nodes} - slurm.rollout_nodes={alone})",
-            "change cluster.nodes or parallel.*" + (f", such as cluster.nodes={fitting}" if fitting else ""),
+            fitting(run),
         )
-    on = alone or nodes
-    if servers % on:
+    elif servers % (on := alone or nodes):
         yield Violation(
             ("rollout.num_servers", "cluster.nodes", "slurm.rollout_nodes", *_SERVERS),
             f"rollout.num_servers={servers} cannot be divided evenly among {plural(on, 'node')} "
             f"({'slurm.rollout_nodes' if alone else 'cluster.nodes'})",
-            f"set rollout.num_servers={max(1, round(servers / on)) * on}",
+            fitting(run),
         )
 
 
-def _nearest_nodes(run: Resolved) -> int | None:
-    """Return the nearest number of nodes over which the run spreads evenly, with GPUs for all."""
-    cluster, least = run.config.cluster, (run.config.slurm.rollout_nodes or 0) + 1
-    most = run.placement.num_ranks + run.placement.num_servers
-    for nodes in sorted(range(least, most + 1), key=lambda nodes: abs(nodes - cluster.nodes)):
-        changed = run.config.model_copy(update={"cluster": cluster.model_copy(update={"nodes": nodes})})
-        if _spreads(run.changed(changed)):
-            return nodes
-    return None
-
-
-def _spreads(run: Resolved) -> bool:
-    placement, cluster = run.placement, run.config.cluster
-    if not placement.is_even or placement.ranks_per_node % run.config.parallel.tensor:
-        return False
-    return cluster.gpu is None or placement.gpus_per_node <= cluster.gpus_per_node
-
-
 def check_node_gpus(run: Resolved) -> Iterator[Violation]:
-    """Check that each node has the GPUs that it needs, for a run that `check_nodes` accepts."""
+    """Check that each node has the GPUs that it needs, for a run that `check_nodes` accepts. One error at most."""
     config, placement = run.config, run.placement
     if config.cluster.gpu is None:
         return
@@ -108,8 +87,9 @@ def check_node_gpus(run: Resolved) -> Iterator[Violation]:
             (*RANKS, *_NODES),
             f"parallel.tensor={config.parallel.tensor} does not divide the {plural(ranks, 'trainer rank')} of each "
             "node: ranks that share layers would be on two machines",
-            "set slurm.rollout_nodes, or change parallel.*",
+            fitting(run),
         )
+        return
     on_servers = placement.server_gpus_per_node
     all_servers = f"{plural(servers, run.engine.title)} x {plural(r.server_tensor_parallel, 'GPU')}"
     trainer_ranks = plural(ranks, "trainer rank")
@@ -124,8 +104,9 @@ def check_node_gpus(run: Resolved) -> Iterator[Violation]:
             yield Violation(
                 settings,
                 f"each {name} node has {what}, {plural(needed, 'GPU')} in all, and cluster.gpus_per_node={gpus}",
-                "raise cluster.nodes, or lower parallel.* or rollout.num_servers",
+                fitting(run),
             )
+            return
         elif needed < gpus:
             idle = (
                 f"{gpus - needed} of its cluster.gpus_per_node={gpus} GPUs {'is' if gpus - needed == 1 else 'are'} idle"
