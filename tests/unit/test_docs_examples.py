@@ -20,11 +20,12 @@ from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.losses import CustomLoss
+from bapo_megatron.config.page import metrics_page
 from bapo_megatron.config.paths import schema
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.errors import CheckpointError, UserError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
-from bapo_megatron.metrics import METRICS, metrics_page
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.report.gallery import PANELS, with_named
 from bapo_megatron.resolved import resolve
 from bapo_megatron.resolved.placement import Placement
