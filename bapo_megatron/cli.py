@@ -43,15 +43,10 @@ def _complete_settings(prefix: str, **_: object) -> list[str]:
 
 def _help(options: argparse.Namespace) -> int:
     """Print a verb's arguments, the list of verbs, or every setting or metric."""
-    if options.name == "settings":
-        from bapo_megatron.config.page import settings_page
+    if options.name in ("settings", "metrics"):
+        from bapo_megatron.config.page import metrics_page, settings_page
 
-        print(settings_page(), end="")
-        return 0
-    if options.name == "metrics":
-        from bapo_megatron.metrics import metrics_page
-
-        print(metrics_page(), end="")
+        print(settings_page() if options.name == "settings" else metrics_page(), end="")
         return 0
     parser = _parser()
     if options.name:

@@ -1,4 +1,4 @@
-"""The metrics of a run, each declared once, in metrics.toml: its meaning, unit, reductions and panel.
+"""The metrics of a run, each declared once, in metrics.toml or by its loss: its meaning, unit, reductions and panel.
 
     bapo help metrics
 
@@ -23,7 +23,7 @@ _REWARD_PART = re.compile(r"reward/[A-Za-z0-9][\w.-]{0,63}/mean", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of a training step; a table of metrics.toml."""
+    """One number of a training step: a table of metrics.toml, or one of `LossConfig.metrics`."""
 
     key: str  # in metrics.jsonl, such as "loss/entropy"
     unit: str  # "share" lies in 0..1
@@ -110,18 +110,6 @@ def _reduced(values: Sequence[float], how: str) -> float:
     return math.fsum(finite) if how == "sum" else math.fsum(finite) / len(finite)
 
 
-def metrics_page() -> str:
-    """Return the page of all metrics as Markdown: a table for each section."""
-    parts = [_INTRO]
-    for section in SECTIONS:
-        parts.append(f"\n## {section.title}\n\n" + (f"{section.intro}\n" if section.intro else ""))
-        parts.append("| Name | Unit | Meaning | How to read it |\n|---|---|---|---|\n")
-        for metric in section.metrics:
-            cells = (f"`{metric.key}`", metric.unit, metric.meaning, metric.how_to_read)
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    return "".join(parts)
-
-
 def _sections(declared: Mapping[str, Any]) -> list[MetricSection]:
     """Read the sections in order: ["loss/"] holds loss/entropy, ["/"] holds the keys without a slash."""
     members: dict[str, list[Metric]] = {key: [] for key in declared if key.endswith("/")}
@@ -143,7 +131,7 @@ def _expanded(section: MetricSection) -> list[Metric]:
 
 
 _DECLARED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_INTRO = _DECLARED.pop("intro")
+INTRO = _DECLARED.pop("intro")
 SECTIONS = _sections(_DECLARED)
 _UNDECLARED = Metric("", "", "")
 METRICS = {metric.key: metric for section in SECTIONS for metric in _expanded(section)}

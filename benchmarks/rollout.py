@@ -15,10 +15,8 @@ not. Every trained response must have the length that the workload gives it.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +30,6 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.config.schema import RolloutConfig, SyncConfig
-from bapo_megatron.engines import processes
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.http import HttpEngine
@@ -46,6 +43,7 @@ from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Ended, Prompt
 from benchmarks.rollout_bound import CALIBRATION_TOKENS, Bound, StepCost, Workload, bound
 from benchmarks.side_by_side import Rows, Turns, main
+from tests.engine_processes import started_engines
 
 TIMEOUT_S = 300.0
 VOCAB_SIZE = 128
@@ -125,22 +123,9 @@ def save_model(folder: Path, max_context: int) -> dict[str, Tensor]:
 @contextmanager
 def engine_process(folder: Path, workload: Workload) -> Iterator[tuple[str, int]]:
     """Start an embedded engine with one CPU thread; yield its URL and process id."""
-    ready = folder / "engine.json"
-    command = [
-        sys.executable,
-        "-m",
-        "bapo_megatron.engines.embedded",
-        "--model-path",
-        str(folder),
-        "--exit-with-parent",
-    ]
-    command += ["--max-context", str(workload.max_context), "--max-running", str(workload.slots)]
-    engine = processes.start([*command, "--ready-file", str(ready)], folder / "engine.log", {"OMP_NUM_THREADS": "1"})
-    try:
-        processes.wait_until(ready.exists, engine, folder / "engine.log", TIMEOUT_S)
-        yield f"http://127.0.0.1:{json.loads(ready.read_text())['port']}", engine.pid
-    finally:
-        processes.end([engine])
+    arguments = ("--max-context", str(workload.max_context), "--max-running", str(workload.slots))
+    with started_engines(folder, 1, *arguments, model=folder) as (engine,):
+        yield engine.url, engine.process.pid
 
 
 def cpu_s(pid: int) -> float:

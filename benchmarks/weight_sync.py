@@ -11,8 +11,6 @@ read. Times are seconds.
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +25,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines import processes
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.embedded import server
 from bapo_megatron.engines.http import HttpEngine
@@ -38,6 +35,7 @@ from bapo_megatron.hf.shape import hf_tensors, model_shape
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
 from benchmarks.side_by_side import MIB, Rows, main, take_turns
+from tests.engine_processes import start_engines
 
 TIMEOUT_S = 120.0
 PUSH, RAW, DISK = "push", "raw broadcast of the bytes", "push over the disk"
@@ -88,29 +86,6 @@ def write_model(folder: Path, num_layers: int) -> dict[str, Tensor]:
     return weights
 
 
-def start_engines(model: Path, count: int) -> tuple[list[subprocess.Popen[bytes]], list[str]]:
-    ready = [model / f"ready-{i}.json" for i in range(count)]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.weight_sync",
-        "--serve",
-        "--model-path",
-        str(model),
-        "--max-context",
-        "64",
-    ]
-    command += ["--max-running", "1", "--exit-with-parent"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen([*command, "--ready-file", str(file)], stdin=subprocess.PIPE, env=environment)
-        for file in ready
-    ]
-    for process, file in zip(started, ready, strict=True):
-        processes.wait_until(file.exists, process, file, TIMEOUT_S)
-    return started, [f"http://127.0.0.1:{json.loads(file.read_text())['port']}" for file in ready]
-
-
 def broadcast_raw(channel: BroadcastChannel, urls: list[str], loop: LoopThread, buffers: list[Tensor]) -> None:
     """Send the buffers to every engine, and wait until all have arrived."""
     group = channel.group
@@ -133,7 +108,9 @@ def ways(folder: Path, num_layers: int, num_engines: int) -> Iterator[tuple[int,
     """Yield the size of the weights in bytes, and the ways to send them to running engines."""
     weights = write_model(folder, num_layers)
     manifest = [TensorSpec.of(name, tensor) for name, tensor in weights.items()]
-    started, urls = start_engines(folder, num_engines)
+    arguments = ("--max-running", "1", "--serve")
+    started = start_engines(folder, num_engines, *arguments, model=folder, module="benchmarks.weight_sync")
+    urls = [engine.url for engine in started]
     loop = LoopThread()
     engines = [HttpEngine(url, request_timeout_s=TIMEOUT_S) for url in urls]
     config = SyncConfig(timeout_s=TIMEOUT_S)
@@ -164,7 +141,8 @@ def ways(folder: Path, num_layers: int, num_engines: int) -> Iterator[tuple[int,
             loop.run(engine.close(), TIMEOUT_S)
     finally:
         loop.close()
-        processes.end(started)
+        for engine in started:
+            engine.end()
 
 
 def rows(quick: bool) -> Rows:

@@ -23,8 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from layouts_page import layouts_page  # noqa: E402
 from plans_page import plans_page  # noqa: E402
 
-from bapo_megatron.config.page import settings_page  # noqa: E402
-from bapo_megatron.metrics import metrics_page  # noqa: E402
+from bapo_megatron.config.page import metrics_page, settings_page  # noqa: E402
 from benchmarks.page import benchmarks_page  # noqa: E402
 
 GENERATED: dict[str, Callable[[], str]] = {

@@ -7,9 +7,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -28,9 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bapo_megatron.config.schema import Config, RolloutConfig, SyncConfig
-from bapo_megatron.engines import processes
 from bapo_megatron.engines.http import HttpEngine
-from bapo_megatron.engines.key import KEY_VARIABLE
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.engines.update_group import UpdateGroup, host_store
@@ -41,8 +36,8 @@ from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import NeedsEnvironment, Prompt, Sample
 from tests.distributed import HANG_S
+from tests.engine_processes import started_engines
 
-ROOT = Path(__file__).parents[1]
 MAX_CONTEXT = {"embedded": 2048, "sglang": 512, "sglang-tp2": 512}
 MAX_RUNNING = 8
 VOCAB_SIZE = 96
@@ -247,18 +242,10 @@ def tiny_model(folder: Path, seed: int, max_context: int) -> Qwen3ForCausalLM:
 @contextlib.contextmanager
 def embedded(checkpoint: Path, folder: Path) -> Iterator[list[str]]:
     """Start two embedded engines."""
-    command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(checkpoint)]
-    command += ["--max-context", str(MAX_CONTEXT["embedded"]), "--max-running", str(MAX_RUNNING)]
-    command += ["--update-timeout-s", f"{HANG_S:g}", "--exit-with-parent"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), KEY_VARIABLE: KEY}
-    ready = [folder / f"ready-{i}.json" for i in range(2)]
-    started = [subprocess.Popen([*command, "--ready-file", str(f)], stdin=subprocess.PIPE, env=env) for f in ready]
-    try:
-        for process, file in zip(started, ready, strict=True):
-            processes.wait_until(file.exists, process, file, HANG_S)
-        yield [f"http://127.0.0.1:{json.loads(file.read_text())['port']}" for file in ready]
-    finally:
-        processes.end(started)
+    arguments = ("--max-context", str(MAX_CONTEXT["embedded"]), "--max-running", str(MAX_RUNNING))
+    arguments += ("--update-timeout-s", str(HANG_S))
+    with started_engines(folder, 2, *arguments, model=checkpoint, key=KEY) as engines:
+        yield [engine.url for engine in engines]
 
 
 def sglang_servers(num_servers: int, tensor_parallel: int, **extra: Any) -> Launcher:

@@ -51,7 +51,8 @@ class Loss:
     function: Callable[..., Any]
     """Takes the `LossInputs` of a micro-batch, and options if it has any, and returns a `TokenLoss`."""
     metrics: tuple[Metric, ...] = ()
-    """Means or maxima over tokens of fields in the record that the function returns."""
+    """Means or maxima over tokens of fields in the record that the function returns; without `tokens` and `of`, numbers
+    that `rule` reports."""
     rule: Callable[[Any, ClipBoundConfig], Any] | None = None
     """An `UpdateRule`, called with the options and [bapo]; its decision becomes `LossInputs.found`."""
     reads: RuleReads = "update"
@@ -175,7 +176,7 @@ class CustomLoss(LossConfig):
         if getattr(own.rule, "masks", False) and own.reads != "update":
             raise LOSS.error(self.name, f'its rule masks tokens, which needs reads="update", not "{own.reads}"')
         for metric in own.metrics:
-            if problem := _problem(metric):
+            if problem := _problem(metric, has_rule=own.rule is not None):
                 raise LOSS.error(self.name, f"its metric {metric.key:.100} {problem} (docs/extending.md)")
         try:
             for number, one in enumerate(own.streams):
@@ -215,14 +216,15 @@ class CustomLoss(LossConfig):
             raise UserError(f'{problems} (options of loss.name="{self.name}")') from error
 
 
-def _problem(metric: Metric) -> str:
+def _problem(metric: Metric, *, has_rule: bool) -> str:
     """Return what is wrong with a user's own metric; empty if nothing is."""
     if metric.key in METRICS:
         return "is one of the package's: give it another key"
     if not METRIC_NAME.fullmatch(metric.key) or len(metric.key) > MAX_METRIC_CHARS:
         return f'needs a key like "loss/cut_share", of at most {MAX_METRIC_CHARS} letters, digits, "_", "-", ".", "/"'
-    if not metric.tokens or not metric.of:
-        return 'needs tokens="mean" or "max", and as `of` a field of the record'
+    of_rule = has_rule and not metric.tokens and not metric.of
+    if not of_rule and not (metric.tokens and metric.of):
+        return 'needs tokens="mean" or "max", and as `of` a field of the record; or neither, for its update rule'
     form = 'must be "SECTION / FIGURE", of the report or new ones, such as "The update / Clip fraction"'
     return "" if not metric.panel or " / " in metric.panel else f'has panel="{metric.panel}", which {form}'
 

@@ -1,4 +1,4 @@
-"""The page of all settings, from the schema: `bapo help settings`, and docs/configuration.md of the site."""
+"""The pages of all settings and of all metrics: `bapo help settings` and `metrics`, and two pages of the site."""
 
 import types
 import typing
@@ -10,10 +10,11 @@ from pydantic_core import PydanticUndefined
 
 from bapo_megatron.config.base import Section
 from bapo_megatron.config.changing import cost_of_change
-from bapo_megatron.config.losses import LOSS_SECTIONS
+from bapo_megatron.config.losses import LOSS_SECTIONS, LOSSES
 from bapo_megatron.config.paths import entries, subsections
 from bapo_megatron.config.schema import Config, SourceConfig
 from bapo_megatron.config.schema_loss import LossConfig
+from bapo_megatron.metrics import INTRO, SECTIONS, MetricSection
 
 _HEAD = """# Configuration
 
@@ -31,6 +32,17 @@ _COLUMNS = "| setting | type | default | meaning | change |\n|---|---|---|---|--
 def settings_page() -> str:
     """Return the page as Markdown: a table for each section of the configuration."""
     return _HEAD + "".join(_section(name, field) for name, field in Config.model_fields.items())
+
+
+def metrics_page() -> str:
+    """Return the page of all metrics, of each built-in loss too, as Markdown: a table for each section."""
+    of_losses = [MetricSection(f"Loss {name}", loss.metrics) for name, loss in LOSSES.items() if loss.metrics]
+    parts = [INTRO]
+    for section in [*SECTIONS, *of_losses]:
+        parts.append(f"\n## {section.title}\n\n" + (f"{section.intro}\n" if section.intro else ""))
+        parts.append("| Name | Unit | Meaning | How to read it |\n|---|---|---|---|\n")
+        parts += [_cells(f"`{one.key}`", one.unit, one.meaning, one.how_to_read) for one in section.metrics]
+    return "".join(parts)
 
 
 def _section(name: str, field: FieldInfo) -> str:
@@ -66,7 +78,12 @@ def _entries(name: str, section: type[BaseModel]) -> str:
 
 def _row(key: str, field: FieldInfo, prefix: str, setting: str) -> str:
     meaning = prefix + _sentence(field.description)
-    cells = (f"`{key}`", _type(field.annotation), _default(field), meaning, cost_of_change(setting))
+    if setting == "loss.name":
+        meaning = " ".join([meaning, *(f"{name}: {_sentence(loss.__doc__)}" for name, loss in LOSSES.items())])
+    return _cells(f"`{key}`", _type(field.annotation), _default(field), meaning, cost_of_change(setting))
+
+
+def _cells(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -159,9 +159,7 @@ class LossConfig(Section):
     """The policy loss, chosen by `name`; each loss has its own settings."""
 
     name: str = "bapo"
-    """bapo: bounds found by the search of [bapo]; grpo: fixed bounds; gspo, gmpo, cispo, sapo, m2po: docs/losses.md;
-    sft: maximum likelihood of all trained tokens, without advantages, for instance as a warm start; or your own
-    function, "my_package.my_module:my_loss"."""
+    """A built-in loss (docs/losses.md), or your own function, "my_package.my_module:my_loss"."""
     kl_coef: NonNegative = 0.0
     """Weight of KL(policy || reference) per trained token in the loss; with kl_target, its initial value. Above 0, the
     learner also holds the reference's weights, and scores each rollout batch with them once. 0: no reference."""
@@ -175,7 +173,7 @@ class LossConfig(Section):
     """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
 
     metrics: ClassVar[tuple[Any, ...]] = ()
-    """The loss's own `Metric`s, from fields of its record, in addition to those in metrics.toml."""
+    """The loss's own `Metric`s, from fields of its record or its rule, in addition to those in metrics.toml."""
     streams: ClassVar[tuple[Any, ...]] = ()
     """`StepStream`s that the learner computes for it in each step."""
     rule: ClassVar[Any] = "bapo_megatron.algorithms.update_rules:NoBounds"

@@ -69,7 +69,7 @@ class TokenMetrics:
             UserError: the record lacks the field that one of the loss's own metrics reads.
         """
         for metric in self._own:
-            if not hasattr(tokens, metric.of):
+            if metric.of and not hasattr(tokens, metric.of):
                 raise UserError(
                     f"the metric {metric.key} reads {metric.of}, a field that the record returned by its loss, "
                     f"{type(tokens).__name__}, does not have"

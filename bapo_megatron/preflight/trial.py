@@ -114,7 +114,7 @@ def _problem(loss: CustomLoss, inputs: "LossInputs", record: Any) -> str | None:
         return f"returned a loss_R of {found} {_WHERE}, not of [4]: one value for each token"
     if not loss_R.requires_grad:
         return "returned a loss_R that does not depend on inputs.log_probs_R, so that nothing would be learned"
-    missing = [metric for metric in loss.metrics if not hasattr(record, metric.of)]
+    missing = [metric for metric in loss.metrics if metric.of and not hasattr(record, metric.of)]
     if missing:
         return f"returned a {type(record).__name__} without {missing[0].of}, which {missing[0].key} needs"
     return None

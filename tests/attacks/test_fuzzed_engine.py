@@ -14,7 +14,7 @@ import pytest
 
 from bapo_megatron.assets import demo_model_path
 from tests.distributed import HANG_S
-from tests.integration.engines import EngineProcess, start_engines
+from tests.engine_processes import EngineProcess, started_engines
 from tests.outcomes import Outcomes
 
 pytestmark = pytest.mark.slow
@@ -233,10 +233,9 @@ MAY_BE_SILENT = (wrong_length, cut_short, chunked, no_http)  # the client hangs 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    arguments = ("--update-timeout-s", str(HANG_S))
-    (engine,) = start_engines(tmp_path_factory.mktemp("engine"), 1, *arguments, module="tests.attacks.impatient_engine")
-    yield engine
-    engine.end()
+    folder, module = tmp_path_factory.mktemp("engine"), "tests.attacks.impatient_engine"
+    with started_engines(folder, 1, "--update-timeout-s", str(HANG_S), module=module) as (engine,):
+        yield engine
 
 
 def send(engine: EngineProcess, raw: bytes, breaks_off: bool) -> str:

@@ -182,8 +182,8 @@ def test_the_stages_fit_their_loans() -> None:
     """Each is one call of eight minutes; a loan is a quarter of an hour, of which a machine's start takes a minute."""
     stages = gpu_session.STAGES
     loans = {loan: [name for name, stage in stages.items() if stage.loan == loan] for loan in ("first", "second")}
-    assert loans == {"first": ["a", "b", "c1"], "second": ["c2", "c3", "d"]}
-    assert [*stages][:6] == [*loans["first"], *loans["second"]], "in order of value"
+    in_order = [*loans["first"], *loans["second"]]
+    assert [*stages][: len(in_order)] == in_order, "in order of value"
     assert all(sum(stages[name].seconds for name in names) <= 14 * 60 for names in loans.values())
     assert max(gpu_session.STAGE_S, *(stage.seconds for stage in stages.values())) <= 8 * 60
     users = [user for stage in stages.values() for user in (stage, *stage.steps)]

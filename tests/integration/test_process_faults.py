@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.distributed import HANG_S
-from tests.integration.engines import EngineProcess, start_engines
+from tests.engine_processes import EngineProcess, started_engines
 from tests.integration.forked import SMALL
 from tests.integration.gates import Gates
 from tests.integration.test_supervisor import is_alive
@@ -24,10 +24,8 @@ from tests.integration.test_supervisor import is_alive
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
-    started = start_engines(tmp_path_factory.mktemp("engines"), 1)
-    yield started
-    for server in started:
-        server.end()
+    with started_engines(tmp_path_factory.mktemp("engines"), 1) as started:
+        yield started
 
 
 def descendants(pid: int) -> dict[psutil.Process, str]:

@@ -35,7 +35,7 @@ from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.types import Sample
 from tests.distributed import HANG_S
-from tests.integration.engines import EngineProcess, start_engines
+from tests.engine_processes import EngineProcess, start_engines, started_engines
 from tests.integration.faulty_proxy import CALL_FAULTS, FAULTS, RESULT_FAULTS, FaultyProxy
 from tests.unit.test_scheduler import verdict
 
@@ -96,10 +96,8 @@ class CountingEngine(HttpEngine):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
-    started = start_engines(tmp_path_factory.mktemp("engines"), 2)
-    yield started
-    for server in started:
-        server.end()
+    with started_engines(tmp_path_factory.mktemp("engines"), 2) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from bapo_megatron.rollout.turn_tokens import TurnTokens, turn_driver
 from bapo_megatron.sync import open_channel
 from bapo_megatron.types import Sample, Sampled
 from tests.distributed import HANG_S
+from tests.engine_processes import started_engines
 from tests.hang import PATIENT
 from tests.integration.hf_roundtrip import check_models, write_reference
 
@@ -55,22 +55,10 @@ def smollm2() -> Path:
     return folder
 
 
-def serve(model: Path, ready: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:
+def serve(model: Path, logs: Path, requests: list[GenerateRequest]) -> list[GenerateResult]:
     """Return the answers of an embedded engine that serves `model`."""
-    command = [sys.executable, "-m", "bapo_megatron.engines.embedded", "--model-path", str(model)]
-    command += ["--max-context", "256", "--threads", "2", "--ready-file", str(ready), "--exit-with-parent"]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + HANG_S
-        while not ready.exists():
-            assert server.poll() is None, "the engine ended"
-            assert time.monotonic() < deadline, "the engine is not ready"
-            time.sleep(0.2)
-        return asyncio.run(ask(f"http://127.0.0.1:{json.loads(ready.read_text())['port']}", requests))
-    finally:
-        assert server.stdin is not None
-        server.stdin.close()
-        server.wait(timeout=HANG_S)
+    with started_engines(logs, 1, "--max-context", "256", "--threads", "2", model=model) as (engine,):
+        return asyncio.run(ask(engine.url, requests))
 
 
 async def ask(url: str, requests: list[GenerateRequest]) -> list[GenerateResult]:
@@ -81,7 +69,7 @@ async def ask(url: str, requests: list[GenerateRequest]) -> list[GenerateResult]
         await engine.close()
 
 
-def check_log_probs(model: Path, ready: Path) -> None:
+def check_log_probs(model: Path, logs: Path) -> None:
     """Compare served log-probs with transformers, at two temperatures, to 1e-4."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     requests = []
@@ -91,7 +79,7 @@ def check_log_probs(model: Path, ready: Path) -> None:
         for temperature in TEMPERATURES:
             rid = f"{len(requests)}"
             requests.append(GenerateRequest(rid, ids, 24, temperature, (tokenizer.eos_token_id,), len(requests)))
-    results = serve(model, ready, requests)
+    results = serve(model, logs, requests)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for request, result in zip(requests, results, strict=True):
         with torch.no_grad():
@@ -135,7 +123,7 @@ def test_a_real_model_trains_and_its_log_probs_are_served_exactly(smollm2: Path,
     assert first["reward/judged"] == judged
     assert f"untrained pass rate {first['reward/judged_mean']:.2f} ({judged} responses)" in done.stdout
     convert(tmp_path / "smollm2", tmp_path / "trained")
-    check_log_probs(tmp_path / "trained", tmp_path / "ready")
+    check_log_probs(tmp_path / "trained", tmp_path / "engine")
 
 
 def test_a_real_model_goes_through_megatron_and_back_bit_by_bit(smollm2: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from bapo_megatron.hf.tokenizer import check_tokenizer
 from bapo_megatron.sync import broadcast, open_channel
 from bapo_megatron.sync.base import Channel, SyncStats
 from tests.distributed import HANG_S
-from tests.integration.engines import EngineProcess, start_engines
+from tests.engine_processes import EngineProcess, start_engines, started_engines
 from tests.integration.nursery import stop
 from tests.integration.vain import NEVER_S, Vain
 
@@ -299,9 +299,8 @@ def test_a_late_announcement_is_not_overtaken_by_the_next(make: Callable[..., Wo
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    (process,) = start_engines(tmp_path_factory.mktemp("engine"), 1)
-    yield process
-    process.end()
+    with started_engines(tmp_path_factory.mktemp("engine"), 1) as (process,):
+        yield process
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     run(*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
 
     lines = run(sys.executable, "-c", PROBE, cwd=elsewhere, PYTHONPATH=str(target)).splitlines()
-    assert len(lines) == 11
+    assert len(lines) == PROBE.count("print(")
     assert all(line.startswith(str(target)) for line in lines), lines
     summary = run(sys.executable, "-m", "bapo_megatron", "check", "demo", cwd=elsewhere, PYTHONPATH=str(target))
     assert "tensor 2" in summary

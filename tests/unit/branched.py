@@ -22,6 +22,7 @@ from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.changing import is_resumable
 from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.load import dump_config, load_config
+from bapo_megatron.config.losses import DEFAULT, LOSSES
 from bapo_megatron.config.paths import options, schema
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.errors import UserError
@@ -106,7 +107,7 @@ def candidates() -> dict[str, list[str]]:
     for place in ("run.name", "run.dir"):
         del found[place]
     return {setting: values for setting, values in found.items() if values} | {
-        "loss.name": ["grpo", "gspo", "gmpo", "cispo", "sapo", "m2po", "sft"],
+        "loss.name": [name for name in LOSSES if name != DEFAULT],
         "advantage.kind": ["dr_grpo", "rloo", "gae", "n_step"],
         "reward.kind": ["text", "math", "chains"],
         "reward.judges": ['{one = "text", other = "chains"}'],

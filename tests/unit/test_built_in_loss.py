@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from bapo_megatron.algorithms import objectives
+from bapo_megatron.config.losses import DEFAULT, LOSSES
 from tests.distributed import HANG_S
 
 REINFORCE = '''
@@ -67,7 +68,9 @@ assert '"reinforce"' in message("loss.name=reinfor")
 (idle,) = idle_settings(resolve(load_config(["demo"], ["loss.name=reinforce", "monitor.token_profile=true"])))
 assert "monitor.token_profile=true has no effect" in idle.message
 
-from bapo_megatron.config.page import settings_page
+from bapo_megatron.config.page import metrics_page, settings_page
+assert "| `loss/reinforce_loss_max` | nats | Largest loss. |  |" in metrics_page()
+assert " reinforce: REINFORCE. " in settings_page()
 assert "| `baseline` | number | `0.0` | reinforce: Subtracted from advantages. |" in settings_page()
 
 import math
@@ -111,5 +114,5 @@ def test_no_other_file_names_a_built_in_loss() -> None:
     for path in sorted(package.rglob("*.py")):
         if Path(objectives.__file__).parent not in path.parents:
             text = path.read_text(encoding="utf-8")
-            for name in ("Grpo", "Gspo", "Gmpo", "Cispo", "Sapo", "M2po", "Sft"):
-                assert f"{name}Loss" not in text, path
+            for section in [section for name, section in LOSSES.items() if name != DEFAULT]:
+                assert section.__name__ not in text, path

@@ -114,7 +114,7 @@ def test_bapo_alone_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main([]) == 0
     said = capsys.readouterr()
     told = [line.split()[1] for line in said.out.splitlines() if line.startswith("  bapo ")]
-    assert told == ["demo", "init", "check", "train", "report"]
+    assert told == ["demo", "init", "check", "train", "report"]  # the promise: these, in the order of first use
     assert said.err == ""
 
 

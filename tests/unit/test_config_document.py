@@ -10,9 +10,11 @@ from write_coming_from_page import filled_page
 
 from bapo_megatron.config.coming_from import Hint, frameworks, meant_by
 from bapo_megatron.config.load import load_config
+from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.page import settings_page
 from bapo_megatron.config.paths import meant_setting, schema
 
+ROOT = Path(__file__).parents[2]
 OTHERS = tomllib.loads(Path(__file__).with_name("other_frameworks.toml").read_text(encoding="utf-8"))
 
 
@@ -22,6 +24,12 @@ def test_the_page_has_every_setting() -> None:
     sections = set(re.findall(r"^##+ \[+([\w.]+)\]", page, re.MULTILINE))
     assert {path[0] for path in schema() if len(path) > 1} <= sections
     assert {path[1] for path in schema() if len(path) > 1} <= shown
+
+
+def test_the_table_of_losses_has_every_built_in_loss() -> None:
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    table = page.partition("| `loss.name` |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(LOSSES)
 
 
 def test_every_setting_says_what_it_is() -> None:

@@ -1,5 +1,6 @@
 """Merging, overriding and explaining configurations."""
 
+import re
 import tomllib
 import typing
 from collections.abc import Sequence
@@ -74,8 +75,7 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         ),
         (
             "[loss]\nclip_low = 0.7\nname = 'm2po'",
-            'loss.clip_low is not a setting of loss.name="m2po", but of loss.name="grpo", loss.name="gspo", '
-            'loss.name="gmpo" and loss.name="cispo" (run.toml)',
+            f'loss.clip_low is not a setting of loss.name="m2po", but of {losses_with("clip_low")} (run.toml)',
         ),
         (
             "[loss]\nclip_high = 1.3",
@@ -124,8 +124,8 @@ def test_all_mistakes_come_at_once_with_their_sources(tmp_path: Path) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    names = "demo, guess_demo, hybrid_demo, moe_demo, precision/..., recipes/..., smollm2_135m, tool_demo"
-    advice = f"give a TOML file or a shipped configuration: algorithms/..., clusters/..., {names} (docs/recipes.md)"
+    names = ", ".join(sorted({re.sub("/.*", "/...", name) for name in shipped_configs()}))
+    advice = f"give a TOML file or a shipped configuration: {names} (docs/recipes.md)"
     assert message([tmp_path / "no.toml"]) == f"configuration no.toml does not exist; {advice}"
     (tmp_path / "folder").mkdir()
     assert message([tmp_path / "folder"]) == f"configuration folder is a folder; {advice}"

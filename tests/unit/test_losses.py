@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.clip_bounds import contribution_table
 from bapo_megatron.algorithms.losses import importance_ratio
+from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.objectives.clipped import BapoLoss, GrpoLoss
 from bapo_megatron.algorithms.objectives.supervised import SftLoss
 from bapo_megatron.config.losses import LOSS, LOSS_SECTIONS, LOSSES
 from bapo_megatron.config.schema_loss import ClipBoundConfig
-from bapo_megatron.metrics import METRICS
+from bapo_megatron.learner.token_metrics import TokenMetrics
+from bapo_megatron.metrics import METRICS, Metric, reduce_updates
 from bapo_megatron.types import ClipBounds
 from tests.unit.loss_inputs import fixed_bounds, float32_sum_error, loss_inputs, maxima_of, sums_of
 
@@ -43,6 +45,14 @@ def test_every_metric_of_tokens_names_a_value_of_the_record():
     from_tables = {metric.key for metric in declared if not metric.of}
     assert {*sums_of(record, with_profile=True), *maxima_of(record)} - {m.key for m in declared} == set()
     assert from_tables == {key for key in sums_of(record, with_profile=True) if not METRICS[key].of}
+
+
+def test_a_metric_of_the_rule_is_no_field_of_the_record():
+    of_rule = Metric("loss/of_rule", "tokens", "Kept.", updates="max")
+    record = CONFIG.tokens(make_inputs([0.1], [1.0]))
+    summed, plain = (TokenMetrics(own).summarize(record, no_mismatch(), with_profile=False) for own in ([of_rule], []))
+    assert torch.equal(summed.sums, plain.sums)
+    assert reduce_updates({"loss/of_rule": [3.0, 1.0]}, [of_rule]) == {"loss/of_rule": 3.0}
 
 
 def literal_loss(log_ratio, advantage, dual_clip=None):

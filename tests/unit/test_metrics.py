@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from bapo_megatron.buffer.batch import BatchBuilder, batch_metrics
 from bapo_megatron.config.load import load_config
-from bapo_megatron.metrics import METRIC_FAMILIES, METRICS, declared, metrics_page, reduce_updates
+from bapo_megatron.config.losses import LOSSES
+from bapo_megatron.config.page import metrics_page
+from bapo_megatron.metrics import METRIC_FAMILIES, METRICS, declared, reduce_updates
 from bapo_megatron.monitor.record import sample_record, turn_advantages
 from bapo_megatron.runs.numbers import count, duration
 from bapo_megatron.runs.steps import read_metrics
@@ -40,7 +42,8 @@ def test_the_page_describes_exactly_the_declared_metrics() -> None:
     ages = ["age_0", "age_1_3", "age_4_up"]
     bins = [f"p{b}0" for b in range(10)]  # bins of probabilities: pNN in the table stands for all of them
     names = {(name.replace("pNN", b).replace("AGE", age), unit) for name, unit in rows for b in bins for age in ages}
-    assert names == {(name, metric.unit) for name, metric in (METRICS | METRIC_FAMILIES).items()}
+    of_losses = {metric.key: metric for loss in LOSSES.values() for metric in loss.metrics}
+    assert names == {(name, metric.unit) for name, metric in (METRICS | METRIC_FAMILIES | of_losses).items()}
 
 
 def test_a_metric_of_something_that_the_settings_name_has_the_declaration_of_its_family() -> None:

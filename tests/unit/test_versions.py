@@ -230,11 +230,9 @@ def test_prose_names_the_images_that_ours_start_from(stack: Stack) -> None:
     assert base in (ROOT / "docker" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "path", ["README.md", "CONTRIBUTING.md", "docker/README.md", "docs/architecture.md", "docs/weight-sync.md"]
-)
-def test_prose_names_the_pinned_versions(path: str) -> None:
-    text = (ROOT / path).read_text()
+def test_prose_names_the_pinned_versions() -> None:
+    pages = {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "docker" / "README.md"} - {ROOT / "CHANGELOG.md"}
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(pages))
     known = {name: {pins("cpu").get(name), pins("gpu").get(name)} for name in pins("cpu").keys() | pins("gpu").keys()}
     named = {
         "torch": re.findall(r"torch(?:==| )(\d+\.\d+\.\d+)", text),
@@ -243,7 +241,6 @@ def test_prose_names_the_pinned_versions(path: str) -> None:
         "transformer-engine": re.findall(r"Transformer Engine (\d+\.\d+\.\d+)", text),
     }
     known["megatron-core"] = {*TRIED}
-    assert any(named.values()), "nothing to compare: take this file off the list"
     assert [(name, version) for name, found in named.items() for version in set(found) - known[name]] == []
 
 

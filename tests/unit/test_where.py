@@ -82,7 +82,6 @@ PLACES = {"RolloutBook": "book", "Dispatcher": "dispatch", "Annotators": "annota
 def test_both_loops_take_the_steps_of_a_sample_s_life() -> None:
     rollout = PACKAGE / "rollout"
     steps = STEP.findall(ast.get_docstring(ast.parse((rollout / "__init__.py").read_text()), clean=False) or "")
-    assert len(steps) == 11
     assert all(is_in(step, rollout / f"{PLACES[step.partition('.')[0]]}.py") for step in steps)
 
     def used(*files: str) -> set[str]:
@@ -97,4 +96,5 @@ def test_both_loops_take_the_steps_of_a_sample_s_life() -> None:
     names = {step.rpartition(".")[2] for step in steps}
     assert names <= used("scheduler.py"), "rounds"
     passed = {"advanced", "annotated", "answer", "settle", "choose"}
+    assert passed < names
     assert names - passed <= used("continuous.py"), "the stream's own steps"

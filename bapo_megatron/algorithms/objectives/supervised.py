@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SftLoss(LossConfig):
-    """Maximum likelihood."""
+    """Maximum likelihood of all trained tokens, without advantages, for instance as a warm start."""
 
     name: Literal["sft"] = "sft"
 
