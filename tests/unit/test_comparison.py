@@ -57,7 +57,14 @@ def test_a_comparison_is_one_page_with_every_figure(tmp_path: Path) -> None:
     assert html.count('class="card figure"') == len(PANELS)
     for panel in PANELS:
         assert panel.title in page.text
-    for text in ("4 runs compared", "A bapo (2 seeds)", "B grpo (2 seeds)", "loss.name", "training step", *OUTCOMES):
+    for text in (
+        "4 runs compared",
+        "A bapo (2 seeds)",
+        "B grpo (2 seeds)",
+        "loss.name",
+        "The curves need JavaScript",
+        *OUTCOMES,
+    ):
         assert text in page.text
     match = re.search(r'<script type="application/json" id="metrics">(.*?)</script>', html, re.DOTALL)
     assert match is not None
