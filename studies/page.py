@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.report.style import INK, LINE_WIDTH, Look, look
+from bapo_megatron.report.style import INK, LINE_WIDTH, look
 from bapo_megatron.runtime.files import write_atomically
 from studies.pool import environment_path
 from studies.results import (
@@ -82,9 +82,9 @@ def write(name: str, study: Study, runs: Sequence[Run], result: StudyResult, *, 
         write_atomically(folder / f"{name}.{ending}", text)
 
 
-def line_style(look: Look) -> Any:
-    """Return a look's dashes in matplotlib's form."""
-    return (0, look.dashes) if look.dashes else "-"
+def line_style(index: int) -> Any:
+    """Return the dashes of line `index` in matplotlib's form."""
+    return (0, dashes) if (dashes := look(index).dashes) else "-"
 
 
 def _origin(runs: Sequence[Run]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
     for i, variant in enumerate(result.variants):
         curve = variant.curves[metric]
         colour = look(i).colour
-        axis.plot(curve.x, curve.mean, label=variant.name, color=colour, linestyle=line_style(look(i)))
+        axis.plot(curve.x, curve.mean, label=variant.name, color=colour, linestyle=line_style(i))
         if len(result.seeds) > 1 and len(result.variants) <= _MAX_BANDS:
             axis.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.1, linewidth=0)
     axis.set_xlabel("probability of the token" if metric in _PROFILE_LABELS else "optimizer updates")

@@ -155,12 +155,7 @@ def test_every_axis_of_a_comparison_has_a_label(panel: Panel, run: History, shor
         (Series("joined over the gap", look(0), np.array([1.0, np.nan]), joined=True), "1"),
         (Series("joined, empty", look(0), np.array([np.nan, np.nan]), joined=True), "-"),
         (Series("band alone", look(0), np.full(2, np.nan), np.zeros(2), np.ones(2)), ""),
-        (
-            Series(
-                "interval", look(0), np.array([0.5, np.nan]), np.array([0.4, 0]), np.array([0.6128, 9]), joined=True
-            ),
-            "0.5 [0.4, 0.613]",
-        ),
+        (Series("interval", look(0), np.full(2, 0.5), np.full(2, 0.4), np.full(2, 0.6128)), "0.5 [0.4, 0.613]"),
     ],
     ids=lambda value: value.label if isinstance(value, Series) else "",
 )
