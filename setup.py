@@ -33,7 +33,6 @@ TRAIN = [  # the framework; every package has wheels, so no compiler is needed
     "msgspec>=0.18",
     "rich>=13",
     "jinja2",
-    "matplotlib",
     "math-verify",
     "xxhash>=3",
     "huggingface-hub>=1.0",
@@ -42,6 +41,7 @@ TRAIN = [  # the framework; every package has wheels, so no compiler is needed
 PARQUET = ["pyarrow"]  # data.path with files that end in .parquet
 DATASETS = ["datasets"]  # data.source = "hub"
 GYM = ["reasoning-gym"]  # data.source = "reasoning_gym"; needs pycosat, which has no wheels, and so a C compiler
+STUDIES = ["matplotlib"]  # the plots of `bapo reproduce`
 GPU = [
     "transformer-engine[pytorch]>=2.9,<2.12",  # the range that megatron-core 0.16.1 names; compiled when installed
     "nvidia-ml-py",
@@ -114,10 +114,11 @@ EXTRAS = {
     "parquet": PARQUET,
     "datasets": DATASETS,
     "gym": GYM,
+    "studies": STUDIES,
     **MONITOR,
     "monitor": ALL_OF_MONITOR,
     "docs": DOCS,
-    "dev": TRAIN + PARQUET + ALL_OF_MONITOR + DOCS + DEV_TOOLS,
+    "dev": TRAIN + PARQUET + STUDIES + ALL_OF_MONITOR + DOCS + DEV_TOOLS,
 }
 
 

@@ -198,7 +198,7 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
                 attempt = partial(_train, run, run_dir, engines, key, stop, screen, standby)
                 code = _train_through_failures(config, run_dir, engines, screen, attempt)
             if code in (0, STOPPED):
-                from bapo_megatron.report.page import write_report  # with matplotlib
+                from bapo_megatron.report.page import write_report  # with NumPy
 
                 screen.facts({"report": shown_path(write_report(run_dir.path))})
             is_complete = True

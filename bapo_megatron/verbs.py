@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import shlex
 import sys
 import time
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.errors import ConfigError, UserError
+from bapo_megatron.errors import ConfigError, UserError, install_command
 from bapo_megatron.runtime import program, stamp
 from bapo_megatron.runtime.files import CHECKOUT
 from bapo_megatron.version import __version__
@@ -249,6 +249,8 @@ def reproduce(options: Namespace) -> int:
             "the studies are not installed: they are the folder studies/ of the source; run `python -m bapo_megatron "
             "reproduce` in a clone of it, see docs/reproduction.md"
         )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"the studies need matplotlib, which is not installed; run {install_command('studies')}")
     sys.path.insert(0, str(CHECKOUT))
     run = importlib.import_module("studies.run")  # studies/ import the package, never the other way round
     run.reproduce(

@@ -27,8 +27,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from bapo_megatron.errors import plural
-from bapo_megatron.report.style import INK, RC, look
+from bapo_megatron.report.style import INK, look
 from bapo_megatron.runtime.files import read_jsonl
+from studies.page import RC, line_style
 
 RUN_NAME = "soak"
 ENGINE_KILLED, ENGINE_STOPPED, ENGINE_HUNG = (
@@ -321,7 +322,7 @@ def draw(folder: Path) -> Figure:
         (memory, descriptors), (disk, speed) = figure.subplots(2, 2)
         for index, role in enumerate(sorted(by_role.keys() - {"run", "other"})):
             for number, life in enumerate(by_role[role]):
-                style = {"color": look(index).colour, "linestyle": look(index).line_style, "linewidth": 1}
+                style = {"color": look(index).colour, "linestyle": line_style(index), "linewidth": 1}
                 style |= {"label": role} if number == 0 else {}
                 _plot(memory, life, [s.rss_bytes / _MIB for s in life], style)
                 _plot(descriptors, life, [s.descriptors for s in life], style)

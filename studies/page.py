@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bapo_megatron.metrics import METRICS
-from bapo_megatron.report.style import INK, RC, look
+from bapo_megatron.report.style import INK, LINE_WIDTH, look
 from bapo_megatron.runtime.files import write_atomically
 from studies.pool import environment_path
 from studies.results import (
@@ -28,10 +28,35 @@ from studies.results import (
 )
 from studies.study import Plot, Run, Study
 
+_GRID = "#d5dae2"
+RC: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": _GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": _GRID,
+    "ytick.color": _GRID,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "lines.linewidth": LINE_WIDTH,
+    "lines.markersize": 3.5,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+}
+"""matplotlib's settings for figures of docs, in the colours of the report."""
+_RC: dict[Any, Any] = RC | {"svg.hashsalt": "bapo"}  # so that the same figures give the same file
 _PANEL_INCHES = (4.6, 3.0)
 _COMPARISON_INCHES = 0.19
 _ERRORS_SHOWN = 2  # standard errors on each side of a difference
-_RC: dict[Any, Any] = RC | {"svg.hashsalt": "bapo"}  # so that the same figures give the same file
 _MAX_BANDS = 6  # with more variants, the bands hide each other
 _PROFILE_LABELS = {
     f"{PROFILE}/share": "share of tokens",
@@ -55,6 +80,11 @@ def write(name: str, study: Study, runs: Sequence[Run], result: StudyResult, *, 
     folder.mkdir(parents=True, exist_ok=True)
     for ending, text in texts.items():
         write_atomically(folder / f"{name}.{ending}", text)
+
+
+def line_style(index: int) -> Any:
+    """Return the dashes of line `index` in matplotlib's form."""
+    return (0, dashes) if (dashes := look(index).dashes) else "-"
 
 
 def _origin(runs: Sequence[Run]) -> dict[str, Any]:
@@ -188,8 +218,8 @@ def _legend_columns(labels: Sequence[str]) -> int:
 def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
     for i, variant in enumerate(result.variants):
         curve = variant.curves[metric]
-        colour, dashes = look(i).colour, look(i).line_style
-        axis.plot(curve.x, curve.mean, label=variant.name, color=colour, linestyle=dashes)
+        colour = look(i).colour
+        axis.plot(curve.x, curve.mean, label=variant.name, color=colour, linestyle=line_style(i))
         if len(result.seeds) > 1 and len(result.variants) <= _MAX_BANDS:
             axis.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.1, linewidth=0)
     axis.set_xlabel("probability of the token" if metric in _PROFILE_LABELS else "optimizer updates")

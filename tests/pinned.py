@@ -7,7 +7,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 Stack = Literal["cpu", "gpu"]
-EXTRAS = {"core": "train", "parquet": "parquet", "gym": "gym", "gpu": "gpu", "sglang-needs": "sglang"}  # in setup.py
+EXTRAS = {"core": "train", "sglang-needs": "sglang"} | {name: name for name in ("parquet", "gym", "studies", "gpu")}
 GROUPS = (*EXTRAS, "sglang")
 _FOLDER = Path(__file__).parents[1] / "requirements"
 

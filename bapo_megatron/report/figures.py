@@ -1,29 +1,20 @@
-"""The figures of a report: plots as data for the page's script, and static drawings for pages without it.
-
-matplotlib draws them small enough for a phone; the page scales them up. Plots have no legend: the page writes it.
-"""
+"""The figures of a report: plots as data for the page's script. Plots have no legend: the page writes it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from bapo_megatron.report.style import LINE_WIDTH, RC, Look, look
+from bapo_megatron.report.style import LINE_WIDTH, Look, look
+from bapo_megatron.runs.numbers import short_number
 
 Column = NDArray[np.float64]
 Points = tuple[Column, Column]
 """x (ascending) and y of one curve, float64 [N] each; y may hold nan."""
 
 SMOOTH_STEPS = 10
-_SIZE_INCHES = (4.2, 2.3)
-_MAX_MARKED_POINTS = 40
-_MAX_BARS = 300
 _RIM = 1.7  # extra width, in line widths, for each equal line that covers a line
 _MAX_RIMS = 3  # no more covering lines than this count
 
@@ -46,6 +37,17 @@ class Series:
     @property
     def is_band(self) -> bool:
         return self.low is not None and not np.isfinite(self.y).any()
+
+    @property
+    def latest(self) -> str:
+        """The value at the last x, with its interval, as text; "" for a band alone."""
+        if self.is_band:
+            return ""
+        at = max(np.flatnonzero(np.isfinite(self.y)), default=-1) if self.joined else -1
+        text = short_number(self.y[at])
+        if self.low is None or self.high is None:
+            return text
+        return f"{text} [{short_number(self.low[at], 3)}, {short_number(self.high[at], 3)}]"
 
     @property
     def values(self) -> Column:
@@ -116,6 +118,7 @@ class Plot:
                     "y": _numbers(series.y),
                     "low": _numbers(series.low),
                     "high": _numbers(series.high),
+                    "latest": series.latest,
                     "bars": series.has_bars,
                     "right": series.on_right,
                     "joined": series.joined,
@@ -198,74 +201,3 @@ def moving_average(values: Column, window: int = SMOOTH_STEPS) -> Column:
     start = np.maximum(0, end - window)
     num = counts[end] - counts[start]
     return np.where(num > 0, (sums[end] - sums[start]) / np.maximum(num, 1), np.nan)
-
-
-def draw(plot: Plot) -> Figure:
-    """Draw a plot as a static figure, for pages without the script."""
-    with rc_context(RC):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        axes.tick_params(length=0, pad=7)
-        axes.set(xlabel=plot.over.label, ylabel=plot.y_label)
-        axes.set_xlim(plot.x[0] - plot.over.margin, plot.x[-1] + plot.over.margin)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=plot.over.whole, min_n_ticks=1))
-        right = axes.twinx() if any(series.on_right for series in plot.series) else axes
-        if right is not axes:
-            right.set_ylabel(plot.right_label)
-            right.grid(False)
-            right.tick_params(length=0, pad=7)
-        if plot.stacked:
-            _stack(axes, plot)
-        else:
-            for series in plot.series:
-                _draw_series(right if series.on_right else axes, plot.x, series)
-        for side in {axes, right}:
-            _set_scale(side, [s.values for s in plot.series if (right if s.on_right else axes) is side], plot)
-        return figure
-
-
-def _draw_series(axes: Axes, x: Column, series: Series) -> None:
-    looks: dict[str, Any] = {"color": series.look.colour, "alpha": 0.35 if series.faint else None}
-    known = np.isfinite(series.y)
-    if series.low is not None and series.high is not None and series.has_bars:
-        axes.vlines(x[known], series.low[known], series.high[known], colors=series.look.colour, linewidth=1)
-    elif series.low is not None and series.high is not None:
-        shown = slice(None) if series.is_band else known
-        axes.fill_between(x[shown], series.low[shown], series.high[shown], **looks | {"alpha": 0.15}, linewidth=0)
-    if known.any():
-        marker = (
-            "o" if known.sum() <= _MAX_MARKED_POINTS and not series.faint and series.look.variable != "--ink" else ""
-        )
-        shown = known if series.joined else slice(None)
-        looks |= {"linestyle": series.look.line_style, "linewidth": series.width, "marker": marker}
-        axes.plot(x[shown], series.y[shown], **looks)
-
-
-def _stack(axes: Axes, plot: Plot) -> None:
-    """Stack the values at each x, or means over blocks if there are many."""
-    starts = np.arange(0, len(plot.x), -(-len(plot.x) // _MAX_BARS))
-    edges = np.append(plot.x[starts] - 0.5, plot.x[-1] + 0.5)
-    base = np.zeros(len(starts))
-    for series in plot.series:
-        top = base + _block_means(series.y, starts)
-        axes.stairs(top, edges, baseline=base, fill=True, color=series.look.colour)
-        base = top
-    axes.set_ylim(bottom=0)
-
-
-def _block_means(values: Column, starts: NDArray[np.int64]) -> Column:
-    """Average the values from each of `starts` to the next, counting non-finite values as 0."""
-    sizes = np.diff(np.append(starts, len(values)))
-    return np.add.reduceat(np.where(np.isfinite(values), values, 0.0), starts) / sizes
-
-
-def _set_scale(axes: Axes, columns: Sequence[Column], plot: Plot) -> None:
-    largest = 1.06 * float(np.abs(np.concatenate(columns)).max()) or 1.0
-    if plot.is_log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    elif plot.scale.around_zero:
-        axes.set_ylim(-largest, largest)
-    elif plot.scale.from_zero:
-        axes.set_ylim(0, largest)

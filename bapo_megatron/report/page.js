@@ -1,5 +1,5 @@
 "use strict";
-// Draws the page's plots with uPlot in place of their static drawings, filters the samples, and follows a running run.
+// Draws the page's plots with uPlot, filters the samples, and follows a running run.
 
 const byId = id => document.getElementById(id);
 const colourOf = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -9,7 +9,7 @@ const BAR = uPlot.paths.bars({size: [1, Infinity], align: 0});
 const WHOLE = [...Array(9).keys()].flatMap(power => [1, 2, 5].map(n => n * 10 ** power));
 
 function shortNumber(value, digits) {
-  if (!isNumber(value)) return "–";
+  if (!isNumber(value)) return "-";
   const size = Math.abs(value);
   if (size && size < 1e-3) return value.toExponential(Math.max(0, digits - 2)).replace(/\.?0+e/, "e");
   if (size >= 1e4) return new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: digits}).format(value);
@@ -137,22 +137,28 @@ class Chart {
   // Writes the values at the pointer into the legend, or the latest values if the pointer is elsewhere.
   tell() {
     const {plot} = this, pointed = this.chart && this.chart.cursor.idx;
-    const index = isNumber(pointed) ? pointed : plot.x.length - 1;
     plot.series.forEach((s, i) => {
-      let at = index;
+      let at = pointed;
       while (s.joined && at > 0 && s.y[at] === null) at -= 1;
       const text = s.low && !isNumber(s.y[at]) ? "" : shortNumber(s.y[at], 4);
       const band = s.low && isNumber(s.y[at]) ? ` [${shortNumber(s.low[at], 3)}, ${shortNumber(s.high[at], 3)}]` : "";
-      this.outputs[i].textContent = text + band;
+      this.outputs[i].textContent = isNumber(pointed) ? text + band : s.latest;
     });
     const place = this.element.closest(".figure").querySelector(".at");
-    if (place) place.textContent = isNumber(pointed) ? `${plot.wholeX ? "step" : plot.xLabel} ${shortNumber(plot.x[index], 6)}` : "";
+    if (place) place.textContent = isNumber(pointed) ? `${plot.wholeX ? "step" : plot.xLabel} ${shortNumber(plot.x[pointed], 6)}` : "";
   }
 }
 
 let charts = [];
 const readPlots = page => JSON.parse(page.getElementById("plots").textContent);
 const part = (page, name) => page.querySelector(`[data-part="${name}"]`);
+
+// Takes the values out of a page's legends; what remains changes only with the figures and their lines.
+function outline(page) {
+  const figures = part(page, "figures");
+  for (const output of figures.querySelectorAll("output")) output.textContent = "";
+  return figures.innerHTML;
+}
 
 function drawCharts(plots) {
   charts.forEach(chart => chart.end());
@@ -197,7 +203,7 @@ function take(page) {
   }
   filterSamples();
   document.querySelector(".samples")?.scrollTo(0, scrolled ?? 0);
-  const plots = readPlots(page), newFigures = part(page, "figures").innerHTML;
+  const plots = readPlots(page), newFigures = outline(page);
   if (newFigures === figures) return charts.forEach((chart, i) => chart.update(plots[i]));
   figures = newFigures;  // another figure, or another line in one
   part(document, "figures").innerHTML = figures;
@@ -222,7 +228,7 @@ async function follow(tag) {
 }
 
 document.body.classList.add("scripted");
-let figures = part(document, "figures")?.innerHTML;  // as the server wrote them
+let figures = "live" in document.body.dataset ? outline(document) : "";
 drawCharts(readPlots(document));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(chart => chart.draw()));
 if (byId("filter")) {

@@ -1,7 +1,7 @@
 """`bapo report`: a run, or several side by side, as one HTML file that opens anywhere, even without a network.
 
-The page holds every figure twice: as an SVG for readers without scripts, and as data that the page's script draws with
-uPlot, so that one can hover and zoom. A live page (`report.serve`) has only the data.
+The page's script draws the figures with uPlot, so that one can hover and zoom; without scripts, their legends have the
+latest values.
 """
 
 import base64
@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +19,10 @@ import jinja2
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.monitor.alarms import AlarmLog
 from bapo_megatron.report.compare import Comparison, compare, outcome_names, outcomes
-from bapo_megatron.report.figures import Plot, draw
+from bapo_megatron.report.figures import Plot
 from bapo_megatron.report.gallery import PANELS, with_named
 from bapo_megatron.report.samples import choose_samples, read_samples
-from bapo_megatron.report.style import Look, css_variables, look, to_svg
+from bapo_megatron.report.style import Look, css_variables, look
 from bapo_megatron.runs.history import History, entry_names, read_history
 from bapo_megatron.runs.numbers import count, duration, number, percent
 from bapo_megatron.runs.standing import count_events, read_standing
@@ -66,7 +65,7 @@ class Card:
     section: str
     title: str
     how_to_read: str
-    plots: tuple[tuple[Plot, str], ...] = ()  # each with its static drawing, which is "" on a live page
+    plots: tuple[Plot, ...] = ()
     bars: tuple[Bar, ...] = ()
     bars_label: str = ""
 
@@ -96,8 +95,7 @@ def render_run(run: History, *, links_from: Path, live: bool = False) -> str:
     cards, missing = [], []
     for panel in with_named(PANELS, [run]):
         if (plot := panel.plot(run) if run.rows else None) is not None:
-            svg = "" if live else _svg(plot, panel.title)
-            cards.append(Card(panel.section, panel.title, panel.how_to_read, ((plot, svg),)))
+            cards.append(Card(panel.section, panel.title, panel.how_to_read, (plot,)))
         else:
             missing.append(_missing(panel.title, panel.needs))
     samples = read_samples(run)
@@ -142,8 +140,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
         if panel.stacked and (bars := _bars(panel.means(groups), list(groups))):
             cards.append(replace(card, bars=bars, bars_label=f"{panel.y_label}, mean over the run"))
         elif not panel.stacked and (plots := panel.compare(groups)):
-            drawn = tuple((plot, _svg(plot, f"{panel.title} {i}")) for i, plot in enumerate(plots))
-            cards.append(replace(card, plots=drawn))
+            cards.append(replace(card, plots=tuple(plots)))
         else:
             missing.append(_missing(panel.title, panel.needs))
     sets = entry_names(runs, "eval.sets")
@@ -163,10 +160,6 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None = None) -> Pa
         metrics_json=_script_safe_json({run.name: _columns(run.rows) for run in runs}),
     )
     return _write(output or run_dirs[0].absolute().parent / COMPARISON_NAME, html)
-
-
-def _svg(plot: Plot, title: str) -> str:
-    return to_svg(draw(plot), re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-"))
 
 
 def _missing(title: str, needs: str) -> str:
@@ -205,7 +198,7 @@ def _render(template: str, cards: Sequence[Card], *, live: bool = False, **value
         plural=plural,
         scripts=scripts,
         script_digests=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts],
-        plots_json=_script_safe_json([plot.data() for card in cards for plot, _ in card.plots]),
+        plots_json=_script_safe_json([plot.data() for card in cards for plot in card.plots]),
         **values,
     )
 

@@ -24,6 +24,15 @@ def count(value: float) -> str:
     return f"{value / 1e9:.1f}G"
 
 
+def short_number(value: float, digits: int = 4) -> str:
+    """Format to a number of digits: 0.53412 -> "0.5341", 12346 -> "12.35K", 2.5e9 -> "2.5B", nan -> "-"."""
+    if not math.isfinite(value):
+        return "-"
+    rounded = float(f"{value:.{digits}g}")
+    size = min(4, int(math.log10(abs(rounded))) // 3) if abs(rounded) >= 1e4 else 0
+    return f"{rounded / 1000**size:.{digits}g}{'KMBT'[size - 1 : size]}"
+
+
 def duration(seconds: float) -> str:
     """Format a duration: 3725 -> "1 h 02 min", 245 -> "4 min 05 s", 12.3 -> "12.3 s", nan -> "-"."""
     if not math.isfinite(seconds):

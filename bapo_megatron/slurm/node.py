@@ -226,7 +226,7 @@ def _run_first_rank(
         meeting.stopped_file.touch()
         return 0
     if code == 0:
-        from bapo_megatron.report.page import write_report  # with matplotlib
+        from bapo_megatron.report.page import write_report  # with NumPy
 
         write_report(run_dir.path)
     return code

@@ -3,13 +3,13 @@
 import re
 from html.parser import HTMLParser
 
-from bapo_megatron.report.style import GRID, INK, PALETTE
+from bapo_megatron.report.style import INK, PALETTE
 
 NUM_SCRIPTS = 4  # two with data, the library and the page's own script
 
 
 class Page(HTMLParser):
-    """Tags, ids and text of a page, and a check that every opened element is closed."""
+    """Tags, ids and the text that readers without scripts see, and a check that every opened element is closed."""
 
     VOID = frozenset({"meta", "br", "hr", "img", "link", "input", "wbr"})
 
@@ -19,6 +19,7 @@ class Page(HTMLParser):
         self.ids: list[str] = []
         self.links: list[str] = []
         self.open: list[str] = []
+        self.outputs: list[str] = []  # of legends
         self.text = ""
         self.feed(html)
         self.close()
@@ -26,6 +27,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        if tag == "output":
+            self.outputs.append("")
         if tag not in self.VOID:
             self.open.append(tag)
         self._attributes(attrs)
@@ -38,7 +41,10 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text += data
+        if self.open and self.open[-1] == "output":
+            self.outputs[-1] += data
 
     def _attributes(self, attrs: list[tuple[str, str | None]]) -> None:
         for name, value in attrs:
@@ -54,4 +60,4 @@ def check_self_contained(html: str, page: Page) -> None:
     assert not re.search(r"url\((?!#)|@import", html)
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
     figures = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
-    assert not any(colour in figures for colour in (INK, GRID, *PALETTE)), "a colour that ignores the page's theme"
+    assert not any(colour in figures for colour in (INK, *PALETTE)), "a colour that ignores the page's theme"

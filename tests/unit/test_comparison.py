@@ -54,10 +54,13 @@ def test_a_comparison_is_one_page_with_every_figure(tmp_path: Path) -> None:
     html = path.read_text(encoding="utf-8")
     page = Page(html)
     check_self_contained(html, page)
+    assert "The curves need JavaScript" in page.text
+    assert page.outputs
+    assert all(page.outputs), "the latest value of each curve"
     assert html.count('class="card figure"') == len(PANELS)
     for panel in PANELS:
         assert panel.title in page.text
-    for text in ("4 runs compared", "A bapo (2 seeds)", "B grpo (2 seeds)", "loss.name", "training step", *OUTCOMES):
+    for text in ("4 runs compared", "A bapo (2 seeds)", "B grpo (2 seeds)", "loss.name", *OUTCOMES):
         assert text in page.text
     match = re.search(r'<script type="application/json" id="metrics">(.*?)</script>', html, re.DOTALL)
     assert match is not None

@@ -1,22 +1,17 @@
-"""Figures: what is drawn, and that nothing hides anything else."""
+"""Figures: what is drawn, with what looks."""
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bapo_megatron.report.figures import Plot, Series, compared, draw, mean_and_range, moving_average
+from bapo_megatron.report.figures import Plot, Series, compared, mean_and_range, moving_average
 from bapo_megatron.report.gallery import PANELS
 from bapo_megatron.report.panels import Panel
 from bapo_megatron.report.quantities import by_probability
 from bapo_megatron.report.style import css_variables, look
 from bapo_megatron.runs.history import History, read_history
-from tests.hang import HANG_S
-from tests.unit.figure_layout import layout_faults
 from tests.unit.run_folders import CONFIG, make_run, steps
 
 # Severe protanopia, deuteranopia and tritanopia on linear RGB (Machado, Oliveira and Fernandes 2009).
@@ -32,19 +27,6 @@ XYZ = np.array(
     [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 )
 CARDS = {False: "#ffffff", True: "#1b212b"}  # background, by whether the page is dark
-
-
-def test_a_home_that_cannot_be_written_is_no_news_of_a_run() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "MPL"))}
-    done = subprocess.run(
-        [sys.executable, "-c", "import bapo_megatron.report.figures"],
-        env=environment | {"HOME": "/proc"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def linear_rgb(colour: str) -> np.ndarray:
@@ -97,10 +79,8 @@ def test_curves_keep_their_looks_where_another_one_is_missing() -> None:
     assert series[0].high is not None
     assert (series[0].low.tolist(), series[0].high.tolist()) == ([1, 2], [3, 4])
     assert series[1].low is None
-    figure = draw(Plot(x, tuple(series), "y"))
-    assert [line.get_color() for line in figure.axes[0].lines] == [look(1).colour, look(2).colour]
-    (band,) = figure.axes[0].collections
-    assert {(1, 1), (1, 3), (2, 2), (2, 4)} <= {tuple(vertex) for vertex in band.get_paths()[0].vertices}
+    data = Plot(x, tuple(series), "y").data()
+    assert [line["colour"] for line in data["series"]] == ["--series-2", "--series-3"]
 
 
 def test_curves_are_averaged_per_seed_before_their_mean() -> None:
@@ -145,17 +125,16 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
-def test_no_text_of_a_figure_overlaps_or_is_cut_off(panel: Panel, run: History) -> None:
+def test_every_axis_of_a_figure_has_a_label(panel: Panel, run: History) -> None:
     plot = panel.plot(run)
     assert plot is not None
-    figure = draw(plot)
-    assert layout_faults(figure) == []
-    assert all(axes.get_ylabel() for axes in figure.axes)
-    assert figure.axes[0].get_xlabel() == panel.over.label
+    assert plot.y_label
+    assert plot.over.label
+    assert bool(plot.right_label) == any(series.on_right for series in plot.series)
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
-def test_no_text_of_a_comparison_overlaps_or_is_cut_off(panel: Panel, run: History, short_run: History) -> None:
+def test_every_axis_of_a_comparison_has_a_label(panel: Panel, run: History, short_run: History) -> None:
     groups = {"A": [run, short_run], "B": [short_run], "C": [run]}
     if panel.stacked:
         means = panel.means(groups)
@@ -164,21 +143,26 @@ def test_no_text_of_a_comparison_overlaps_or_is_cut_off(panel: Panel, run: Histo
         return
     plots = panel.compare(groups)
     assert plots
-    for figure in map(draw, plots):
-        assert layout_faults(figure) == []
-        assert figure.axes[-1].get_xlabel()
-        assert all(axes.get_ylabel() for axes in figure.axes)
+    assert all(plot.y_label and plot.over.label for plot in plots)
+    assert not any(series.on_right for plot in plots for series in plot.series)
 
 
-def test_overlaps_are_found(run: History) -> None:
-    plot = PANELS[0].plot(run)
-    assert plot is not None
-    figure = draw(plot)
-    figure.axes[0].set_xticks([100, 101], labels=["a long label", "another"])
-    figure.axes[0].set_ylabel("far too long for this axis " * 5)
-    faults = layout_faults(figure)
-    assert "'a long label' overlaps 'another'" in faults
-    assert any("leaves the figure" in fault for fault in faults)
+@pytest.mark.parametrize(
+    ("series", "text"),
+    [
+        (Series("line", look(0), np.array([1.0, 0.51249])), "0.5125"),
+        (Series("gap at the end", look(0), np.array([1.0, np.nan])), "-"),
+        (Series("joined over the gap", look(0), np.array([1.0, np.nan]), joined=True), "1"),
+        (Series("joined, empty", look(0), np.array([np.nan, np.nan]), joined=True), "-"),
+        (Series("band alone", look(0), np.full(2, np.nan), np.zeros(2), np.ones(2)), ""),
+        (Series("interval", look(0), np.full(2, 0.5), np.full(2, 0.4), np.full(2, 0.6128)), "0.5 [0.4, 0.613]"),
+    ],
+    ids=lambda value: value.label if isinstance(value, Series) else "",
+)
+def test_the_legend_has_the_value_at_the_last_step(series: Series, text: str) -> None:
+    assert series.latest == text
+    (told,) = Plot(np.array([1.0, 2.0]), (series,), "y").data()["series"]
+    assert told["latest"] == text
 
 
 def test_means_by_probability_weigh_all_tokens_alike(tmp_path: Path) -> None:
@@ -211,12 +195,3 @@ def test_an_evaluation_at_its_limit_has_an_open_interval(tmp_path: Path, score: 
     assert series.high is not None
     edges = (series.low[0], series.high[0])
     assert edges == pytest.approx((0.676, 1.0) if score else (0.0, 0.324), abs=1e-3)
-
-
-def test_long_stacks_show_means_of_blocks() -> None:
-    series = Series("a", look(0), np.tile([1.0, 5.0, np.nan], 234)[:700])
-    figure = draw(Plot(np.arange(1, 701.0), (series,), "s", stacked=True))
-    (stairs,) = figure.axes[0].patches
-    values, edges, _ = stairs.get_data()
-    assert values.tolist() == [2.0] * 233 + [1.0]
-    assert edges[[0, 1, -1]].tolist() == [0.5, 3.5, 700.5]

@@ -21,7 +21,7 @@ from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.page import metrics_page
 from bapo_megatron.metrics import METRIC_FAMILIES, METRICS, declared, reduce_updates
 from bapo_megatron.monitor.record import sample_record, turn_advantages
-from bapo_megatron.runs.numbers import count, duration
+from bapo_megatron.runs.numbers import count, duration, short_number
 from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runs.summary import summarize_run
 from bapo_megatron.runtime.files import JsonlWriter, read_jsonl, truncate_after
@@ -263,4 +263,8 @@ def test_numbers_are_short() -> None:
     assert [count(x) for x in (0, 999, 999.6, 1234, 99_960, 2.5e6, 3e9)] == [
         "0", "999", "1.0k", "1.2k", "100k", "2.5M", "3.0G",
     ]  # fmt: skip
+    values = (0, 0.53412, 2.5e-5, 9999.9, 12_346, -999_960, 2.5e9, 1e13, math.nan)
+    assert [short_number(x) for x in values] == [
+        *("0", "0.5341", "2.5e-05", "10K", "12.35K", "-1M", "2.5B", "10T", "-"),
+    ]
     assert [duration(x) for x in (12.34, 59.96, 245, 3725)] == ["12.3 s", "1 min 00 s", "4 min 05 s", "1 h 02 min"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import UserError
-from bapo_megatron.monitor.alarms import RULES
+from bapo_megatron.monitor.alarms import RULES, AlarmLog
 from bapo_megatron.report import page as page_module
 from bapo_megatron.report.gallery import PANELS
 from bapo_megatron.report.page import render_run, write_report
@@ -37,26 +37,47 @@ def read_page(run: Path) -> tuple[str, Page]:
 @pytest.mark.parametrize("num_steps", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_every_figure_is_drawn_and_nothing_is_loaded_from_elsewhere(tmp_path: Path, num_steps: int) -> None:
     html, page = read_page(make_run(tmp_path / "run", steps(num_steps)))
-    assert num_drawings(html) == len(PANELS)
+    assert num_figures(html) == len(PANELS)
     assert "Not recorded" not in page.text
     check_self_contained(html, page)
     for panel in PANELS:
         assert panel.title in page.text
         assert panel.how_to_read in page.text
         assert panel.y_label in page.text
-    for label in ("training step", "target 0.45", "range 1.2 to 3", "at the limits (saturated)", "95 % interval"):
+    for label in ("target 0.45", "range 1.2 to 3", "at the limits (saturated)", "95 % interval"):
         assert label in page.text
 
 
-def num_drawings(html: str) -> int:
-    return html.count('role="img"')
+def num_figures(html: str) -> int:
+    return html.count('class="plot"')
 
 
 @pytest.mark.slow
 def test_a_single_step_is_drawn(tmp_path: Path) -> None:
     html, _ = read_page(make_run(tmp_path / "run", steps(1)))
     without = {"Evaluation", "Entropy-Clip Rule"}  # not due yet; the measured change needs a following step
-    assert num_drawings(html) >= len(PANELS) - len(without)
+    assert num_figures(html) >= len(PANELS) - len(without)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_reader_without_scripts_sees_all_but_the_curves(tmp_path: Path, live: bool) -> None:
+    """`Page.text` leaves scripts and their data out."""
+    run = make_run(tmp_path / "run", steps(11))
+    with contextlib.closing(JsonlWriter(run / "metrics.jsonl")) as writer:
+        writer.write(plain(12) | {"reward/errors": 3})
+    (run / "samples.jsonl").write_text('{"step": 1, "prompt": "what is 2 + 2?", "response": "five"}\n')
+    history = read_history(run)
+    page = Page(render_run(history, links_from=run, live=live))
+    plots = [plot for panel in PANELS if (plot := panel.plot(history)) is not None]
+    assert page.outputs == [series.latest for plot in plots for series in plot.series]
+    assert page.outputs[:2] == ["0.3", "0.1875"], "the reward in step 12, and its mean over ten steps"
+    assert page.text.count("The curves need JavaScript; legends have") == 1
+    alarms = AlarmLog(history.rows, run.absolute()).raised
+    assert alarms
+    assert all(alarm.saw in page.text for alarm in alarms)
+    for text in ("interrupted", "judge errors: 3", "12of 50", "what is 2 + 2?", "five", "latest 10 of 12 steps"):
+        assert text in page.text, text
+    assert all(plot.y_label in page.text and plot.right_label in page.text for plot in plots)
 
 
 def test_key_facts_and_all_data_are_in_the_page(tmp_path: Path) -> None:
@@ -75,7 +96,7 @@ def test_key_facts_and_all_data_are_in_the_page(tmp_path: Path) -> None:
 def test_missing_metrics_leave_a_note_instead_of_a_figure(tmp_path: Path) -> None:
     rows = [{"step": i, "reward/mean": 0.5, "loss/entropy": math.nan} for i in (1, 2, 5)]
     html, page = read_page(make_run(tmp_path / "run", rows, config=""))
-    assert num_drawings(html) == 1
+    assert num_figures(html) == 1
     assert "Not recorded: Evaluation (eval.interval_steps), Entropy, Response length" in page.text
 
 
@@ -84,7 +105,7 @@ def test_gaps_and_repeated_steps_of_a_resumed_run_are_drawn(tmp_path: Path) -> N
     rows = [step(i) for i in (1, 2, 3, 4, 3, 4, 7)]
     rows[1]["bapo/high"] = math.nan
     html, _ = read_page(make_run(tmp_path / "run", rows))
-    assert num_drawings(html) == len(PANELS) - 1  # no evaluation
+    assert num_figures(html) == len(PANELS) - 1  # no evaluation
 
     assert '"step": [1.0, 2.0, 3.0, 4.0, 7.0]' in html
 
@@ -214,12 +235,6 @@ def test_a_live_page_has_every_part_that_its_script_follows(tmp_path: Path, num_
 def test_a_run_that_keeps_no_samples_says_which_setting_asks_for_them(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [plain(1)], CONFIG + "[monitor]\nsamples_per_step = 0\n")
     assert "No samples are kept: monitor.samples_per_step is 0." in read_page(run)[1].text
-
-
-@pytest.mark.slow
-def test_figures_of_long_runs_stay_small(tmp_path: Path) -> None:
-    html, _ = read_page(make_run(tmp_path / "run", steps(3000)))
-    assert sum(map(len, re.findall(r"<svg.*?</svg>", html, re.DOTALL))) < 1_500_000
 
 
 @pytest.mark.parametrize("make", [False, True])
@@ -386,7 +401,7 @@ def test_odd_lines_of_metrics_are_skipped_or_shown_as_far_as_they_can_be(tmp_pat
     run = make_run(tmp_path / "all", steps(3))
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(line + "\n" for line in ODD_METRICS.values())
-    assert "<svg" in write_report(run).read_text()
+    assert num_figures(write_report(run).read_text()) > 1
 
 
 def test_odd_samples_are_skipped_or_shown_as_far_as_they_can_be(
@@ -396,4 +411,4 @@ def test_odd_samples_are_skipped_or_shown_as_far_as_they_can_be(
     (run / "samples.jsonl").write_text("".join(f"{line}\n" for line in (SAMPLE, *ODD_SAMPLES.values())))
     assert len(read_samples(read_history(run))) == 1 + len(ODD_SAMPLES.keys() - LEFT_OUT)
     assert sum("samples.jsonl" in record.getMessage() for record in caplog.records) == len(LEFT_OUT)
-    assert "<svg" in write_report(run).read_text(encoding="utf-8")
+    assert num_figures(write_report(run).read_text(encoding="utf-8")) > 1

@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.resolved import resolve
@@ -163,6 +165,16 @@ def test_nothing_starts_where_one_study_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="/out: File exists; give another --output"):
         reproduce(options(tmp_path, "staleness"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_without_matplotlib_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["reproduce", "staleness"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("bapo: the studies need matplotlib, which is not installed; run pip install ")
+    assert said.endswith("[studies]'\n")
 
 
 def test_without_a_name_the_studies_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
