@@ -175,7 +175,7 @@ class Family:
     legacy: dict[str, dict[str, Any]] = field(default_factory=dict)  # key -> old value -> what it means
     layer: Block = LAYER
     linear_layer: Block | None = None  # a layer with linear attention, described by Qwen3.5's keys
-    outside: tuple[Parameter, ...] = OUTSIDE  # of the layers; a family of one's own may have them untrained
+    outside: tuple[Parameter, ...] = OUTSIDE  # parameters outside the layers; a family of yours may freeze them
     prefix: str = "model."  # tensor names start with it, except the head; another one means a text_config
     unread: tuple[str, ...] = ()  # how the names of tensors start that belong to other parts, and stay unread
     streams: tuple[ModelStream, ...] = ()  # what its models compute per token, for trainers to learn with

@@ -37,7 +37,7 @@ def parameters_by_global_name(chunks: Iterable[Module]) -> dict[str, Parameter]:
 
 
 def take_held(parameters: dict[str, Parameter], entry: Entry, shape: ModelShape) -> list[Parameter]:
-    """Take out of `parameters` those of an entry: none on ranks without it, two where a tied embedding has a copy."""
+    """Take an entry out of `parameters`: nothing on ranks without it, two where a tied embedding has a copy."""
     names = [entry.megatron_name]
     if entry.megatron_name == EMBEDDING.name and shape.tied_embeddings:
         names.append(OUTPUT.name)  # the last stage's copy
