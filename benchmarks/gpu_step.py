@@ -45,7 +45,6 @@ from bapo_megatron.learner import lean_import
 from bapo_megatron.resolved import resolve
 from bapo_megatron.runtime.environment import trainer_variables
 from bapo_megatron.runtime.files import write_atomically
-from tests.resolving import shaped
 
 os.environ |= trainer_variables({}, deterministic="--deterministic" in sys.argv)  # before torch is imported
 
@@ -61,7 +60,7 @@ from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.update_group import UpdateGroup, host_store
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.shape import ModelShape, model_shape
+from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner import split_model
 from bapo_megatron.learner.base import StepResult
@@ -274,7 +273,8 @@ def losses_of(results: list[StepResult]) -> list[dict[str, float]]:
 def measure(
     config: Config, hf_config: dict[str, Any], tokens: StepTokens, options: argparse.Namespace
 ) -> dict[str, Any]:
-    shape = model_shape(hf_config)
+    run = resolve(config, hf_config)
+    shape = run.shape
     on_gpu = torch.cuda.is_available()
     results: list[StepResult] = []
     product_rate = product_flops(config.model.dtype)
@@ -296,12 +296,9 @@ def measure(
         of_optimizer = optimizer_peak(learner, update) if options.optimizer_peak else None
         operators = slowest_operators(update) if options.profile else None
     median_s = statistics.median(seconds)
-    hardware, model = (
-        step_flops(shaped(config, shape), tokens, 0) / median_s,
-        model_flops(shaped(config, shape), tokens) / median_s,
-    )
+    hardware, model = step_flops(run, tokens, 0) / median_s, model_flops(run, tokens) / median_s
     sheet_rate = device_peak_flops(config.model.dtype) if on_gpu else None
-    plan = trainer_memory(shaped(config, shape), gpu_bytes=torch.cuda.mem_get_info()[1] if on_gpu else None)
+    plan = trainer_memory(run, gpu_bytes=torch.cuda.mem_get_info()[1] if on_gpu else None)
     return {
         "seconds": {"median": median_s, "least": min(seconds), "most": max(seconds)},
         "tokens_per_s": tokens.total / median_s,

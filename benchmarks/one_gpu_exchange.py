@@ -26,10 +26,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.runtime.environment import trainer_variables
-from tests.resolving import shaped
 
 os.environ |= trainer_variables({})  # before torch is imported
 
@@ -39,7 +38,6 @@ from torch import Tensor
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.load import load_config
-from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.base import Engine, GenerateRequest, GenerateResult
 from bapo_megatron.engines.connected import ConnectedEngines
 from bapo_megatron.engines.start import running_engines
@@ -67,11 +65,12 @@ def exchange(
     base = (f"rollout.engine={engine_name}", "sync.channel=disk", "optimizer.lr=1e-3", *lengths)
     config = load_config([], [*base, f"model.dtype={'bfloat16' if on_gpu else 'float32'}", *settings])
     began_s = time.monotonic()
-    learner = MegatronLearner(resolve(config, model))
+    run = resolve(config, model)
+    learner = MegatronLearner(run)
     learner_s, began_s = time.monotonic() - began_s, time.monotonic()
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="exchange-") as memory,
-        running_engines(resolve(config, model), logs, Placement(num_servers=1).on(), KEY) as urls,
+        running_engines(run, logs, Placement(num_servers=1).on(), KEY) as urls,
     ):
         yield {
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -81,7 +80,7 @@ def exchange(
             "learner_s": round(learner_s, 1),
             "engine_s": round(time.monotonic() - began_s, 1),
         }
-        engines = ConnectedEngines.connect(config.rollout, resolve(config).engine, urls, learner.shape.vocab_size, KEY)
+        engines = ConnectedEngines.connect(config.rollout, run.engine, urls, learner.shape.vocab_size, KEY)
         channel = open_channel(
             config.sync, (engines.pool, engines.loop.submit), folder=Path(memory, "weights"), hf_path=learner.hf_path
         )
@@ -103,7 +102,7 @@ def exchange(
                 **found,
                 "tokens_per_s": round(found["tokens"] / sample_s, 1),
                 **{name: round(value, 4) for name, value in stats.metrics().items()},
-                **(memory_of(learner, config) if on_gpu else {}),
+                **(memory_of(run) if on_gpu else {}),
             }
         channel.close()
         engines.close()
@@ -171,10 +170,10 @@ def learn(learner: MegatronLearner, batch: Batch) -> dict[str, Any]:
     }
 
 
-def memory_of(learner: MegatronLearner, config: Config) -> dict[str, float]:
+def memory_of(run: Resolved) -> dict[str, float]:
     """Return the trainer's peak, its plan, and what both processes use of the GPU, in GiB."""
     free, total = torch.cuda.mem_get_info()
-    plan = trainer_memory(shaped(config, learner.shape), gpu_bytes=total)
+    plan = trainer_memory(run, gpu_bytes=total)
     found = {
         "trainer_peak_gib": torch.cuda.max_memory_allocated(),
         "trainer_plan_gib": plan.total - plan.context,
