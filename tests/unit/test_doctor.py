@@ -309,7 +309,7 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch, free_share: float, se
 def test_copies_of_checkpoints_fit_the_memory(monkeypatch, options: list[str], starts_here: bool, problem: str) -> None:
     """A 7B model's are 91 GB on one node; this one's, of 31 million parameters, are 0.35 GiB."""
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 65536, "SC_PAGE_SIZE": 4096}.__getitem__)
-    monkeypatch.setattr("bapo_megatron.machine.memory.model_parameters", lambda shape: 31_000_000)
+    monkeypatch.setattr("bapo_megatron.machine.memory.model_parameters", lambda shape, which: 31_000_000)
     config = Config.model_validate({"checkpoint": {"asynchronous": True}, "slurm": {"options": options}})
     found = list(machine.check_host_memory(resolve(config, load_hf_config(demo_model_path())), starts_here=starts_here))
     assert [problem in v.problem for v in found] == [True] * bool(problem)
