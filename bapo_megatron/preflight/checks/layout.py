@@ -84,7 +84,9 @@ def check_gpu_count(run: Resolved, num_gpus: int, *, starts_here: bool = False) 
     remedy = f'{lower}, or set CUDA_VISIBLE_DEVICES="" to run on CPUs'
     if c.gpu is not None and num_gpus == c.gpus_per_node:
         there = f"cluster.nodes x gpus_per_node = 1 x {num_gpus} = {num_gpus}"
-        remedy = f"{fitting(run)}; `bapo slurm` submits a run on several nodes"
+        remedy = fitting(run)
+        if "cluster.nodes=" in remedy:
+            remedy += "; `bapo slurm` submits a run on several nodes"
     yield Violation(
         (*RANKS, "rollout.engine", "rollout.num_servers", "rollout.server_tensor_parallel", "cluster"),
         f"{plural(ranks, 'trainer rank')}{servers} {'needs' if needed == 1 else 'need'} {plural(needed, 'GPU')}, and "
@@ -110,7 +112,7 @@ def fitting(run: Resolved) -> str:
             if value != now and _is_placed(run.changed(run.config.model_copy(update={table: section}))):
                 found.append(f"{table}.{name}={value}")
                 break
-    words = "change parallel.*, rollout.num_servers or rollout.server_tensor_parallel"
+    words = "change parallel.*, rollout.num_servers, rollout.server_tensor_parallel or cluster.nodes"
     return f"set {' or '.join(found)}, or {words}" if found else words
 
 
