@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -31,6 +31,7 @@ from bapo_megatron.engines.processes import loopback_variables, reserved_ports
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import EngineError, UserError, escaped, plural
+from bapo_megatron.machine.shared_gpu import this_share
 from bapo_megatron.monitor.console import Screen, header, outputs, shown_path
 from bapo_megatron.monitor.stall import hanging_ranks, last_words
 from bapo_megatron.resolved import Resolved, resolve
@@ -40,6 +41,7 @@ from bapo_megatron.runs.restarts import Restart, how_often, next_restart, start_
 from bapo_megatron.runs.resuming import with_pins
 from bapo_megatron.runtime import LOOPBACK, num_cores, program, python_module
 from bapo_megatron.runtime.standby import Orders, StandbyRanks
+from bapo_megatron.sync.folder import kept_weights_folder
 from bapo_megatron.trainer import LAUNCHER_VARIABLE, STOPPED
 
 _POLL_S = 0.1
@@ -178,7 +180,7 @@ def _announce(config: Config) -> bool:
 
 def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
     config = with_pins(config)
-    if config.cluster.gpu is not None:
+    if config.cluster.gpu is not None or config.shares_gpus:
         from bapo_megatron.preflight.plan import decided
 
         config = decided(config)
@@ -190,9 +192,13 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
             screen.facts(outputs(config, run_dir))
         is_complete = False  # nothing was cut off by a second signal
         try:
+            here = run.placement.on()
+            if (shared := this_share(run)) is not None:
+                here = replace(here, part=shared.part)
             num_standby = run.placement.num_ranks if config.run.standby and config.run.max_restarts else 0
             with (
-                started_engines(run, run_dir.log_dir, run.placement.on(), key := new_key()) as engines,
+                kept_weights_folder(config, run_dir),
+                started_engines(run, run_dir.log_dir, here, key := new_key()) as engines,
                 StandbyRanks(run_dir.path, num_standby, _threads_of_a_rank(run)) as standby,
             ):
                 attempt = partial(_train, run, run_dir, engines, key, stop, screen, standby)
@@ -295,12 +301,15 @@ def _train(
 ) -> int | _Failure:
     """Run trainer.py on every rank until all have ended, or one has failed and the others would wait for it forever.
 
-    The ranks import their modules while the engines start. Raises EngineError if an engine does not start, and
-    UserError for an error that a rank leaves.
+    The ranks import their modules while the engines start. Ranks that share their GPUs wait: SGLang sizes its caches by
+    what is free. Raises EngineError if an engine does not start, and UserError for an error that a rank leaves.
     """
     codes: list[int | None] = []
     are_engines_healthy = is_standby_filled = False
     try:
+        while run.placement.shares_gpus and not engines.are_healthy():
+            stop.tell(screen)
+            time.sleep(_POLL_S)
         urls = engines.urls_left() or engines.urls  # if none answers, rank 0 reports it
         with _ranks(run, run_dir, urls, key, standby) as ranks:
             while True:

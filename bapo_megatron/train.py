@@ -46,6 +46,7 @@ from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
 from bapo_megatron.sync import open_channel
+from bapo_megatron.sync.folder import weights_folder
 from bapo_megatron.types import Natural
 
 
@@ -92,8 +93,10 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
     models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
     HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
     first_step = _restore(store.resume(models), learner, rollouts, finder)
-    weights_dir, callees = run_dir.path / "weights", (engines.pool, engines.loop.submit) if engines else None
-    channel = open_channel(config.sync, callees, folder=weights_dir, hf_path=learner.hf_path) if samples else None
+    callees = (engines.pool, engines.loop.submit) if engines else None
+    weights_dir = weights_folder(config, run_dir)
+    kind = partial(open_channel, channel=config.sync_channel, folder=weights_dir, hf_path=learner.hf_path)
+    channel = kind(config.sync, callees) if samples else None
     if channel:
         channel.connect(learner.weights())
 

@@ -113,6 +113,7 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
         with starting():
             from bapo_megatron.assets import resolve_model_path
             from bapo_megatron.learner.parallel import stop_processes, sum_in_fixed_order
+            from bapo_megatron.machine.shared_gpu import limit_rank
             from bapo_megatron.monitor.record import Recorder, SilentRecorder
             from bapo_megatron.monitor.stall import StallWatchdog
             from bapo_megatron.preflight.oom import explaining_out_of_memory
@@ -125,6 +126,7 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
         recorder = Recorder(config, run_dir, console) if console else SilentRecorder()
         stop = StopFile(stop_file)
         run = resolve(config, resolve_model_path(config.model.path))
+        limit_rank(run)
         watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, HEARTBEAT, recorder.warn if console else None)
         with watchdog, explaining_out_of_memory(run, rank, HEARTBEAT):
             try:

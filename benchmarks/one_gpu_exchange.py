@@ -62,7 +62,7 @@ def exchange(
     """Yield a line for the start, and one for each version."""
     on_gpu = torch.cuda.is_available()
     lengths = (f"data.max_prompt_tokens={PROMPT_TOKENS}", f"rollout.max_response_tokens={num_tokens}")
-    base = (f"rollout.engine={engine_name}", "sync.channel=disk", "optimizer.lr=1e-3", *lengths)
+    base = (f"rollout.engine={engine_name}", "optimizer.lr=1e-3", *lengths)
     config = load_config([], [*base, f"model.dtype={'bfloat16' if on_gpu else 'float32'}", *settings])
     began_s = time.monotonic()
     run = resolve(config, model)
@@ -82,7 +82,11 @@ def exchange(
         }
         engines = ConnectedEngines.connect(config.rollout, run.engine, urls, learner.shape.vocab_size, KEY)
         channel = open_channel(
-            config.sync, (engines.pool, engines.loop.submit), folder=Path(memory, "weights"), hf_path=learner.hf_path
+            config.sync,
+            (engines.pool, engines.loop.submit),
+            channel="disk",
+            folder=Path(memory, "weights"),
+            hf_path=learner.hf_path,
         )
         channel.connect(learner.weights())
         generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ RESUMABLE_SETTINGS = """
     reward.concurrency
     rollout.engine rollout.record rollout.recorded_from rollout.overlap rollout.abort_tail rollout.max_staleness
     rollout.urls rollout.api_key rollout.num_servers rollout.server_tensor_parallel rollout.max_concurrent_requests
-    rollout.max_retries rollout.max_restarts rollout.engine_threads
+    rollout.placement rollout.max_retries rollout.max_restarts rollout.engine_threads
     sglang.*
     *timeout_s
 """

@@ -364,6 +364,9 @@ class RolloutConfig(Section):
     """recorded: the `rollouts` folder of a run with record = true."""
     urls: tuple[str, ...] = ()
     """attach: base URLs of the servers, such as "http://127.0.0.1:30000"."""
+    placement: Literal["separate", "split"] = "separate"
+    """separate: trainer ranks and servers have GPUs of their own; split: both use the same GPUs, and the plan gives
+    each a part of the memory; see docs/one-card.md."""
     num_servers: Processes = 1
     """embedded, sglang: how many servers to start."""
     server_tensor_parallel: Processes = 1
@@ -787,9 +790,14 @@ def seconds_of(time_limit: str) -> int:
 class SyncConfig(Section):
     """Weight sync from trainer to engines."""
 
-    channel: Literal["broadcast", "disk"] = "broadcast"
+    channel: Literal["broadcast", "disk"] | None = None
     """broadcast: over one process group with all engines, NCCL if the trainer has a GPU and the engines are SGLang's,
-    otherwise gloo; disk: through files that every engine can read."""
+    otherwise gloo; disk: through files that every engine can read. Unset: disk with rollout.placement = "split",
+    otherwise broadcast."""
+    folder: PathText | None = None
+    """disk: where to keep the two latest versions of the weights, in a folder that only you can read and that ends with
+    the run. Every engine must see it. Unset: with rollout.placement = "split" in memory, /dev/shm; otherwise in the
+    run's own folder."""
     bucket_mib: float = Field(64.0, gt=0, le=1_000_000)
     """broadcast: size of a bucket of weights, gathered and sent together. Two are held: one being sent, one being
     gathered."""
@@ -981,6 +989,16 @@ class Config(Section):
         """Whether [reward] gives rewards: of single turns, turns that call no tool, or agents if it names a judge."""
         is_named = self.reward.kind != "auto" or bool(self.reward.judges)
         return self.environment.kind in ("none", "tools") or (self.environment.is_agent and is_named)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether trainer ranks and servers use the same GPUs."""
+        return self.rollout.placement == "split"
+
+    @property
+    def sync_channel(self) -> Literal["broadcast", "disk"]:
+        """How weights travel: as the user says, or what the placement allows."""
+        return self.sync.channel or ("disk" if self.shares_gpus else "broadcast")
 
     @property
     def longest_sequence(self) -> int:

@@ -18,7 +18,7 @@ from bapo_megatron.engines.supervisor import EngineSpec
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
 from bapo_megatron.resolved import Resolved
-from bapo_megatron.resolved.placement import NodeShare
+from bapo_megatron.resolved.placement import NodeShare, ServerPart
 from bapo_megatron.runtime import LOOPBACK, num_cores, python_module
 from bapo_megatron.runtime.environment import nccl_variables
 from bapo_megatron.runtime.nccl import may_share_gpus
@@ -101,8 +101,22 @@ def command(run: Resolved, here: NodeShare, server: int, port: int, *, has_gpu: 
             "max_mamba_cache_size": _STATES_PER_REQUEST * r.max_concurrent_requests,
             "enable_deterministic_inference": True,  # otherwise seeds have no effect
         }
-    rendered = [part for name, value in (arguments | config.sglang.extra).items() for part in _render(name, value)]
+    planned = _arguments_of(here.part) if has_gpu and here.part is not None else {}
+    # a shipped cluster's mem_fraction_static=0.85 is turned off with false, and the plan's value stays
+    own = {name: value for name, value in config.sglang.extra.items() if value is not False or name not in planned}
+    rendered = [part for name, value in (arguments | planned | own).items() for part in _render(name, value)]
     return [*python_module("bapo_megatron.engines.sglang_server"), *rendered]
+
+
+def _arguments_of(part: ServerPart) -> dict[str, Any]:
+    """Return the arguments that keep a server to its part of a GPU."""
+    arguments = {
+        "mem_fraction_static": part.mem_fraction,
+        "max_total_tokens": part.kv_tokens,
+        "cuda_graph_max_bs_decode": part.max_batch,
+        "chunked_prefill_size": part.prefill_tokens,
+    }
+    return arguments | ({"max_mamba_cache_size": part.num_states} if part.num_states else {})
 
 
 def environment(config: Config, here: NodeShare, server: int, visible: Sequence[str]) -> dict[str, str]:
@@ -121,7 +135,10 @@ def environment(config: Config, here: NodeShare, server: int, visible: Sequence[
         variables |= loopback_variables()
     if visible:
         mine = named_gpus(here.gpus[server], visible)
-        return variables | nccl_variables(config.sglang.extra) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        variables |= nccl_variables(config.sglang.extra) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        if here.part is not None:
+            variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"  # trainer ranks hold unequal memory
+        return variables
     _, threads = config.divide_cores(num_cores(), here.num_ranks, len(here.servers) * r.server_tensor_parallel)
     cpus = cpu_groups(server, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0)))
     variables |= {

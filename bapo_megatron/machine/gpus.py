@@ -5,7 +5,10 @@ import re
 import time
 from dataclasses import dataclass
 
+from bapo_megatron.config.schema import ClusterConfig
+
 GIB = 2**30
+FULL = 0.95  # usable share of a GPU's memory; fragmentation may take the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,15 @@ def kind_of(name: str) -> str | None:
     kind = "".join(word for word in re.split(r"[ -]", name) if not _SAME_KIND.fullmatch(word)).lower()
     kind = {"rtxa6000": "a6000"}.get(kind, kind)
     return kind if kind in GPUS else None
+
+
+def gpu_memory_gib(cluster: ClusterConfig) -> float | None:
+    """Return the memory of one GPU of a run: the cluster's, or this machine's if none is named; None without GPUs."""
+    if cluster.gpu is not None:
+        return cluster.gpu_memory_gib or GPUS[cluster.gpu].memory_gib
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
 
 
 def device_peak_flops(dtype: str) -> float | None:

@@ -37,7 +37,7 @@ def examine(config: Config | None, rendezvous: Rendezvous | None) -> Iterator[Fi
         yield software.check_megatron(has_gpu)
         yield from software.check_gpus(driver, _gpus_needed(config))
         probes.wait()
-        attaches = config is not None and (config.rollout.engine, config.sync.channel) == ("attach", "broadcast")
+        attaches = config is not None and (config.rollout.engine, config.sync_channel) == ("attach", "broadcast")
         yield from software.check_torch(probes.facts, driver, attaches=attaches)
         if probes.facts.get("num_gpus"):
             yield software.check_chip(probes.facts["capability"])

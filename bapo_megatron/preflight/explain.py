@@ -9,12 +9,12 @@ from bapo_megatron.assets import model_folder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, plural
 from bapo_megatron.hf.tokenizer import reads_clock
-from bapo_megatron.machine.gpus import GIB
+from bapo_megatron.machine.gpus import FULL, GIB
 from bapo_megatron.machine.memory import UNEVEN_LOAD, TrainerMemory, fullest_rank, max_microbatches
+from bapo_megatron.machine.shared_gpu import CONTEXT_BYTES, GRAPHS_BYTES, SharedGPU
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.plan import (
     COMPUTE_SHARE,
-    FULL,
     LINK_SHARE,
     RunPlan,
     Seconds,
@@ -131,6 +131,9 @@ def explain_plan(run: Resolved, response_tokens: int | None = None) -> Explanati
 def _fit(plan: RunPlan) -> str:
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     trainer = f"a trainer GPU needs {need:.1f} of {have:.1f} GiB"
+    if plan.shared is not None:
+        of_server = plan.shared.server_bytes / GIB
+        trainer = f"each GPU's trainer rank needs {need:.1f} and its server {of_server:.1f} of {have:.1f} GiB"
     if plan.server is None:
         return f"fits       {'yes' if plan.fits else 'no'}: {trainer}"
     responses = plural(plan.server.concurrency, "response")
@@ -259,15 +262,19 @@ def _is_too_small(config: Config, plan: RunPlan) -> bool:
 
 def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:
     c, tokens, placement = run.config.cluster, plan.tokens, run.placement
+    shared = f"of which the servers share {placement.num_server_gpus}" if plan.shared is not None else ""
     yield (
         f"cluster    {c.nodes} x {c.gpus_per_node} {plan.gpu.name}: {plural(placement.num_ranks, 'GPU')} for the "
-        f"trainer, {placement.num_server_gpus} for servers, {c.nodes * c.gpus_per_node - placement.num_gpus} idle"
+        f"trainer, {shared or f'{placement.num_server_gpus} for servers'}, "
+        f"{c.nodes * c.gpus_per_node - placement.num_gpus} idle"
     )
     yield from _memory(
         plan.trainer,
         "trainer GPU",
         f"of {plan.gpu_memory_gib:.1f}; a run may fill {FULL:.0%}, {FULL * plan.gpu_memory_gib:.1f}",
     )
+    if plan.shared is not None:
+        yield from _together(plan.shared)
     if plan.num_active < plan.num_parameters:
         yield f"experts    a token uses {plan.num_active:,} of the model's {plan.num_parameters:,} parameters"
     if held := plan.trainer.held.expert:
@@ -300,6 +307,25 @@ def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:
     yield (
         f"           times by roofline: at peak rates; at {COMPUTE_SHARE:.0%} of compute, {LINK_SHARE:.0%} of bandwidth"
     )
+
+
+def _together(shared: SharedGPU) -> Iterator[str]:
+    """Yield the parts of a GPU that a trainer rank and a server share, as two columns and their sum."""
+    t, s, rest = shared.trainer, shared.server, shared.rest
+    kept = t.reference + t.critic + t.fp8 + t.batch
+    parts = (
+        ("weights", t.weights, s.weights),
+        ("state", t.gradients + t.optimizer + kept, s.kv_cache + s.state_cache),
+        ("a step", t.total - t.weights - t.gradients - t.optimizer - kept - t.context, rest.work),
+        ("context", t.context, CONTEXT_BYTES + GRAPHS_BYTES),
+        ("peak", t.total, shared.server_bytes),
+        ("may take", shared.trainer_bytes, shared.server_bytes),
+    )
+    notes = {"state": "gradients and Adam; caches", "context": "CUDA and NCCL; CUDA and graphs, assumed"}
+    yield f"together   GiB on each GPU{'trainer':>13}{'server':>10}{'sum':>10}"
+    for name, trainer, server in parts:
+        row = f"{trainer / GIB:21.2f}{server / GIB:10.2f}{(trainer + server) / GIB:10.2f}"
+        yield f"           {name:<9}{row}  {notes.get(name, '')}".rstrip()
 
 
 def _memory(memory: TrainerMemory, where: str, limit: str = "") -> Iterator[str]:

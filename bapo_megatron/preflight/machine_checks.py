@@ -10,10 +10,12 @@ from typing import Literal
 
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.machine.gpus import GIB
-from bapo_megatron.machine.memory import checkpoint_bytes, host_bytes, routes_host_bytes
+from bapo_megatron.machine.memory import ITEM_BYTES, checkpoint_bytes, host_bytes, routes_host_bytes
+from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.preflight.reads import reads
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime import memory_bytes, num_cores, raise_open_files
+from bapo_megatron.sync.folder import MEMORY, free_bytes, weights_parent
 
 Grade = Literal["ok", "absent", "warning", "error"]
 
@@ -40,6 +42,7 @@ class Finding:
 _BASE_OPEN_FILES = 160  # measured: at most 156 in rank 0 of a run of 2,000 steps with two engines (docs/resume.md)
 _FILES_OF_JUDGE = 4
 _FILES_OF_RANK = 2
+_NUM_VERSIONS = 2  # of the weights: the one that engines have, and the one that is being written
 
 
 def _kept_bytes(run: Resolved) -> int:
@@ -49,7 +52,11 @@ def _kept_bytes(run: Resolved) -> int:
 
 
 def check_room(run: Resolved) -> Iterator[Violation]:
-    """Check that `run.dir` has space for a checkpoint, and warn if it has too little for all that are kept."""
+    """Check that `run.dir` has space for a checkpoint, and warn if it has too little for all that are kept.
+
+    A folder for weights outside it must hold two versions.
+    """
+    yield from _weights_room(run)
     config, needed = run.config, checkpoint_bytes(run)
     folder = Path(config.run.dir)
     try:
@@ -67,11 +74,35 @@ def check_room(run: Resolved) -> Iterator[Violation]:
         yield warning(settings, f"{problem}, of which there are up to {config.checkpoint.keep_last + 1}", remedy)
 
 
+def _weights_bytes(run: Resolved) -> int:
+    """Return the bytes of both versions of the weights in a folder outside the run's; 0 without one."""
+    item = ITEM_BYTES[run.config.model.dtype]
+    return 0 if weights_parent(run.config) is None else _NUM_VERSIONS * item * model_parameters(run.shape)
+
+
+def _weights_room(run: Resolved) -> Iterator[Violation]:
+    parent, needed = weights_parent(run.config), _weights_bytes(run)
+    if parent is None:
+        return
+    try:
+        free = free_bytes(parent)
+    except OSError:
+        return  # the run makes its folder before anything starts, and reports that error
+    if needed > free:
+        container = "; a container has 64 MiB there unless it starts with --shm-size or --ipc=host"
+        yield Violation(
+            reads(run, _weights_bytes, first=("sync.folder", "rollout.placement", "sync.channel")),
+            f"{free / GIB:.2f} GiB is free in {parent}, and two versions of the weights take {needed / GIB:.2f}",
+            f"make room, or set sync.folder to another disk{container if parent == MEMORY else ''}",
+        )
+
+
 _MEMORY_OPTION = re.compile(r"--mem[= ](\d+)([KMGT]?)")
 
 
-def _copied_bytes(run: Resolved) -> tuple[int, int]:
-    return host_bytes(run), routes_host_bytes(run)
+def _copied_bytes(run: Resolved) -> tuple[int, int, int]:
+    in_memory = weights_parent(run.config) == MEMORY
+    return host_bytes(run), routes_host_bytes(run), _weights_bytes(run) if in_memory else 0
 
 
 def _asked_memory(run: Resolved) -> re.Match[str] | None:
@@ -81,12 +112,13 @@ def _asked_memory(run: Resolved) -> re.Match[str] | None:
 
 
 def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation]:
-    """Check that CPU memory holds routes and copies of checkpoints: what a job asks for on a node, or this machine's.
+    """Check that CPU memory holds routes, copies of checkpoints, and weights in /dev/shm: a node's share in a job, or
+    this machine's.
 
     Args:
         starts_here: whether the run takes place on this machine.
     """
-    copies, routes = _copied_bytes(run)
+    copies, routes, weights = _copied_bytes(run)
     asked = None if starts_here else _asked_memory(run)
     if starts_here:
         have, where = memory_bytes(), "this machine has"
@@ -95,18 +127,23 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
         where = f"{asked[0]} of slurm.options is"
     else:
         return
-    if copies + routes <= have:
+    if copies + routes + weights <= have:
         return
     what = {
         f"checkpoint.asynchronous=true copies {copies / GIB:.2f} GiB to the memory of each node that trains": copies,
         f"model.replay_routes=true keeps {routes / GIB:.2f} GiB in the memory of trainer rank 0's node": routes,
+        f"two versions of the weights take {weights / GIB:.2f} GiB in {MEMORY}": weights,
     }
-    first = ("checkpoint.asynchronous",) if copies else ("rollout.samples_per_prompt",)
+    remedies = {
+        "checkpoint.asynchronous": (copies, "set checkpoint.asynchronous=false"),
+        "rollout.samples_per_prompt": (routes, "take fewer or shorter samples"),
+        "sync.folder": (weights, "set sync.folder to a disk"),
+    }
+    setting, remedy = next((setting, remedy) for setting, (num, remedy) in remedies.items() if num)
     yield Violation(
-        reads(run, lambda run: (_copied_bytes(run), starts_here or _asked_memory(run)), first=first),
+        reads(run, lambda run: (_copied_bytes(run), starts_here or _asked_memory(run)), first=(setting,)),
         f"{', and '.join(text for text, num in what.items() if num)}, and {where} {have / GIB:.2f} GiB",
-        ("set checkpoint.asynchronous=false" if copies else "take fewer or shorter samples")
-        + ("" if starts_here else ", or ask for more"),
+        remedy + ("" if starts_here else ", or ask for more"),
     )
 
 

@@ -15,7 +15,7 @@ from bapo_megatron.algorithms.chunks import LARGER_CHUNKS
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
-from bapo_megatron.machine.gpus import GIB, GPU, GPUS
+from bapo_megatron.machine.gpus import FULL, GIB, GPU, GPUS, gpu_memory_gib
 from bapo_megatron.machine.memory import (
     TrainerMemory,
     fullest_rank,
@@ -31,6 +31,7 @@ from bapo_megatron.machine.memory import (
 )
 from bapo_megatron.machine.parameters import Held, active_parameters, model_parameters
 from bapo_megatron.machine.server_memory import ServerMemory, server_memory
+from bapo_megatron.machine.shared_gpu import SharedGPU, shared_gpu, this_share, wanted_server_bytes
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.known_models import planned_config
@@ -42,7 +43,6 @@ from bapo_megatron.resolved.placement import Placement
 COMPUTE_SHARE = 0.4  # share of the peak rate of matrix products
 LINK_SHARE = 0.7  # share of the bandwidth of NVLink or PCIe, of the network, and of GPU memory
 NETWORK_BYTES_PER_S = 50e9  # per GPU, between machines, in one direction: 400 Gbit/s
-FULL = 0.95  # usable share of the memory; fragmentation may take the rest
 ROOMY = 0.9  # share of the memory to choose by: a plan is an estimate, and free memory absorbs its errors
 
 
@@ -64,6 +64,7 @@ class RunPlan:
     num_active: int  # parameters that one token uses
     trainer: TrainerMemory  # the fullest rank's
     server: ServerMemory | None  # None without SGLang servers
+    shared: SharedGPU | None  # None unless trainer and servers share each GPU
     tokens: work.StepTokens
     flops: float  # per step, over all ranks
     recompute: str  # how much of the layers is recomputed
@@ -79,7 +80,8 @@ class RunPlan:
 
     @property
     def trainer_fits(self) -> bool:
-        return self.trainer.total <= FULL * self.gpu_memory_gib * GIB
+        others = self.shared.rest.total + self.shared.server.weights if self.shared else 0
+        return self.trainer.total + others <= FULL * self.gpu_memory_gib * GIB
 
     @property
     def fits(self) -> bool:
@@ -114,11 +116,13 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
     assert run.config.cluster.gpu is not None
     gpu = GPUS[run.config.cluster.gpu]
     given, run = run, with_choices(run)
-    memory_gib = gpu_memory_gib(run)
+    memory_gib = gpu_memory_gib(run.config.cluster)
+    assert memory_gib is not None
     tokens = work.StepTokens.of(run.config, response_tokens)
     trainer = fullest_rank(run, int(memory_gib * GIB))
     passes = work.num_scoring_passes(run.config, plans_forwards_first(run, int(memory_gib * GIB)))
     flops = work.step_flops(run, tokens, passes)
+    shared = this_share(run)
     server = _server_memory(run)
     rollout = None
     if server is not None:
@@ -134,6 +138,7 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
         num_active=active_parameters(run.shape),
         trainer=trainer,
         server=server,
+        shared=shared,
         tokens=tokens,
         flops=flops,
         recompute=_recomputed(run),
@@ -155,7 +160,7 @@ def decided(config: Config) -> Config:
     Raises:
         UserError: there is a cluster to plan for, and the model's config.json is missing or unknown.
     """
-    if config.cluster.gpu is None:
+    if config.cluster.gpu is None and not config.shares_gpus:
         return config
     return with_choices(planned(config)).config
 
@@ -167,24 +172,22 @@ def planned(config: Config) -> Resolved:
 
 def with_choices(run: Resolved) -> Resolved:
     """Choose what is left open: the fewest layers to recompute, and then the most rows of logits in a chunk, that leave
-    a tenth of the memory free.
+    a tenth of the memory free, next to a server that holds all its responses if they share the GPU.
 
-    Without a cluster to plan for, nothing is chosen.
+    Without a cluster to plan for, or a GPU of this machine to share, nothing is chosen.
     """
-    if run.config.cluster.gpu is None:
+    shares = run.placement.shares_gpus and run.engine.on_gpus
+    if run.config.cluster.gpu is None and not shares:
         return run
-    gpu_bytes = int(gpu_memory_gib(run) * GIB)
-    return _with_chunks(_with_recompute(run, gpu_bytes), gpu_bytes)
+    memory_gib = gpu_memory_gib(run.config.cluster)
+    if memory_gib is None:
+        return run
+    gpu_bytes = int(memory_gib * GIB)
+    room = int(ROOMY * gpu_bytes) - (wanted_server_bytes(run, memory_gib) if shares else 0)
+    return _with_chunks(_with_recompute(run, gpu_bytes, room), gpu_bytes, room)
 
 
-def gpu_memory_gib(run: Resolved) -> float:
-    """Return the memory of one of the cluster's GPUs."""
-    c = run.config.cluster
-    assert c.gpu is not None
-    return c.gpu_memory_gib or GPUS[c.gpu].memory_gib
-
-
-def _with_recompute(run: Resolved, gpu_bytes: int) -> Resolved:
+def _with_recompute(run: Resolved, gpu_bytes: int, room: int) -> Resolved:
     t = run.config.train
     if t.recompute is not None or t.recompute_layers is not None or t.recompute_modules:
         return run
@@ -195,19 +198,19 @@ def _with_recompute(run: Resolved, gpu_bytes: int) -> Resolved:
         return _training(run, {"recompute": count > 0, "recompute_layers": layers})
 
     def is_roomy(count: int) -> bool:
-        return fullest_rank(recomputing(count), gpu_bytes).total <= ROOMY * gpu_bytes
+        return fullest_rank(recomputing(count), gpu_bytes).total <= room
 
     return recomputing(bisect.bisect_left(range(num_layers), True, key=is_roomy))
 
 
-def _with_chunks(run: Resolved, gpu_bytes: int) -> Resolved:
+def _with_chunks(run: Resolved, gpu_bytes: int, room: int) -> Resolved:
     """Choose larger chunks than the usual ones if the last stage, which has the logits, has room for them."""
     if run.config.train.logprob_chunk_tokens is not None:
         return run
     usual, last = planned_chunk_rows(run, on_gpu=True), run.config.parallel.pipeline - 1
     larger = (_training(run, {"logprob_chunk_tokens": rows}) for rows in LARGER_CHUNKS if rows > usual)
     memory = ((one, trainer_memory(one, stage=last, gpu_bytes=gpu_bytes).total) for one in larger)
-    return next((one for one, total in memory if total <= ROOMY * gpu_bytes), run)
+    return next((one for one, total in memory if total <= room), run)
 
 
 def _training(run: Resolved, settings: dict[str, Any]) -> Resolved:
@@ -268,7 +271,8 @@ def check_machines(run: Resolved) -> Iterator[Violation]:
 def check_memory(run: Resolved) -> list[Violation]:
     """Check the memory of the cluster's GPUs against a run whose layout is possible."""
     if run.config.cluster.gpu is None:
-        return []
+        shared = this_share(with_choices(run)) if run.placement.shares_gpus else None
+        return [] if shared is None or shared.fits else [_sharing_problem(run, shared)]
     found = memory_problems(run, make_plan(run))
     more = "`bapo plan` shows its parts"
     if run.engine.on_gpus:
@@ -307,6 +311,8 @@ def _idle_gpus(run: Resolved) -> int:
 def memory_problems(run: Resolved, plan: RunPlan) -> list[Violation]:
     """List what exceeds the memory, with numbers; empty if everything fits."""
     found, config, r = [], run.config, run.config.rollout
+    if plan.shared is not None:
+        return [] if plan.shared.fits else [_sharing_problem(run, plan.shared)]
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     longest = config.longest_trained
     if need > have:
@@ -334,12 +340,41 @@ def memory_problems(run: Resolved, plan: RunPlan) -> list[Violation]:
     return found
 
 
+def _sharing_problem(run: Resolved, shared: SharedGPU) -> Violation:
+    """Say what a trainer rank and a server that share a GPU need of it, part by part, and what would fit."""
+    t, s, response = shared.trainer, shared.server, run.config.longest_sequence * shared.server.kv_bytes_per_token
+    model = t.weights + t.gradients + t.optimizer + t.reference + t.critic + t.fp8
+    trainer = {"weights and their state": model, "context": t.context, "a step": t.total - model - t.context}
+    server = {"weights": s.weights, "one response": response, "graphs, work and context": shared.rest.total}
+    need, have = sum((*trainer.values(), *server.values())), FULL * shared.gpu_bytes
+
+    def side(name: str, parts: dict[str, int]) -> str:
+        listed = ", ".join(f"{what} {num_bytes / GIB:.1f}" for what, num_bytes in parts.items())
+        return f"the {name} {sum(parts.values()) / GIB:.1f} ({listed})"
+
+    of_model = model + (t.update if t.update > t.activations + t.working + t.logits else 0) + s.weights
+    fitting = model_parameters(run.shape) * (have - need + of_model) / of_model / 1e9
+    smaller = f"a model of at most about {fitting:.1f} billion parameters" if fitting > 0.05 else "a much smaller model"
+    return Violation(
+        reads(run, lambda run: this_share(with_choices(run)), first=("rollout.placement", *RANKS)),
+        f'rollout.placement="split": a trainer rank and a server need {need / GIB:.1f} GiB of each GPU, and {FULL:.0%} '
+        f"of its {shared.gpu_bytes / GIB:.1f} is {have / GIB:.1f}: {side('trainer', trainer)}, "
+        f"{side('server', server)}",
+        f"use {smaller} with this layout, split the model over more GPUs (parallel.tensor and "
+        'rollout.server_tensor_parallel), or set rollout.placement="separate", which needs more GPUs',
+    )
+
+
 def _trainer_memory(run: Resolved) -> TrainerMemory:
-    return fullest_rank(with_choices(run), int(gpu_memory_gib(run) * GIB))
+    return fullest_rank(with_choices(run), int((gpu_memory_gib(run.config.cluster) or 0) * GIB))
 
 
 def _server_memory(run: Resolved) -> ServerMemory | None:
-    return server_memory(run, gpu_memory_gib(run)) if run.engine.on_gpus else None
+    """Return the memory of a server on GPUs: what it has of its own, or its part of shared ones."""
+    memory_gib = gpu_memory_gib(run.config.cluster)
+    if not run.engine.on_gpus or memory_gib is None:
+        return None
+    return shared_gpu(run, memory_gib).server if run.placement.shares_gpus else server_memory(run, memory_gib)
 
 
 def _train_seconds(run: Resolved, gpu: GPU, tokens: work.StepTokens, held: Held, passes: int, flops: float) -> Seconds:

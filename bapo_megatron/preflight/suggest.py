@@ -121,12 +121,12 @@ def best_split(run: Resolved, response_tokens: int | None = None) -> GPUSplit | 
 def smallest_cluster(run: Resolved) -> int | None:
     """Return the smallest number of nodes, above the present one, that has room for trainer and servers; None above 32.
 
-    Each further node makes one more size of the trainer possible: all nodes except one.
+    Each further node makes one more size of the trainer possible, the largest.
     """
     c = run.config.cluster
     for nodes in range(c.nodes + 1, _MOST_NODES + 1):
         larger = _with(run, {"cluster": {"nodes": nodes}})
-        splits = fitting_splits(larger, (nodes - 1) * c.gpus_per_node)
+        splits = fitting_splits(larger, max(trainer_sizes(larger.config)))
         if any(accepts_layout(s.run, on_gpus=True) for s in splits):
             return nodes
     return None
@@ -187,8 +187,14 @@ def _alternative(setting: str, best: Any, other: Any, changed: Resolved, respons
 
 
 def trainer_sizes(config: Config) -> Iterator[int]:
-    """Yield numbers of trainer ranks that leave GPUs for servers; with several machines, only whole ones."""
+    """Yield numbers of trainer ranks that leave GPUs for servers; with several machines, only whole ones.
+
+    Ranks that share GPUs with the servers are as many as GPUs.
+    """
     c = config.cluster
+    if config.shares_gpus:
+        yield c.nodes * c.gpus_per_node
+        return
     unit = c.gpus_per_node if c.nodes > 1 else 1
     yield from range(unit, c.nodes * c.gpus_per_node, unit)
 
@@ -216,7 +222,7 @@ def fitting_splits(run: Resolved, ranks: int, response_tokens: int | None = None
 def _servers(config: Config, ranks: int) -> Iterator[dict[str, int]]:
     c = config.cluster
     for size in (s for s in range(1, c.gpus_per_node + 1) if c.gpus_per_node % s == 0):
-        count, rest = divmod(c.nodes * c.gpus_per_node - ranks, size)
+        count, rest = divmod(c.nodes * c.gpus_per_node - (0 if config.shares_gpus else ranks), size)
         if count and not rest:
             yield {"num_servers": count, "server_tensor_parallel": size}
 

@@ -18,6 +18,20 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerPart:
+    """What a server may take of each GPU that it shares with a trainer rank, in the units of SGLang's arguments.
+
+    Example: ServerPart(mem_fraction=0.912, kv_tokens=1_086_000, max_batch=256, prefill_tokens=8192)
+    """
+
+    mem_fraction: float  # of what is free at its start once a trainer rank is there: weights and caches
+    kv_tokens: int  # in its key-value cache; bounds it also if more is free
+    max_batch: int  # responses in the largest CUDA graph
+    prefill_tokens: int  # of prompts in one forward pass
+    num_states: int = 0  # of linear attention
+
+
+@dataclass(frozen=True, slots=True)
 class NodeShare:
     """The ranks and servers that one node runs."""
 
@@ -25,11 +39,14 @@ class NodeShare:
     servers: range  # their numbers in the run
     gpus: tuple[tuple[int, ...], ...]  # one tuple for each server
     host: str = LOOPBACK  # the address at which the servers listen
+    part: ServerPart | None = None  # of each GPU, if the servers share them with the trainer
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Trainer ranks and engines, spread evenly over nodes. On a node that has both, the ranks have the first GPUs.
+
+    With `shares_gpus`, the engines have the first ones too.
 
     Example: 2 nodes x 8 GPUs, 8 ranks, 4 servers x 2 GPUs:
         placed = Placement(num_nodes=2, num_ranks=8, num_servers=4, gpus_per_server=2)
@@ -43,6 +60,7 @@ class Placement:
     num_servers: int = 0  # that the run starts
     gpus_per_server: int = 1  # without GPUs, its processes
     servers_use_gpus: bool = True
+    shares_gpus: bool = False  # whether a GPU may have a rank and a server
 
     @property
     def trainer_nodes(self) -> int:
@@ -74,7 +92,7 @@ class Placement:
     def gpus_per_node(self) -> int:
         """Number of GPUs that the fullest node needs."""
         ranks, servers = self.ranks_per_node, self.server_gpus_per_node
-        return max(ranks, servers) if self.engine_nodes else ranks + servers
+        return max(ranks, servers) if self.engine_nodes or self.shares_gpus else ranks + servers
 
     @property
     def is_even(self) -> bool:
@@ -89,12 +107,13 @@ class Placement:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs that the run needs: each rank and each server has its own."""
-        return self.num_ranks + self.num_server_gpus
+        """Number of GPUs that the run needs."""
+        ranks, servers = self.num_ranks, self.num_server_gpus
+        return max(ranks, servers) if self.shares_gpus else ranks + servers
 
     def without_trainer(self) -> Placement:
         """Return the same engines, all of them on one machine without trainer ranks, as an evaluation has them."""
-        return replace(self, num_nodes=1, engine_nodes=0, num_ranks=0)
+        return replace(self, num_nodes=1, engine_nodes=0, num_ranks=0, shares_gpus=False)
 
     def rank(self, number: int) -> Device:
         """Return where a trainer rank runs."""
@@ -103,7 +122,8 @@ class Placement:
     def server(self, number: int) -> tuple[Device, ...]:
         """Return the GPUs of an engine."""
         node, place_on_node = divmod(number, self.servers_per_node)
-        first = (0 if self.engine_nodes else self.ranks_per_node) + place_on_node * self.gpus_per_server
+        is_first = self.engine_nodes or self.shares_gpus
+        first = (0 if is_first else self.ranks_per_node) + place_on_node * self.gpus_per_server
         return tuple(Device(self.first_server_node + node, first + i) for i in range(self.gpus_per_server))
 
     def on(self, node: int = 0, host: str = LOOPBACK) -> NodeShare:
@@ -123,6 +143,7 @@ def place(config: Config, engine: EngineKind) -> Placement:
         num_servers=r.num_servers if engine.specs else 0,
         gpus_per_server=r.server_tensor_parallel,
         servers_use_gpus=engine.on_gpus,
+        shares_gpus=config.shares_gpus,
     )
     return replace(placed, engine_nodes=_engine_nodes(config, placed))
 
@@ -130,7 +151,7 @@ def place(config: Config, engine: EngineKind) -> Placement:
 def _engine_nodes(config: Config, placed: Placement) -> int:
     """Count the nodes that run only engines: as the user says, or all that engines fill if they fill whole ones."""
     c = config.cluster
-    if c.nodes == 1:
+    if c.nodes == 1 or placed.shares_gpus:
         return 0
     if config.slurm.rollout_nodes is not None:
         return config.slurm.rollout_nodes

@@ -30,7 +30,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -41,6 +41,7 @@ from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError, plural
+from bapo_megatron.machine.shared_gpu import this_share
 from bapo_megatron.monitor.console import Screen, header, outputs
 from bapo_megatron.resolved import resolve
 from bapo_megatron.runs.folder import RunDir
@@ -49,6 +50,7 @@ from bapo_megatron.runs.resuming import with_pins
 from bapo_megatron.runtime import LOOPBACK
 from bapo_megatron.runtime.files import explaining_os_errors, write_atomically
 from bapo_megatron.runtime.output import ESCAPING, as_output, lasting
+from bapo_megatron.sync.folder import kept_weights_folder
 from bapo_megatron.trainer import STOPPED, run_rank
 
 RUN = "run"
@@ -221,7 +223,8 @@ def _run_first_rank(
         meeting.tell(RUN, {"run_dir": str(run_dir.path)})
     with reserved_ports(1, host) as ports:  # torch's store sets SO_REUSEADDR: it can still bind
         meeting.tell(start.file, {"run_dir": str(run_dir.path), "host": host, "port": ports[0]})
-        code = _run_rank(config, meeting, 0, start)
+        with kept_weights_folder(config, run_dir):
+            code = _run_rank(config, meeting, 0, start)
     if code == STOPPED:
         meeting.stopped_file.touch()
         return 0
@@ -291,6 +294,8 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
             return 0
         run = resolve(config, resolve_model_path(config.model.path))
         here = run.placement.on(run.placement.first_server_node + node, node_address(config))
+        if (shared := this_share(run)) is not None:
+            here = replace(here, part=shared.part)
         log_dir = RunDir.attach(Path(told["run_dir"])).log_dir
         with running_engines(run, log_dir, here, meeting.shared_key()) as urls:
             meeting.tell(_engines(node), {"urls": urls})

@@ -4,6 +4,7 @@ Start at `open_channel`.
 """
 
 from pathlib import Path
+from typing import Literal
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import PauseMode
@@ -18,14 +19,16 @@ def open_channel(
     config: SyncConfig,
     engines: tuple[EnginePool, Submit] | None,
     *,
+    channel: Literal["broadcast", "disk"],
     folder: Path,
     hf_path: Path,
     pause_mode: PauseMode = "retract",
 ) -> Channel:
-    """Return this rank's end of the channel that `sync.channel` names, not connected yet.
+    """Return this rank's end of a channel, not connected yet.
 
     Args:
         engines: on the trainer's first rank, the engines and a function that runs a coroutine on their event loop.
+        channel: its kind, see `Config.sync_channel`.
         folder: for the disk channel: where to write each version's weights.
         hf_path: for the disk channel: the policy's checkpoint folder, with config and tokenizer.
         pause_mode: see `Channel.pause_mode`.
@@ -33,7 +36,7 @@ def open_channel(
     sender: Sender | None = None
     if engines is not None:
         pool, submit = engines
-        if config.channel == "disk":
+        if channel == "disk":
             sender = DiskChannel(pool, config, submit, folder=folder, hf_path=hf_path, pause_mode=pause_mode)
         else:
             host = own_address([engine.url for engine in pool.engines])

@@ -231,7 +231,9 @@ def sampled_in_turns(smollm2: Path, folder: Path, models: list[Any]) -> list[Sam
     policies = [Policy(version, model) for version, model in enumerate(models)]
     tokens, prompts = TurnTokens.of(config, tokenizer, len(tokenizer)), PromptStream(config, tokenizer)
     with sglang_engine(config, smollm2, folder) as (loop, pool):
-        channel = open_channel(config.sync, (pool, loop.submit), folder=folder / "weights", hf_path=smollm2)
+        channel = open_channel(
+            config.sync, (pool, loop.submit), channel="broadcast", folder=folder / "weights", hf_path=smollm2
+        )
         channel.connect(policies[0])
         scheduler = Scheduler(
             config.rollout,

@@ -70,9 +70,13 @@ class World:
         self.engines = [HttpEngine(p.url, request_timeout_s=HANG_S) for p in processes]
         self.pool = EnginePool(self.engines)
         self.learner = Learner()
-        config = SyncConfig(channel=channel, bucket_mib=BUCKET_MIB, timeout_s=NEVER_S)  # type: ignore[call-arg, arg-type]
+        config = SyncConfig(bucket_mib=BUCKET_MIB, timeout_s=NEVER_S)  # type: ignore[call-arg]
         self.channel: Channel = open_channel(
-            config, (self.pool, self.loop.submit), folder=folder / "weights", hf_path=demo_model_path()
+            config,
+            (self.pool, self.loop.submit),
+            channel=channel,  # type: ignore[arg-type]
+            folder=folder / "weights",
+            hf_path=demo_model_path(),
         )
         self.channel.connect(self.learner)
 
@@ -312,12 +316,12 @@ def loop() -> Iterator[LoopThread]:
 
 def connect(url: str, specs: list[TensorSpec], loop: LoopThread, folder: Path, channel: str = "broadcast") -> None:
     engine = HttpEngine(url, request_timeout_s=HANG_S)
-    config = SyncConfig(channel=channel, timeout_s=HANG_S)  # type: ignore[call-arg, arg-type]
+    config = SyncConfig(timeout_s=HANG_S)  # type: ignore[call-arg]
     learner = Learner()
     learner.manifest = lambda: specs  # type: ignore[method-assign]
     engines = EnginePool([engine]), loop.submit
     try:
-        open_channel(config, engines, folder=folder, hf_path=demo_model_path()).connect(learner)
+        open_channel(config, engines, channel=channel, folder=folder, hf_path=demo_model_path()).connect(learner)  # type: ignore[arg-type]
     finally:
         loop.run(engine.close(), HANG_S)
 

@@ -14,6 +14,7 @@ from bapo_megatron.preflight.checks.layout import check_batch, check_gpu_count, 
 from bapo_megatron.preflight.checks.learning import check_critic, check_kl, check_loss, check_schedule, check_units
 from bapo_megatron.preflight.checks.model import check_dtype, check_policy, precision_warnings
 from bapo_megatron.preflight.checks.monitor import check_monitor
+from bapo_megatron.preflight.checks.placement import check_sharing
 from bapo_megatron.preflight.checks.reward import check_reward
 from bapo_megatron.preflight.checks.rollout import check_cut, check_rollout, check_servers, check_shared_cores
 from bapo_megatron.resolved import Resolved
@@ -45,6 +46,7 @@ def check_settings(
     found = [
         *check_layout(config),
         *check_gpu_count(run, num_gpus, starts_here=starts_here),
+        *check_sharing(run),
         *check_batch(config),
         *check_rollout(config),
         *check_shared_cores(run, num_gpus),

@@ -202,8 +202,15 @@ IDLE = (
     Idle(
         "sync.bucket_mib",
         "sync.channel",
-        lambda c, _: c.sync.channel == "broadcast",
+        lambda c, _: c.sync_channel == "broadcast",
         'sync.channel="broadcast"',
+    ),
+    Idle("sync.folder", "sync.channel", lambda c, _: c.sync_channel == "disk", 'sync.channel="disk"'),
+    Idle(
+        "rollout.placement",
+        "rollout.engine",
+        lambda _, engine: engine.specs is not None,
+        'an engine that the run starts, such as rollout.engine="sglang"',
     ),
     Idle(
         "checkpoint.keep_last checkpoint.asynchronous",

@@ -78,6 +78,8 @@ def check_gpu_count(run: Resolved, num_gpus: int, *, starts_here: bool = False) 
             )
         return
     each = plural(r.server_tensor_parallel, "GPU")
+    if placement.shares_gpus and ranks > num_gpus:
+        on_servers = 0  # the ranks alone are too many
     servers = f" and {plural(r.num_servers, run.engine.title)} x {each}" if on_servers else ""
     lower = f"lower parallel.*{', rollout.num_servers or rollout.server_tensor_parallel' if on_servers else ''}"
     there = f"{num_gpus} {'is' if num_gpus == 1 else 'are'} visible"
@@ -129,7 +131,7 @@ def _is_placed(run: Resolved) -> bool:
 def _check_attached(run: Resolved, num_gpus: int) -> Iterator[Violation]:
     """Warn of more ranks and servers on this machine than GPUs: two of them may be on one, which NCCL refuses."""
     r, num_ranks = run.config.rollout, run.placement.num_ranks
-    is_sent = run.config.sync.channel == "broadcast" and run.engine.needs == "urls"
+    is_sent = run.config.sync_channel == "broadcast" and run.engine.needs == "urls"
     num_here = sum(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in r.urls) if is_sent else 0
     if num_ranks + num_here > num_gpus and num_here and (problem := sharing_problem()):
         yield warning(

@@ -97,7 +97,7 @@ def check_node_gpus(run: Resolved) -> Iterator[Violation]:
     if placement.engine_nodes:
         nodes.append(("rollout", all_servers, on_servers))
     elif on_servers:
-        nodes = [("trainer", f"{trainer_ranks} and {all_servers}", ranks + on_servers)]
+        nodes = [("trainer", f"{trainer_ranks} and {all_servers}", placement.gpus_per_node)]
     settings = (*RANKS, *_NODES)
     for name, what, needed in nodes:
         if needed > gpus:

@@ -1,0 +1,129 @@
+"""One GPU that a trainer rank and a server share (`rollout.placement = "split"`): what each of them may take.
+
+    +- server: context | weights | caches | graphs | work -+- trainer: context | weights | state | a step -+- free -+
+
+The caches hold all responses that the server samples at the same time at full length, or as many as the trainer's plan
+leaves room for. The trainer gets the rest, and at least 5 % more than its plan if a response still fits. Start at
+`shared_gpu`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bapo_megatron.machine.gpus import FULL, GIB, gpu_memory_gib
+from bapo_megatron.machine.memory import ITEM_BYTES, TrainerMemory, fullest_rank
+from bapo_megatron.machine.server_memory import ServerMemory, most_responses, server_in, static_bytes_for
+from bapo_megatron.resolved import Resolved
+from bapo_megatron.resolved.placement import ServerPart
+
+CONTEXT_BYTES = int(1.9 * GIB)  # what a dense trainer held on one H200, rounded up: docs/measured/gpu.toml
+GRAPHS_BYTES = int(1.0 * GIB)  # assumed: CUDA graphs of all batch sizes, and SGLang's own buffers
+_MAX_GRAPH_BATCH = 256
+_MARGIN = 0.05  # of the trainer's plan, which is an estimate
+_LARGE_GIB = 40.0  # SGLang itself reads prompts in pieces of 2048 tokens on smaller GPUs
+_COPIES_OF_LOGITS = 3  # logits, probabilities, and what sampling sorts
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRest:
+    """What a server holds of a GPU besides weights and caches, and the sizes that decide it."""
+
+    work: int  # bytes of a forward pass
+    max_batch: int  # responses in the largest CUDA graph
+    prefill_tokens: int  # of prompts in one forward pass
+
+    @property
+    def total(self) -> int:
+        return CONTEXT_BYTES + GRAPHS_BYTES + self.work
+
+
+@dataclass(frozen=True, slots=True)
+class SharedGPU:
+    """Bytes of one GPU."""
+
+    trainer: TrainerMemory  # the fullest rank's plan
+    server: ServerMemory
+    rest: ServerRest
+    gpu_bytes: int
+
+    @property
+    def server_bytes(self) -> int:
+        """All that the server takes."""
+        return self.server.weights + max(0, self.server.kv_cache) + self.server.state_cache + self.rest.total
+
+    @property
+    def trainer_bytes(self) -> int:
+        """All that a trainer rank may take, its context included: what the server leaves."""
+        return int(FULL * self.gpu_bytes) - self.server_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.server.concurrency > 0 and self.trainer.total <= self.trainer_bytes
+
+    @property
+    def trainer_share(self) -> float:
+        """The share of the GPU's memory that the rank's allocator may reserve."""
+        return max(0, self.trainer_bytes - self.trainer.context) / self.gpu_bytes
+
+    @property
+    def part(self) -> ServerPart:
+        """The server's part, as arguments.
+
+        SGLang keeps (1 - mem_fraction) x the memory that is free at its start outside weights, caches and graphs. A
+        restarted server finds only its own part free, so the share refers to that. At the first start more is free, and
+        then the numbers of tokens and states bound the caches.
+        """
+        kept = self.rest.work / (self.server_bytes - CONTEXT_BYTES)
+        return ServerPart(
+            mem_fraction=min(0.999, math.ceil(1000 * (1 - kept)) / 1000),
+            kv_tokens=self.server.kv_tokens,
+            max_batch=self.rest.max_batch,
+            prefill_tokens=self.rest.prefill_tokens,
+            num_states=self.server.num_states,
+        )
+
+
+def shared_gpu(run: Resolved, gpu_memory_gib: float) -> SharedGPU:
+    """Divide a GPU between a rank and a server. The result need not fit."""
+    gpu_bytes, rest = int(gpu_memory_gib * GIB), server_rest(run, gpu_memory_gib)
+    trainer = fullest_rank(run, gpu_bytes)
+    room = int(FULL * gpu_bytes) - trainer.total - rest.total
+    static_bytes = max(static_bytes_for(run, 1), room - int(_MARGIN * trainer.total))
+    static_bytes = min(room, static_bytes, static_bytes_for(run, most_responses(run.config)))
+    return SharedGPU(trainer, server_in(run, static_bytes), rest, gpu_bytes)
+
+
+def wanted_server_bytes(run: Resolved, gpu_memory_gib: float) -> int:
+    """Return the bytes of a server with room for all responses that it samples at the same time."""
+    return static_bytes_for(run, most_responses(run.config)) + server_rest(run, gpu_memory_gib).total
+
+
+def server_rest(run: Resolved, gpu_memory_gib: float) -> ServerRest:
+    """Estimate what a server holds besides weights and caches: a layer of a prefill, and the float32 output layer."""
+    shape, r, item = run.shape, run.config.rollout, ITEM_BYTES[run.config.model.dtype]
+    widest = max(layer.mlp.active_rows for layer in shape.layers)
+    prefill_tokens = 8192 if gpu_memory_gib >= _LARGE_GIB else 2048
+    max_batch, tensor = min(r.max_concurrent_requests, _MAX_GRAPH_BATCH), r.server_tensor_parallel
+    layer = prefill_tokens * item * (4 * shape.hidden_size + 3 * widest // tensor)
+    logits = _COPIES_OF_LOGITS * max_batch * shape.vocab_size
+    output = _FLOAT32_BYTES * (shape.vocab_size * shape.hidden_size // tensor + logits)
+    return ServerRest(layer + output, max_batch, prefill_tokens)
+
+
+def this_share(run: Resolved) -> SharedGPU | None:
+    """Return how a run divides each GPU; None if trainer and servers have their own, or the servers run on CPUs."""
+    if not (run.placement.shares_gpus and run.engine.on_gpus):
+        return None
+    memory_gib = gpu_memory_gib(run.config.cluster)
+    return None if memory_gib is None else shared_gpu(run, memory_gib)
+
+
+def limit_rank(run: Resolved) -> None:
+    """Keep this process's allocator to a trainer rank's part of its GPU, so that the rank fails and not the server."""
+    import torch
+
+    if torch.cuda.is_available() and (shared := this_share(run)) is not None:
+        torch.cuda.set_per_process_memory_fraction(shared.trainer_share)
