@@ -3,8 +3,8 @@
     +- server: context | weights | caches | graphs | work -+- trainer: context | weights | state | a step -+- free -+
 
 The caches hold all responses that the server samples at the same time at full length, or as many as the trainer's plan
-leaves room for. The trainer gets the rest, and at least 5 % more than its plan if a response still fits. Start at
-`shared_gpu`.
+leaves room for. The trainer gets the rest: up to 5 % more than its plan if that costs the caches no more than a quarter.
+Start at `shared_gpu`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ CONTEXT_BYTES = int(1.9 * GIB)  # what a dense trainer held on one H200, rounded
 GRAPHS_BYTES = int(1.0 * GIB)  # assumed: CUDA graphs of all batch sizes, and SGLang's own buffers
 _MAX_GRAPH_BATCH = 256
 _MARGIN = 0.05  # of the trainer's plan, which is an estimate
+_MARGIN_OF_CACHES = 0.25
 _LARGE_GIB = 40.0  # SGLang itself reads prompts in pieces of 2048 tokens on smaller GPUs
 _COPIES_OF_LOGITS = 3  # logits, probabilities, and what sampling sorts
 _FLOAT32_BYTES = 4
@@ -91,8 +92,8 @@ def shared_gpu(run: Resolved, gpu_memory_gib: float) -> SharedGPU:
     gpu_bytes, rest = int(gpu_memory_gib * GIB), server_rest(run, gpu_memory_gib)
     trainer = fullest_rank(run, gpu_bytes)
     room = int(FULL * gpu_bytes) - trainer.total - rest.total
-    static_bytes = max(static_bytes_for(run, 1), room - int(_MARGIN * trainer.total))
-    static_bytes = min(room, static_bytes, static_bytes_for(run, most_responses(run.config)))
+    margin = min(_MARGIN * trainer.total, _MARGIN_OF_CACHES * max(0, room - static_bytes_for(run, 1)))
+    static_bytes = min(room - int(margin), static_bytes_for(run, most_responses(run.config)))
     return SharedGPU(trainer, server_in(run, static_bytes), rest, gpu_bytes)
 
 
