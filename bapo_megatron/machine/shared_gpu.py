@@ -126,5 +126,8 @@ def limit_rank(run: Resolved) -> None:
     """Keep this process's allocator to a trainer rank's part of its GPU, so that the rank fails and not the server."""
     import torch
 
-    if torch.cuda.is_available() and (shared := this_share(run)) is not None:
+    if not (torch.cuda.is_available() and run.placement.shares_gpus):
+        return
+    torch.cuda.init()
+    if (shared := this_share(run)) is not None:
         torch.cuda.set_per_process_memory_fraction(shared.trainer_share)
