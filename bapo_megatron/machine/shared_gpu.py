@@ -122,12 +122,16 @@ def this_share(run: Resolved) -> SharedGPU | None:
     return None if memory_gib is None else shared_gpu(run, memory_gib)
 
 
-def limit_rank(run: Resolved) -> None:
-    """Keep this process's allocator to a trainer rank's part of its GPU, so that the rank fails and not the server."""
+def limit_rank(run: Resolved, local_rank: int) -> None:
+    """Keep this process's allocator to a trainer rank's part of its GPU, so that the rank fails and not the server.
+
+    Args:
+        local_rank: the rank's number on its node, and that of its GPU.
+    """
     import torch
 
-    if not (torch.cuda.is_available() and run.placement.shares_gpus):
+    if not (run.placement.shares_gpus and torch.cuda.is_available()):
         return
     torch.cuda.init()
     if (shared := this_share(run)) is not None:
-        torch.cuda.set_per_process_memory_fraction(shared.trainer_share)
+        torch.cuda.set_per_process_memory_fraction(shared.trainer_share, local_rank)
