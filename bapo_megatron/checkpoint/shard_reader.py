@@ -13,6 +13,7 @@ from bapo_megatron.checkpoint.folder import SQUARES, WEIGHT, Index, Saved, Store
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
 from bapo_megatron.hf.reader import EVERYTHING, check_finite, list_some
 from bapo_megatron.hf.shape import ModelShape, entries, tensors_of
+from bapo_megatron.hf.splits import is_kept, is_trained
 
 
 class ShardReader:
@@ -75,7 +76,7 @@ class ShardReader:
         Raises:
             CheckpointError: lists missing, unexpected and mis-shaped tensors.
         """
-        wanted = tensors_of(entry for entry in entries(shape) if entry.trained or self._part == WEIGHT)
+        wanted = tensors_of(filter(is_kept if self._part == WEIGHT else is_trained, entries(shape)))
         complaints = {
             "missing": [name for name in wanted if name not in self._tensors],
             "unexpected": [name for name in self._tensors if name not in wanted],

@@ -32,6 +32,7 @@ from bapo_megatron.config.schema_loss import ClipBoundConfig, RuleReads
 from bapo_megatron.config.sources import OWN_ROWS, SOURCE, SourceKind, source_kind
 from bapo_megatron.config.system_calls import known_calls
 from bapo_megatron.errors import closest, did_you_mean
+from bapo_megatron.hf.adapters import TARGETS, Adapters, Target
 from bapo_megatron.hf.streams import ROUTES
 
 
@@ -787,6 +788,24 @@ def seconds_of(time_limit: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+class LoraConfig(Section):
+    """LoRA: adapters on the linear layers are trained, the model's own weights stay (docs/lora.md)."""
+
+    rank: Count | None = None
+    """Rank of the adapters, such as 16. Unset: all weights are trained."""
+    alpha: Positive = 32.0
+    """An adapter's output is multiplied by alpha / rank."""
+    targets: tuple[Target, ...] = Field(TARGETS, min_length=1)
+    """Linear layers with adapters, by PEFT's names."""
+    init_from: PathText | None = None
+    """A PEFT folder with adapters to start from. Unset: A is random and B zero, so that the model starts as it is."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The model's adapters; None if all weights are trained."""
+        return None if self.rank is None else Adapters(self.rank, self.alpha, self.targets)
+
+
 class SyncConfig(Section):
     """Weight sync from trainer to engines."""
 
@@ -933,6 +952,7 @@ class Config(Section):
     loss: AnyLoss = Field(default_factory=LOSSES[DEFAULT])
     bapo: ClipBoundConfig = Field(default_factory=ClipBoundConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)

@@ -26,8 +26,8 @@ from bapo_megatron.hf.streams import ModelStream, chosen_experts, routes
 # Letters of sizes: V vocabulary, E hidden size, D head dimension, G key-value heads, Q query heads x D, K = G x D, F
 # feed-forward size, 1 one. With experts: X their number, M one expert's feed-forward size, S the shared experts'. With
 # an output gate: P = 2 x Q. With linear attention: n value heads, d dimension of a value head, v = n x d, k dimensions
-# of all key heads, C = 2k + v channels of the convolution, W its width.
-LETTERS = frozenset("VEDGQKF1XMSPndvkCW")
+# of all key heads, C = 2k + v channels of the convolution, W its width. With adapters: R their rank.
+LETTERS = frozenset("VEDGQKF1XMSPndvkCWR")
 
 COPY, VOCAB, ROWS, COLUMNS, QKV = Copy(), Vocab(), EvenRows(), EvenColumns(), Interleaved("G")
 

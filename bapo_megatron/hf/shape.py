@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.errors import CheckpointError, plural
+from bapo_megatron.hf.adapters import Adapters, frozen, with_adapters
 from bapo_megatron.hf.families import (
     ACTIVATIONS,
     COMMON_DEFAULTS,
@@ -184,6 +185,7 @@ class ModelShape:
     prefix: str = field(default="model.", compare=False)  # see `Family`; the family's name tells two of them apart
     outside: tuple[Parameter, ...] = field(default=OUTSIDE, compare=False)  # see `Family`
     unread: tuple[str, ...] = field(default=(), compare=False)
+    adapters: Adapters | None = None
 
     @property
     def num_layers(self) -> int:
@@ -236,6 +238,26 @@ class ModelShape:
         """Return the critic with this model's body."""
         return dataclasses.replace(self, has_value_head=True, tied_embeddings=False)
 
+    def with_adapters(self, adapters: Adapters) -> ModelShape:
+        """Return this model with adapters in its layers, which alone are trained."""
+        layers: list[LayerShape] = []
+        for layer, count in runs(self.layers):
+            layers += [dataclasses.replace(layer, block=with_adapters(layer.block, adapters.targets))] * count
+        return dataclasses.replace(self, layers=tuple(layers), outside=frozen(self.outside), adapters=adapters)
+
+    @property
+    def passes_of_update(self) -> float:
+        """The FLOPs of an update's forward and backward passes, in forward passes.
+
+        Gradients of activations cost one, those of the weights another one for the share of them that is trained.
+        """
+        counted = [(entry, 1) for entry in outside_entries(self)]
+        for layer, count in runs(self.layers):
+            for entry in layer_entries(self, layer, experts=[0]):
+                counted.append((entry, count if entry.expert is None else count * entry.sizes["X"]))
+        sizes = [(entry.trained, times * sum(map(math.prod, entry.hf_shapes))) for entry, times in counted]
+        return 2 + sum(num for is_trained, num in sizes if is_trained) / sum(num for _, num in sizes)
+
     def forward_flops(self, num_tokens: int, num_squares: int, num_rows: int) -> tuple[float, float]:
         """Count the FLOPs of (all layers, the output layer) in one pass: two per weight and token, plus causal
         attention, in which a token attends to half of its sequence on average, or the delta rule.
@@ -266,12 +288,14 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields in which two checkpoints must agree for one to load the other."""
-        described = ("layers", "output_gate")  # below, and only if present: older checkpoints lack them
+        described = ("layers", "output_gate", "adapters")  # below, and only if present: older checkpoints lack them
         agreed = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare and f.name not in described
         }
         if self.output_gate:
             agreed["output_gate"] = True
+        if self.adapters is not None:
+            agreed["adapters"] = dataclasses.asdict(self.adapters)
         if self.linear is not None:
             agreed["linear_layers"] = [number for number, layer in enumerate(self.layers) if layer.linear is not None]
             agreed["linear"] = dataclasses.asdict(self.linear)
@@ -690,6 +714,8 @@ def _entries(
         "1": 1,
         "P": 2 * shape.num_heads * shape.head_dim,
     }
+    if shape.adapters is not None:
+        sizes["R"] = shape.adapters.rank
     if layer is not None:
         match layer.mlp:
             case Dense() as mlp:

@@ -91,6 +91,12 @@ def is_stored(entry: Entry) -> bool:
     return entry.stored
 
 
+def is_kept(entry: Entry) -> bool:
+    """Return whether training checkpoints hold a parameter. One that is not trained stays as the model's folder has it,
+    unless the run has made it."""
+    return entry.trained or not entry.stored
+
+
 class Split(Protocol):
     """A way to split parameters."""
 

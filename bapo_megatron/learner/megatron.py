@@ -58,7 +58,7 @@ class MegatronLearner(TrainedModel):
         config, model = run.config, run.model
         assert model is not None, "a learner begins with a model"
         refuse([*check_extra(config), *check_split(config, model, "model.path"), *check_replay(config, model)])
-        check_machine(config, model.shape, this_machine())
+        check_machine(config, run.shape, this_machine())
         apply_cpu_compat()
         apply_engine_compat()
         start_processes(config.parallel)
@@ -66,7 +66,8 @@ class MegatronLearner(TrainedModel):
         self.local_time = LocalTime()
         fp8 = config.precision.fp8_params
         chunk_type = ReplayingPolicy if config.model.replay_routes else PolicyModel
-        super().__init__(config, model.shape, chunk_type, run.folder, self.local_time, fp8_params=fp8)
+        super().__init__(config, run.shape, chunk_type, run.folder, self.local_time, fp8_params=fp8)
+        self._passes_of_update = self.shape.passes_of_update
         self._scored: ForwardPasses | None = None  # forward passes of the mini-batch whose step comes next
         self.reference = ReferencePolicy(config, model, self.local_time) if config.loss.kl_coef else None
         self.kl_coefficient = KLCoefficient(config.loss)
@@ -136,7 +137,7 @@ class MegatronLearner(TrainedModel):
         num_expected = None if masks else num_trained
         metrics, mismatch = self._token_metrics.reduce([sums for *_, sums in outputs], num_expected, self.layout)
         metrics |= {
-            "perf/tflop": 3 * sum(self.shape.forward_flops(*counts)) / 1e12,  # the backward pass costs two forward ones
+            "perf/tflop": self._passes_of_update * sum(self.shape.forward_flops(*counts)) / 1e12,
             "optimizer/lr": rate,
             "optimizer/grad_norm": grad_norm,
             "optimizer/skipped": float(self.num_skipped_updates),

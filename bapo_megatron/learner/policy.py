@@ -45,11 +45,13 @@ from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_pro
 from bapo_megatron.config.dotted import imported
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, rotary_frequencies
 from bapo_megatron.learner.attention import PackedAttention, TransformerEngineAttention
 from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, rotation_of
 from bapo_megatron.learner.embedding import embed
 from bapo_megatron.learner.linear_attention import GatedDeltaNet
+from bapo_megatron.learner.lora import Part, adapted
 from bapo_megatron.learner.packs import PackedSequences, Sequences
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import fp8_fields, fusion_fields, this_machine, uses_transformer_engine
@@ -194,6 +196,8 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None)
     kits = [Kit(copy.deepcopy(layer), shape, described, norm, *linears) for described in mine]
     for kit in kits:
         imported(kit.described.block.trainer)(kit)
+        if shape.adapters is not None:
+            _adapt(kit, config, shape.adapters)
     return TransformerBlockSubmodules(layer_specs=[kit.layer for kit in kits], layer_norm=norm)
 
 
@@ -219,6 +223,32 @@ def linear_attention(kit: Kit) -> None:
     kit.layer.submodules.input_layernorm = kit.norm  # Transformer Engine's layers hold it in a linear that goes
     sizes = {"sizes": kit.described.linear, "column": kit.column, "row": kit.row}
     kit.layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params=sizes)
+
+
+def _adapt(kit: Kit, config: TransformerConfig, adapters: Adapters) -> None:
+    """Give a layer's linears adapters. The norms before them become modules of their own.
+
+    Transformer Engine's fused linears apply the norm inside, and would hide from an adapter what it must see.
+    """
+    shape, parts, tensor = kit.model, kit.layer.submodules, config.tensor_model_parallel_size
+    parts.input_layernorm = parts.pre_mlp_layernorm = kit.norm
+    heads, groups = shape.num_heads // tensor, shape.num_kv_heads // tensor
+    queries, keys = heads * shape.head_dim, groups * shape.head_dim
+    hidden, ffn = shape.hidden_size, kit.described.mlp.ffn_size // tensor
+    linears = {
+        "linear_qkv": Part({"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, num_groups=groups),
+        "linear_proj": Part({"o_proj": hidden}, queries, is_row=True),
+        "linear_fc1": Part({"gate_proj": ffn, "up_proj": ffn}, hidden),
+        "linear_fc2": Part({"down_proj": hidden}, ffn, is_row=True),
+    }
+    biased = {"linear_proj": shape.out_bias, "linear_fc1": shape.mlp_bias, "linear_fc2": shape.mlp_bias}
+    for owner in (parts.self_attention.submodules, _parts_of_mlp(parts.mlp)):
+        for name in linears.keys() & vars(owner).keys():
+            part = linears[name]
+            linear = kit.row if part.is_row else kit.column
+            linear = _with_bias(linear) if biased.get(name) else linear
+            has_adapters = part.outputs.keys() & set(adapters.targets)
+            setattr(owner, name, adapted(linear, adapters, part) if has_adapters else linear)
 
 
 def _parts_of_mlp(mlp: Any) -> Any:

@@ -20,8 +20,9 @@ from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.peft import PeftReader, adapter_tensors
 from bapo_megatron.hf.shape import ModelShape, entries
-from bapo_megatron.hf.splits import Entry, is_any, is_trained
+from bapo_megatron.hf.splits import Entry, is_kept, is_trained
 from bapo_megatron.learner.adam import ChainedAdam
 from bapo_megatron.learner.exchange import (
     fill_parameters,
@@ -31,12 +32,13 @@ from bapo_megatron.learner.exchange import (
     placed_entries,
     take_held,
 )
+from bapo_megatron.learner.lora import InitialAdapters, MergedWeights, adapters_of
 from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.learner.precision import tokens_multiple
 from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.learner.slicing import place_shard
-from bapo_megatron.learner.weight_source import ModelWeights, Unquantised
+from bapo_megatron.learner.weight_source import ModelWeights, Unquantised, Wrapped
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.runtime.together import failing_together
 from bapo_megatron.sync.base import WeightSource
@@ -102,6 +104,7 @@ class TrainedModel(SplitModel):
         self.num_skipped_updates = 0
         load = partial(load_weights, self.model, stored or shape, self.layout, hf_path)
         load()
+        self._make_adapters()
         of_rank = parameters_by_global_name(self.model)
         for entry in entries(shape):
             for parameter in take_held(of_rank, entry, shape):
@@ -119,6 +122,27 @@ class TrainedModel(SplitModel):
             load(fill=partial(self._fill, WEIGHT))
         self.schedule = Schedule(self.wrapped, self.settings, self.layout, config, local_time)
         self._optimizer_time = LocalTime()
+
+    def _make_adapters(self) -> None:
+        """Fill adapters, if there are any, as the run begins."""
+        if self.shape.adapters is None:
+            return
+        fill = partial(
+            fill_parameters,
+            self.model,
+            self.shape,
+            self.layout,
+            fill=Parameter.copy_,
+            are_read=lambda one: not one.stored,
+        )
+        if (folder := self.config.lora.init_from) is None:
+            fill(InitialAdapters(adapter_tensors(self.shape), self.config.run.seed))
+            return
+        with failing_together(CheckpointError), PeftReader(Path(folder).expanduser()) as read:
+            read.check(self.shape)
+            fill(read)
+        for adapter in adapters_of(self.model):
+            adapter.keep_initial()
 
     def update(self, run: Callable[[], list[Any]], learning_rate: float) -> tuple[list[Any], float]:
         """Make one Adam update with the gradients that `run` leaves, clipped by their global norm.
@@ -171,8 +195,10 @@ class TrainedModel(SplitModel):
         """Return the current weights: see `Learner.weights`."""
         self._finish_gathering()
         weights = ModelWeights(self.model, self.shape, self.layout, self.version)
+        if self.shape.adapters is not None:
+            return Wrapped(weights, MergedWeights(self.model))
         if any(map(is_float8tensor, self.model.parameters())):
-            return Unquantised(weights, partial(self.adam.gather, name=WEIGHT))
+            return Wrapped(weights, Unquantised(partial(self.adam.gather, name=WEIGHT)))
         return weights
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -206,7 +232,7 @@ class TrainedModel(SplitModel):
             held = take_held(parameters, entry, self.shape)
             if is_mine and entry.trained:
                 mine.append((entry, axis, held[0]))
-            elif is_mine and number % axis.copies.size() == axis.copies.rank():  # it has no moments
+            elif is_mine and is_kept(entry) and number % axis.copies.size() == axis.copies.rank():  # it has no moments
                 yield from place_shard(entry, WEIGHT, held[0].detach().cpu().float(), axis.rank, axis.size)
         assert not parameters, f"the name map does not know {sorted(parameters)}"
         writers = self.adam.writers([parameter for *_, parameter in mine])
@@ -229,7 +255,7 @@ class TrainedModel(SplitModel):
                 if part in index.tensors or part == WEIGHT or facts["version"] > 0:
                     with ShardReader(index, part) as read:
                         read.check(self.shape)
-                        are_read = is_trained if part in MOMENTS else is_any
+                        are_read = is_trained if part in MOMENTS else is_kept
                         fill = partial(self._fill, part)
                         fill_parameters(self.model, self.shape, self.layout, read, fill, are_read)
                 else:

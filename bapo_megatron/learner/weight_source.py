@@ -41,11 +41,11 @@ class ModelWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Unquantised:
-    """A source that wraps a model with FP8 parameters, and gives Adam's weights, rounded, in place of them."""
+class Wrapped:
+    """A source that reads each parameter of a model in another way."""
 
     inner: ModelWeights
-    main_weight: ReadParameter  # reads an FP8 parameter's float32 weight
+    read: ReadParameter
 
     @property
     def version(self) -> int:
@@ -57,13 +57,20 @@ class Unquantised:
 
     def pieces(self) -> Iterator[Piece]:
         """See `WeightSource.pieces`."""
-        return self.inner.pieces(self._read)
+        return self.inner.pieces(self.read)
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource.whole`."""
-        return self.inner.whole(self._read)
+        return self.inner.whole(self.read)
 
-    def _read(self, parameter: Parameter) -> Tensor:
+
+@dataclass(frozen=True, slots=True)
+class Unquantised:
+    """Reads Adam's weight, rounded, in place of an FP8 parameter."""
+
+    main_weight: ReadParameter  # reads an FP8 parameter's float32 weight
+
+    def __call__(self, parameter: Parameter) -> Tensor:
         if is_float8tensor(parameter) and parameter.requires_grad:  # its `dtype` reads bfloat16
             return self.main_weight(parameter).to(parameter.dtype)
         return parameter.detach()

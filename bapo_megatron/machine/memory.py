@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import RULE_CHUNK, Experts, LayerShape, LinearAttention, runs
-from bapo_megatron.hf.splits import is_any, is_trained
+from bapo_megatron.hf.splits import is_any, is_kept, is_trained
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
 from bapo_megatron.machine.gpus import GIB
@@ -386,7 +386,7 @@ class _Activations:
 def checkpoint_bytes(run: Resolved) -> int:
     """Return the bytes of one training checkpoint: float32 weights and two moments, also the critic's."""
     num_models = 1 if run.config.advantage.compares_responses else 2
-    num_values = model_parameters(run.shape, is_any) + 2 * model_parameters(run.shape, is_trained)
+    num_values = model_parameters(run.shape, is_kept) + 2 * model_parameters(run.shape, is_trained)
     return num_models * MASTER_BYTES * num_values
 
 

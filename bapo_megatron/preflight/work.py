@@ -57,19 +57,19 @@ def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
 
 
 def model_flops(run: Resolved, tokens: StepTokens) -> float:
-    """Count the FLOPs of a step's updates without overhead, as `perf/tflop` does: a backward pass takes two."""
-    return 3 * run.config.train.epochs_per_step * sum(forward_flops(run.shape, tokens))
+    """Count the FLOPs of a step's updates without overhead, as `perf/tflop` does."""
+    return run.shape.passes_of_update * run.config.train.epochs_per_step * sum(forward_flops(run.shape, tokens))
 
 
 def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
     """Count the FLOPs of all ranks: scoring passes, forward, backward and recomputation."""
     layers, output = forward_flops(run.shape, tokens)
     epochs = run.config.train.epochs_per_step
-    passes = 3 + recomputed_share(run, tokens)  # a backward pass takes two
-    trained = epochs * (passes * layers + 4 * output)  # logits are always computed again
+    update, again = run.shape.passes_of_update, recomputed_share(run, tokens)
+    trained = epochs * ((update + again) * layers + (update + 1) * output)  # logits are always computed again
     critic = 0.0
     if not run.config.advantage.compares_responses:  # the critic scores values, then updates; its head is one row
-        critic = (1 + run.config.critic.epochs_per_step * passes) * layers
+        critic = (1 + run.config.critic.epochs_per_step * (3 + again)) * layers  # a backward pass takes two
     return trained + scoring_passes * (layers + output) + critic
 
 

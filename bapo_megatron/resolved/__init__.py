@@ -33,11 +33,12 @@ class Resolved:
     own: Family | None  # the user's own family (`model.family`)
     model: ModelFacts | None = None  # of model.path; None if it is unknown, as before it is downloaded
 
-    @property
+    @cached_property
     def shape(self) -> ModelShape:
-        """The model's. Raises CheckpointError if it is not supported."""
+        """The model's, with its adapters if the run trains some. Raises CheckpointError if it is not supported."""
         assert self.model is not None, "only for runs whose model is known"
-        return self.model.shape
+        adapters = self.config.lora.adapters
+        return self.model.shape if adapters is None else self.model.shape.with_adapters(adapters)
 
     @property
     def streams(self) -> tuple[TokenStream, ...]:

@@ -163,7 +163,7 @@ def reference_update(
         reference_T, estimator, weight = kl
         total = total + weight * literal_kl(log_probs_T, reference_T, estimator, batch)
     total.backward()
-    gradients = _as_saved({name: p.grad.clone() for name, p in model.named_parameters()})
+    gradients = _as_saved({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     grad_norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
     if optimizer is not None:
         optimizer.step()

@@ -16,7 +16,7 @@ from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors, model_shape
 from bapo_megatron.learner.adam import WEIGHT
 from bapo_megatron.learner.exchange import gather_weights, parameters_by_global_name
 from bapo_megatron.learner.slicing import to_shard
-from bapo_megatron.learner.weight_source import ModelWeights, Unquantised
+from bapo_megatron.learner.weight_source import ModelWeights, Unquantised, Wrapped
 
 LAYOUT: Any = SimpleNamespace(
     rank=0,
@@ -122,7 +122,7 @@ def test_engines_get_the_main_weights_rounded_to_bfloat16() -> None:
         assert tensor.dtype == torch.bfloat16, name
         assert torch.equal(tensor, weights[name].bfloat16()), name
 
-    source = Unquantised(ModelWeights(model, shape, LAYOUT, version=3), partial(gather, name=WEIGHT))
+    source = Wrapped(ModelWeights(model, shape, LAYOUT, version=3), Unquantised(partial(gather, name=WEIGHT)))
     exported = dict(source.whole())
     assert exported.keys() == weights.keys()
     for name, tensor in exported.items():
