@@ -252,7 +252,8 @@ VERBS = (
         (
             argument("source", type=Path, metavar="SRC", help="Hugging Face folder, run, or training checkpoint"),
             argument("target", type=Path, metavar="DST", nargs="?", help="new folder; without it SRC is only checked"),
-            argument("--to", choices=("hf", "training"), default="hf", help="what DST becomes (default: hf)"),
+            argument("--to", choices=("hf", "training", "peft"), default="hf", help="what DST becomes (default: hf)"),
+            argument("--base", type=Path, metavar="FOLDER", help="of adapters: the model's folder, if it has moved"),
             argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in SRC"),
             argument(
                 "--max-file-gb",

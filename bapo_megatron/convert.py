@@ -1,13 +1,14 @@
 """`bapo convert`: check checkpoints and convert them between Hugging Face and training format, tensor by tensor.
 
     <hf folder> or <run>, <run>/checkpoints/step-N, its learner/      ->  Hugging Face folder
+    a run, or a checkpoint, that trains adapters (LoRA)               ->  Hugging Face folder, merged, or PEFT folder
     <hf folder>                                                       ->  learner checkpoint at version 0
 
 No process group and no Megatron: the learner's checkpoints do not depend on the layout.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +26,16 @@ from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, closest, did_you_mean, plural
+from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import Family
-from bapo_megatron.hf.reader import HFReader, check_finite
-from bapo_megatron.hf.shape import ModelShape, entries, hf_tensors
+from bapo_megatron.hf.peft import adapter_tensors, write_peft
+from bapo_megatron.hf.reader import HFReader, check_finite, digest_of
+from bapo_megatron.hf.shape import ModelShape, base_tensors, entries, hf_tensors
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, atomic_folder, copy_companions, write_safetensors
 from bapo_megatron.runtime.files import similar_paths
 
-Target = Literal["hf", "training"]
+Target = Literal["hf", "training", "peft"]
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -62,16 +65,20 @@ def convert(
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     own: Family | None = None,
+    base: Path | None = None,
 ) -> Conversion:
     """Read and check a whole checkpoint; write it to `target`, if given, in one atomic move.
 
     Args:
         source: Hugging Face folder, run directory (its latest checkpoint), checkpoint, or a checkpoint's learner/.
         target: new or empty folder.
-        to: "hf", or "training" for a learner checkpoint at version 0, whose Adam moments are zero.
+        to: "hf"; "peft" for the adapters alone; or "training" for a learner checkpoint at version 0, whose Adam moments
+            are zero.
         dtype: a key of DTYPES; None leaves the weights as they are.
         max_file_bytes: the most bytes of tensors in one weight file; conversion takes as much memory.
         own: see `model_shape`.
+        base: the Hugging Face folder with the weights that a source with adapters does not train; None means where the
+            run had it.
 
     Raises:
         CheckpointError: the source is torn, unsupported, or exceeds the range of `dtype`; or the target exists or is
@@ -81,23 +88,28 @@ def convert(
     companions = source_folder if index is None else source_folder / HF_CONFIG  # config.json and tokenizer
     shape = ModelFacts.of(companions, own).shape
     if index is not None:
+        if (adapters := index.facts["model"].get("adapters")) is not None:
+            shape = shape.with_adapters(Adapters(adapters["rank"], adapters["alpha"], tuple(adapters["targets"])))
         index.check_model(shape)
         index.verify()
         if target is not None and to == "training":
             raise CheckpointError(f"{source} is a training checkpoint already: copy it, or convert it with --to hf")
+    if to == "peft" and (shape.adapters is None or index is None):
+        raise CheckpointError(f"{source} has no adapters (LoRA), so there is nothing to write as a PEFT folder")
     if to == "training" and (lacking := [entry.megatron_name for entry in entries(shape) if not entry.stored]):
         raise CheckpointError(
             f"{source} has no {lacking[0]}, which only a run can make: start the run from this folder instead"
         )
     counts: Counter[str] = Counter()
     num_parameters = 0
-    reader = HFReader(source_folder) if index is None else ShardReader(index, WEIGHT)
-    with reader as read, atomic_folder(target) if target else nullcontext() as folder:
-        read.check(shape)
+    with (
+        _opened(source_folder, index, shape, base) as read,
+        atomic_folder(target) if target else nullcontext() as folder,
+    ):
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal num_parameters
-            for name in hf_tensors(shape):
+            for name in adapter_tensors(shape) if to == "peft" else hf_tensors(shape):
                 tensor = read(name)
                 counts[str(tensor.dtype).removeprefix("torch.")] += 1
                 num_parameters += tensor.numel()
@@ -111,6 +123,9 @@ def convert(
                 pass
         elif to == "hf":
             copy_companions(companions, folder, write_safetensors(tensors(), folder, max_file_bytes))
+        elif to == "peft":
+            assert shape.adapters is not None and index is not None
+            write_peft(folder, tensors(), shape.adapters, str(_base_folder(index, base)))
         else:
             # version 0 without moments, as a run's only rank would write it
             pieces = (Piece.whole(WEIGHT, name, tensor) for name, tensor in tensors())
@@ -119,6 +134,52 @@ def convert(
             snapshot.complete(folder, [snapshot.write(folder, max_file_bytes)])
     version = index.facts["version"] if index else None
     return Conversion(shape, version, counts.total(), num_parameters, tuple(name for name, _ in counts.most_common()))
+
+
+@contextmanager
+def _opened(
+    folder: Path, index: Index | None, shape: ModelShape, base: Path | None
+) -> Iterator[Callable[[str], Tensor]]:
+    """Yield a reader of whole tensors by name, which merges adapters into the weights that have them.
+
+    Raises:
+        CheckpointError: names or shapes do not fit the model; or weights that are not trained are missing, or others.
+    """
+    with ExitStack() as stack:
+        if index is None:
+            (weights := stack.enter_context(HFReader(folder))).check(shape)
+            yield weights
+            return
+        (shards := stack.enter_context(ShardReader(index, WEIGHT))).check(shape)
+        if (held := index.facts.get("base")) is None:
+            yield shards
+            return
+        (weights := stack.enter_context(HFReader(_base_folder(index, base)))).check(shape)
+        if f"{digest_of(weights, base_tensors(shape)):032x}" != held["digest"]:
+            raise CheckpointError(
+                f"{folder} holds adapters of other weights than those in {weights.path}: name the folder with the same "
+                "weights with --base"
+            )
+        kept = index.tensors[WEIGHT]
+
+        def read(name: str) -> Tensor:
+            if name in kept:
+                return shards(name)
+            a, b = (f"{name.removesuffix('.weight')}.lora_{one}.weight" for one in "AB")
+            weight = weights(name).float()
+            return weight + shape.adapters.scale * shards(b) @ shards(a) if a in kept and shape.adapters else weight
+
+        yield read
+
+
+def _base_folder(index: Index, base: Path | None) -> Path:
+    """Return the folder of the weights that are not trained. Raises CheckpointError if it is not there."""
+    folder = base or Path(index.facts["base"]["path"])
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{index.folder} holds adapters of the model in {folder}, which is not there: name its folder with --base"
+        )
+    return folder
 
 
 @contextmanager

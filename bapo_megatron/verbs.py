@@ -193,7 +193,13 @@ def convert(options: Namespace) -> int:
 
     max_file_bytes, own = int(options.max_file_gb * 1e9), own_family(options.family)
     done = conversion.convert(
-        options.source, options.target, to=options.to, dtype=options.dtype, max_file_bytes=max_file_bytes, own=own
+        options.source,
+        options.target,
+        to=options.to,
+        dtype=options.dtype,
+        max_file_bytes=max_file_bytes,
+        own=own,
+        base=options.base,
     )
     print(done)
     if options.target:

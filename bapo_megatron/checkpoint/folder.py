@@ -6,6 +6,8 @@
                                             weight, exp_avg, exp_avg_sq (Adam's moments)
     <folder>/hf_config/                     config.json and tokenizer, for export (`bapo convert`)
 
+Weights that are not trained, as LoRA leaves the model's, are not stored: the index names their folder, and a digest.
+
 Tensors have Hugging Face names and shapes, so that any layout can read them: query, key and value are separate, and so
 are gate and up; vocabulary padding is not stored. A box is a contiguous range along each dimension. At version 0 the
 moments may be missing, which means zero.
@@ -53,6 +55,13 @@ _T = TypeVar("_T")
 Manifest = dict[str, Any]  # JSON: {"files": {file: [bytes, digest]}, "tensors": {part: {name: Saved}}} of one rank
 
 
+class Base(TypedDict):
+    """The Hugging Face folder of the weights that are not trained, and stay there."""
+
+    path: str
+    digest: str  # `hf.reader.digest_of` these weights, hexadecimal
+
+
 class Facts(TypedDict):
     """The facts about a saved model."""
 
@@ -60,6 +69,7 @@ class Facts(TypedDict):
     skipped_updates: Natural  # updates that the moments have not seen
     model: dict[str, Any]  # ModelShape.to_json
     skipped_in_a_row: NotRequired[Natural]  # only in a critic's facts
+    base: NotRequired[Base]  # only if not all weights are trained
 
 
 def _stays_inside(name: str) -> str:

@@ -52,7 +52,7 @@ _SOURCE = """
 """
 _JUDGE = "reward.kind reward.judges* reward.weights* reward.allowed_calls"
 _LEFT: dict[Part, str] = {
-    "weights": "model.path model.family",
+    "weights": "model.path model.family lora.*",
     "critic": "critic.path",
     "prompt position": f"run.seed {_SOURCE}",
     "responses of the source": _SOURCE,

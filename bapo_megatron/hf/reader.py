@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -142,6 +144,20 @@ class HFReader:
                     f"lm_head.weight in {self.path / self._file_of['lm_head.weight']} differs from the embedding, but "
                     "config.json sets tie_word_embeddings: set it to false, or remove the tensor"
                 )
+
+
+def digest_of(read: HFReader, names: Iterable[str]) -> int:
+    """Return a digest of tensors with 128 bits: the sum of each one's, so that several processes can share the work.
+
+    It tells models apart, and guards against mix-ups, not an adversary.
+    """
+    total = 0
+    for name in names:
+        tensor = read(name).contiguous()
+        one = xxhash.xxh3_128(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        one.update(tensor.flatten().view(torch.uint8).numpy().data)
+        total += one.intdigest()
+    return total % 2**128
 
 
 def weight_files(path: Path) -> list[Path]:

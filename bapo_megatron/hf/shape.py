@@ -29,7 +29,7 @@ from bapo_megatron.hf.families import (
     Family,
     Parameter,
 )
-from bapo_megatron.hf.splits import EachExpert, Entry, is_stored
+from bapo_megatron.hf.splits import EachExpert, Entry, is_kept, is_stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -295,7 +295,7 @@ class ModelShape:
         if self.output_gate:
             agreed["output_gate"] = True
         if self.adapters is not None:
-            agreed["adapters"] = dataclasses.asdict(self.adapters)
+            agreed["adapters"] = dataclasses.asdict(self.adapters) | {"targets": list(self.adapters.targets)}
         if self.linear is not None:
             agreed["linear_layers"] = [number for number, layer in enumerate(self.layers) if layer.linear is not None]
             agreed["linear"] = dataclasses.asdict(self.linear)
@@ -743,6 +743,11 @@ def _entries(
                 parameter.trained,
                 parameter.stored,
             )
+
+
+def base_tensors(shape: ModelShape) -> list[str]:
+    """List the tensors that stay as the model's folder has them, and that training checkpoints therefore lack."""
+    return list(tensors_of(entry for entry in entries(shape) if not is_kept(entry)))
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -1,13 +1,17 @@
 """Checks that models fit the layout, and that a reference policy and a critic fit the policy."""
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config, ParallelConfig
-from bapo_megatron.errors import plural
+from bapo_megatron.errors import CheckpointError, plural
+from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.facts import ModelFacts
-from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.hf.peft import read_adapters
+from bapo_megatron.hf.shape import LayerShape, ModelShape, layer_entries, runs
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import Machine, check_linear_attention
 
@@ -86,6 +90,63 @@ def check_split(config: Config, model: ModelFacts, setting: str) -> Iterator[Vio
         yield from _beside_experts(config, setting)
     if shape.linear is not None:
         yield from _beside_linear_attention(config, setting)
+
+
+def check_adapters(config: Config, model: ModelFacts) -> Iterator[Violation]:
+    """Check that the model can have the adapters of `[lora]`, and that those of `lora.init_from` are the same."""
+    adapters = config.lora.adapters
+    if adapters is None or model.problems:
+        return
+    shape = model.shape
+    what = "experts" if shape.experts else "linear attention" if shape.linear else "gates of attention"
+    if shape.experts is not None or shape.linear is not None or shape.output_gate:
+        yield Violation(
+            ("lora.rank", "model.path"),
+            f"lora.rank={adapters.rank}: adapters are not supported in a model with {what}",
+            "leave [lora] out",
+        )
+        return
+    sizes = (size for layer, _ in runs(shape.layers) for size in _sizes_with_adapters(shape, layer, adapters))
+    smallest = min(map(min, sizes))
+    if adapters.rank > smallest:
+        yield Violation(
+            ("lora.rank", "lora.targets", "model.path"),
+            f"lora.rank={adapters.rank} is above the smallest size of the layers that get adapters, {smallest}",
+            f"set lora.rank={smallest} or less",
+        )
+    if config.precision.fp8_params:
+        yield Violation(
+            ("precision.fp8_params", "lora.rank"),
+            "precision.fp8_params=true keeps weights in FP8, and lora.rank adds adapters to weights as they are",
+            "set precision.fp8_params=false",
+        )
+    if config.lora.init_from is not None:
+        yield from _of_init_from(config.lora.init_from, adapters)
+
+
+def _sizes_with_adapters(shape: ModelShape, layer: LayerShape, adapters: Adapters) -> Iterator[tuple[int, ...]]:
+    """Yield the sizes of a layer's matrices that get adapters."""
+    for entry in layer_entries(shape, layer):
+        for name, size in zip(entry.hf_names, entry.hf_shapes, strict=True):
+            if name.endswith(tuple(f".{target}.weight" for target in adapters.targets)):
+                yield size
+
+
+def _of_init_from(folder: str, adapters: Adapters) -> Iterator[Violation]:
+    try:
+        found = read_adapters(Path(folder).expanduser())
+    except CheckpointError as error:
+        yield Violation(("lora.init_from",), str(error), "set lora.init_from to another PEFT folder, or leave it out")
+        return
+    for name in ("rank", "alpha", "targets"):
+        here, there = getattr(adapters, name), getattr(found, name)
+        if (set(here) != set(there)) if name == "targets" else here != there:
+            shown = json.dumps(there)
+            yield Violation(
+                (f"lora.{name}", "lora.init_from"),
+                f"lora.{name}={json.dumps(here)}, and the adapters in lora.init_from={folder!r} have {shown}",
+                f"set lora.{name}={shown}",
+            )
 
 
 def check_extra(config: Config) -> Iterator[Violation]:

@@ -10,6 +10,7 @@ over data or context ranks, stages or micro-batches.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from bapo_megatron.config.base import refuse
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
-from bapo_megatron.learner.fit import check_extra, check_replay, check_split
+from bapo_megatron.learner.fit import check_adapters, check_extra, check_replay, check_split
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.parallel import start_processes
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.precision import check_machine, this_machine
-from bapo_megatron.learner.reference import ReferencePolicy
+from bapo_megatron.learner.reference import OwnReference, ReferencePolicy
 from bapo_megatron.learner.replay import ReplayingPolicy, settle
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
@@ -57,7 +58,8 @@ class MegatronLearner(TrainedModel):
     def __init__(self, run: Resolved) -> None:
         config, model = run.config, run.model
         assert model is not None, "a learner begins with a model"
-        refuse([*check_extra(config), *check_split(config, model, "model.path"), *check_replay(config, model)])
+        fits = (check_split(config, model, "model.path"), check_replay(config, model), check_adapters(config, model))
+        refuse([*check_extra(config), *chain(*fits)])
         check_machine(config, run.shape, this_machine())
         apply_cpu_compat()
         apply_engine_compat()
@@ -69,7 +71,10 @@ class MegatronLearner(TrainedModel):
         super().__init__(config, run.shape, chunk_type, run.folder, self.local_time, fp8_params=fp8)
         self._passes_of_update = self.shape.passes_of_update
         self._scored: ForwardPasses | None = None  # forward passes of the mini-batch whose step comes next
-        self.reference = ReferencePolicy(config, model, self.local_time) if config.loss.kl_coef else None
+        self.reference: ReferencePolicy | OwnReference | None = None
+        if config.loss.kl_coef:
+            is_own = self.shape.adapters is not None and config.loss.reference_path is None
+            self.reference = OwnReference(self) if is_own else ReferencePolicy(config, model, self.local_time)
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
         self._rule = update_rule(config.loss, config.bapo)

@@ -254,3 +254,10 @@ class ParallelLayout:
         assert table.dtype == torch.float64
         table = table.detach().to(device())
         return kernels_of(table).combine(table, self.data_context_group, op)
+
+
+def sum_of_digests(digest: int) -> int:
+    """Sum the digests of all ranks, modulo 2**128. Collective."""
+    limbs = torch.tensor([digest >> shift & 0xFFFFFFFF for shift in range(0, 128, 32)], device=device())
+    dist.all_reduce(limbs)
+    return sum(limb << shift for limb, shift in zip(limbs.tolist(), range(0, 128, 32), strict=True)) % 2**128

@@ -1,7 +1,8 @@
-"""The reference policy of the KL term (`loss.kl_coef`): a second model, which is never trained.
+"""The reference policy of the KL term (`loss.kl_coef`): a second model, which is never trained, or with LoRA the policy
+as its run began.
 
-Every rank holds a second set of weights, without gradients or optimizer state, and each rollout batch costs one more
-scoring pass. The reference is split like the learner, and may be any model with the same vocabulary.
+Every rank holds the second model's weights, without gradients or optimizer state. It is split like the learner, and may
+be any model with the same vocabulary. Each rollout batch costs one more scoring pass.
 """
 
 from megatron.core.transformer.module import Float16Module
@@ -14,10 +15,11 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.learner.exchange import load_weights
 from bapo_megatron.learner.fit import check_reference
+from bapo_megatron.learner.lora import reference_adapters
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.precision import this_machine
 from bapo_megatron.learner.schedule import Schedule
-from bapo_megatron.learner.split_model import SplitModel
+from bapo_megatron.learner.split_model import SplitModel, TrainedModel
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MiniBatch
 
@@ -49,3 +51,19 @@ class ReferencePolicy(SplitModel):
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """See `Learner.log_probs`."""
         return self._schedule.log_probs(minibatch)
+
+
+class OwnReference:
+    """The policy without its adapters, or with those that its run began with: a reference that takes no memory.
+
+    Args:
+        policy: a model with adapters.
+    """
+
+    def __init__(self, policy: TrainedModel) -> None:
+        self.policy = policy
+
+    def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
+        """See `Learner.log_probs`."""
+        with reference_adapters(self.policy.model):
+            return self.policy.schedule.log_probs(minibatch)

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -21,7 +22,8 @@ from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.peft import PeftReader, adapter_tensors
-from bapo_megatron.hf.shape import ModelShape, entries
+from bapo_megatron.hf.reader import HFReader, digest_of
+from bapo_megatron.hf.shape import ModelShape, base_tensors, entries
 from bapo_megatron.hf.splits import Entry, is_kept, is_trained
 from bapo_megatron.learner.adam import ChainedAdam
 from bapo_megatron.learner.exchange import (
@@ -33,7 +35,7 @@ from bapo_megatron.learner.exchange import (
     take_held,
 )
 from bapo_megatron.learner.lora import InitialAdapters, MergedWeights, adapters_of
-from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device
+from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device, sum_of_digests
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.learner.precision import tokens_multiple
 from bapo_megatron.learner.schedule import Schedule
@@ -221,7 +223,19 @@ class TrainedModel(SplitModel):
         """
         self._finish_gathering()
         facts = self.facts() | {"model": self.shape.to_json()}
+        if self._base_digest is not None:
+            facts["base"] = {"path": str(self.hf_path.absolute()), "digest": self._base_digest}
         return Snapshot(list(self._pieces()), facts, rank=self.layout.rank, hf_path=self.hf_path)
+
+    @cached_property
+    def _base_digest(self) -> str | None:
+        """The digest of the weights that stay in the model's folder; None if there are none. Collective."""
+        names = base_tensors(self.shape)
+        if not names:
+            return None
+        with failing_together(CheckpointError), HFReader(self.hf_path) as read:
+            mine = digest_of(read, names[dist.get_rank() :: dist.get_world_size()])
+        return f"{sum_of_digests(mine):032x}"
 
     @torch.no_grad()
     def _pieces(self) -> Iterator[Piece]:
@@ -251,6 +265,11 @@ class TrainedModel(SplitModel):
             index = read_index(folder)
             index.check_model(self.shape)
             facts = index.facts
+            if (base := facts.get("base")) is not None and base["digest"] != self._base_digest:
+                raise CheckpointError(
+                    f"{folder} holds adapters of the weights that were in {base['path']}, and those in {self.hf_path} "
+                    "differ: set model.path to the folder with the same weights"
+                )
             for part in PARTS:
                 if part in index.tensors or part == WEIGHT or facts["version"] > 0:
                     with ShardReader(index, part) as read:

@@ -12,7 +12,7 @@ from torch import Tensor
 from bapo_megatron.buffer.packing import Pass, Share, one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
-from bapo_megatron.learner.reference import ReferencePolicy
+from bapo_megatron.learner.reference import OwnReference, ReferencePolicy
 from bapo_megatron.learner.split_model import SplitModel
 from bapo_megatron.tokens import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TokenStream
 from bapo_megatron.types import Batch, MiniBatch
@@ -30,7 +30,7 @@ class Scorer:
     scores: ScoringPass
 
 
-def scorers_of(config: Config, policy: Learner, reference: ReferencePolicy | None) -> list[Scorer]:
+def scorers_of(config: Config, policy: Learner, reference: ReferencePolicy | OwnReference | None) -> list[Scorer]:
     """Return the passes that a step makes before its first update. Call it once on every rank.
 
     Args:
@@ -38,7 +38,8 @@ def scorers_of(config: Config, policy: Learner, reference: ReferencePolicy | Non
     """
     found = []
     if reference is not None and not config.train.rollout_only:
-        found.append(Scorer(REFERENCE_LOGPROBS, reference, reference.log_probs))
+        packed_for = reference.policy if isinstance(reference, OwnReference) else reference
+        found.append(Scorer(REFERENCE_LOGPROBS, packed_for, reference.log_probs))
     if config.loss.scores_proximal:
         found.append(proximal_scorer(policy))
     return [*found, *(Scorer(one.stream, policy, one.make(config, policy)) for one in config.loss.streams)]

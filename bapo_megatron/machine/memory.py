@@ -101,7 +101,7 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
         weights=count * item,
         gradients=trained.total * MASTER_BYTES,
         optimizer=owned * state,
-        reference=count * item if run.config.loss.kl_coef else 0,
+        reference=count * item if run.config.loss.kl_coef and not uses_own_reference(run) else 0,
         critic=critic,
         fp8=FP8_BYTES * count if run.config.precision.uses_fp8 and not run.config.precision.fp8_params else 0,
         batch=_tokens_of_update(run.config) * (BATCH_BYTES + of_stage * routes_bytes(run) // run.shape.num_layers),
@@ -112,6 +112,11 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
         update=owned * MASTER_BYTES if on_gpu else 2 * largest_parameter(run.shape, p) * MASTER_BYTES,
         sync=_sync(run) if stage == 0 else 0,
     )
+
+
+def uses_own_reference(run: Resolved) -> bool:
+    """Return whether the policy computes the reference's log-probs, with the adapters that its run began with."""
+    return run.shape.adapters is not None and run.config.loss.reference_path is None
 
 
 def fullest_rank(run: Resolved, gpu_bytes: int | None = None) -> TrainerMemory:

@@ -17,7 +17,6 @@ from bapo_megatron.resolved import Resolved, resolve
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
     BOUNDS,
-    FAMILIES,
     load_float64,
     random_batch,
     reference_update,
@@ -51,7 +50,7 @@ def save_adapters(model: Path, adapters: Adapters, folder: Path) -> None:
     folder.mkdir()
     generator = torch.Generator().manual_seed(3)
     tensors = adapter_tensors(model_shape(load_hf_config(model)).with_adapters(adapters))
-    named = [(name, 0.3 * torch.randn(size, generator=generator)) for name, size in tensors.items()]
+    named = [(name, 0.1 * torch.randn(size, generator=generator)) for name, size in tensors.items()]
     write_peft(folder, named, adapters, str(model))
 
 

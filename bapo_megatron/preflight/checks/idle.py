@@ -205,6 +205,7 @@ IDLE = (
         lambda c, _: c.sync_channel == "broadcast" or c.shares_gpus,  # recipes set it, whatever the placement
         'sync.channel="broadcast"',
     ),
+    Idle("lora.alpha lora.targets lora.init_from", "lora.rank", lambda c, _: c.lora.rank is not None, "lora.rank=16"),
     Idle("sync.folder", "sync.channel rollout.placement", lambda c, _: c.sync_channel == "disk", 'sync.channel="disk"'),
     Idle(
         "rollout.placement",

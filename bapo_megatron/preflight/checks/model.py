@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
-from bapo_megatron.learner.fit import check_extra, check_replay, check_split
+from bapo_megatron.learner.fit import check_adapters, check_extra, check_replay, check_split
 from bapo_megatron.preflight.checks.eval import EVALUATES
 from bapo_megatron.preflight.checks.layout import nearest_divisor
 from bapo_megatron.resolved import Resolved
@@ -31,6 +31,7 @@ def check_policy(run: Resolved) -> Iterator[Violation]:
     yield from check_extra(config)
     yield from check_split(config, model, "model.path")
     yield from check_replay(config, model)
+    yield from check_adapters(config, model)
     if model.problems:
         return
     shape = model.shape
