@@ -124,7 +124,8 @@ def convert(
         elif to == "hf":
             copy_companions(companions, folder, write_safetensors(tensors(), folder, max_file_bytes))
         elif to == "peft":
-            assert shape.adapters is not None and index is not None
+            assert shape.adapters is not None
+            assert index is not None
             write_peft(folder, tensors(), shape.adapters, str(_base_folder(index, base)))
         else:
             # version 0 without moments, as a run's only rank would write it

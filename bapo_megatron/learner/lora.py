@@ -5,7 +5,7 @@
     MergedWeights         weights for engines, W + alpha / rank * B A, shard by shard (weight_source.py)
     reference_adapters    lets the model compute as it began, for the KL term
 
-Shape legend: T tokens of this rank, H width of the input, r rank, O outputs of this rank
+Shape legend: T tokens of this rank, H width of the input, R ranks of all adapters of a linear, O outputs of this rank
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import xxhash
 from megatron.core.tensor_parallel import (
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
 from bapo_megatron.hf.adapters import Adapters
+from bapo_megatron.learner.parallel import device
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,11 @@ class Adapter(Module):
             for copy in self.B.values():
                 copy.sequence_parallel = True  # it sees a part of the tokens: Megatron sums its gradient
 
-    def forward(self, x_TH: Tensor) -> Tensor | None:
-        """Return what to add to the linear's output, [T, 1, O]; None if that is nothing."""
-        matrices = self._matrices()
-        if not matrices:
-            return None
-        a_RH = torch.cat([a for a, _ in matrices.values()])
+    def forward(self, x_TH: Tensor, y_TO: Tensor) -> Tensor:
+        """Return the linear's output, [T, 1, O], with the adapters' added to it."""
+        if (matrices := self._matrices()) is None:
+            return y_TO
+        a_RH, b_RO = matrices
         if self.part.is_row:
             reduce = reduce_from_tensor_model_parallel_region
             if self.sequence_parallel:
@@ -76,33 +77,44 @@ class Adapter(Module):
             if self.sequence_parallel:  # the gradient is whole on every rank, so that the backward pass only splits it
                 x_TH = gather_from_sequence_parallel_region(x_TH, tensor_parallel_output_grad=False)
             inner_TR = copy_to_tensor_model_parallel_region(F.linear(x_TH, a_RH))
-        inner = dict(zip(matrices, inner_TR.chunk(len(matrices), -1), strict=True))
-        return self.scale * self._stacked({name: F.linear(inner[name], b) for name, (_, b) in matrices.items()})
+        added = torch.addmm(y_TO.flatten(0, -2), inner_TR.flatten(0, -2), b_RO, alpha=self.scale)
+        return added.view(y_TO.shape)
 
     @torch.no_grad()
     def delta(self) -> Tensor:
         """Return alpha / rank * B A for this rank's shard of the linear's weight, [O, H], float32."""
-        products = {name: a.float().T @ b.float().T for name, (a, b) in self._matrices().items()}
-        return self.scale * self._stacked(products).T
+        matrices = self._matrices()
+        assert matrices is not None, "of the policy, not of its reference"
+        a_RH, b_RO = matrices
+        return self.scale * (b_RO.float().T @ a_RH.float())
 
     def keep_initial(self) -> None:
         """Remember A and B as they are, for `reference_adapters`."""
-        self.initial = {name: (self.A[name].detach().clone(), self.B[name].detach().clone()) for name in self.A}
+        self.initial = {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in self._current().items()}
 
-    def _matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
-        return self.initial if self.is_reference else {name: (self.A[name], self.B[name]) for name in self.A}
+    def _current(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return A and B by the checkpoint's layers, in the order of the linear's rows (a ParameterDict sorts)."""
+        return {name: (self.A[name], self.B[name]) for name in self.part.outputs if name in self.A}
 
-    def _stacked(self, parts: dict[str, Tensor]) -> Tensor:
-        """Join outputs in the order of the linear's rows; those without an adapter are 0.
+    def _matrices(self) -> tuple[Tensor, Tensor] | None:
+        """Return A and B of all the checkpoint's layers as one matrix each: R is the sum of their ranks.
 
-        Example: q, k, v of 4, 2, 2 outputs in 2 groups are [q0 q1 k0 v0 q2 q3 k1 v1].
+        Each layer's outputs come from its own rows of A, so B is zero elsewhere. Its columns have the order of the
+        linear's rows. Example: q, k, v of 4, 2, 2 outputs in 2 groups are [q0 q1 k0 v0 q2 q3 k1 v1].
         """
-        some = next(iter(parts.values()))
-        zeros = {
-            name: some.new_zeros(*some.shape[:-1], num) for name, num in self.part.outputs.items() if name not in parts
-        }
-        whole = [(parts | zeros)[name].unflatten(-1, (self.part.num_groups, -1)) for name in self.part.outputs]
-        return torch.cat(whole, -1).flatten(-2)
+        matrices = self.initial if self.is_reference else self._current()
+        if not matrices:
+            return None
+        a_RH = torch.cat([a for a, _ in matrices.values()])
+        columns, start, rank = [], 0, len(a_RH) // len(matrices)
+        for name, num in self.part.outputs.items():
+            if name in matrices:
+                of_layer_RO = F.pad(matrices[name][1].T, (0, 0, start, len(a_RH) - start - rank))
+                start += rank
+            else:
+                of_layer_RO = a_RH.new_zeros(len(a_RH), num)
+            columns.append(of_layer_RO.unflatten(-1, (self.part.num_groups, -1)))
+        return a_RH, torch.cat(columns, -1).flatten(-2)
 
 
 def adapted(linear: type, adapters: Adapters, part: Part) -> type:
@@ -115,8 +127,7 @@ def adapted(linear: type, adapters: Adapters, part: Part) -> type:
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
             y, bias = super().forward(x, *args, **kwargs)
-            added = self.adapter(x)
-            return (y if added is None else y + added), bias
+            return self.adapter(x, y), bias
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{linear.__name__}"
     return Adapted
@@ -163,14 +174,30 @@ def reference_adapters(model: Module) -> Iterator[None]:
 
 
 class MergedWeights:
-    """Reads a linear's weight as W + alpha / rank * B A, in the weight's type; other parameters as they are."""
+    """Reads a linear's weight as W + alpha / rank * B A, in the weight's type; other parameters as they are.
+
+    Counts the values that differ from W, since rounding may leave them as they were.
+    """
 
     def __init__(self, model: Module) -> None:
         owners = [module for module in model.modules() if isinstance(getattr(module, "adapter", None), Adapter)]
+        self._changed: list[Tensor] = []
+        self._num_values = 0
         self._adapters: dict[Any, Any] = {owner.weight: owner.adapter for owner in owners}
 
     def __call__(self, parameter: Parameter) -> Tensor:
         adapter = self._adapters.get(parameter)
         if adapter is None:
             return parameter.detach()
-        return (parameter.detach().float() + adapter.delta()).to(parameter.dtype)
+        merged = (parameter.detach().float() + adapter.delta()).to(parameter.dtype)
+        self._changed.append((merged != parameter).sum())
+        self._num_values += merged.numel()
+        return merged
+
+    def changed_share(self) -> float:
+        """Return the share of the values read so far, on all ranks, that the adapters have changed. Collective."""
+        changed = sum(self._changed, torch.zeros((), dtype=torch.int64, device=device()))
+        counts = torch.stack((changed, changed.new_tensor(self._num_values)))
+        dist.all_reduce(counts)
+        num_changed, num_values = counts.tolist()
+        return num_changed / max(1, num_values)

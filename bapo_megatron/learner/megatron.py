@@ -25,6 +25,7 @@ from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.base import refuse
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
+from bapo_megatron.errors import UserError
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
 from bapo_megatron.learner.fit import check_adapters, check_extra, check_replay, check_split
@@ -39,6 +40,7 @@ from bapo_megatron.learner.split_model import TrainedModel
 from bapo_megatron.learner.token_metrics import TokenMetrics, TokenSums
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime.straggler import LocalTime
+from bapo_megatron.runtime.together import failing_together
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 PolicyOutcome = tuple[Tensor, Any, TokenSums]  # a micro-batch's log_probs_R, decision and sums
@@ -148,12 +150,31 @@ class MegatronLearner(TrainedModel):
             "optimizer/skipped": float(self.num_skipped_updates),
         }
         metrics |= self._route_metrics | self.guard.observe(grad_norm)
+        metrics |= self._adapter_metrics(grad_norm, metrics)
         if self.reference is not None:
             metrics["loss/kl_coef"] = self.kl_coefficient.value
             self.kl_coefficient.observe(metrics["loss/kl_reference"])
         log_probs, of_each = [o[0] for o in outputs], [o[1] for o in outputs]
         used = found_on_all_stages(of_each, minibatch, self.layout) if is_of_each else (found,)
         return StepResult(metrics, log_probs, mismatch, used)
+
+    def _adapter_metrics(self, grad_norm: float, metrics: dict[str, float]) -> dict[str, float]:
+        """Return how much of the weights the adapters changed in the last push. Collective with adapters.
+
+        Raises:
+            UserError: tokens push, and their gradient reaches no adapter.
+        """
+        if self.shape.adapters is None:
+            return {}
+        pushing = metrics.get("loss/positive_token_share", 0.0) + metrics.get("loss/negative_token_share", 0.0)
+        clipped = sum(metrics.get(f"loss/{name}_share", 0.0) for name in ("clip_high", "clip_low", "dual_clip"))
+        with failing_together(UserError):
+            if grad_norm == 0 and clipped < pushing:
+                raise UserError(
+                    "the gradient of every adapter is exactly 0, although tokens with an advantage were trained: "
+                    "nothing would be learned; leave out [megatron.extra], and report this"
+                )
+        return {} if self.merged is None else {"optimizer/merged_share": self.merged.changed_share()}
 
     def _micro_batch_loss(
         self, batch: MicroBatch, scores: Scores, found: Any, num_trained_tokens: int

@@ -104,6 +104,7 @@ class TrainedModel(SplitModel):
         self.hf_path = hf_path
         self.version = 0
         self.num_skipped_updates = 0
+        self.merged: MergedWeights | None = None  # of the latest push, with adapters
         load = partial(load_weights, self.model, stored or shape, self.layout, hf_path)
         load()
         self._make_adapters()
@@ -198,7 +199,8 @@ class TrainedModel(SplitModel):
         self._finish_gathering()
         weights = ModelWeights(self.model, self.shape, self.layout, self.version)
         if self.shape.adapters is not None:
-            return Wrapped(weights, MergedWeights(self.model))
+            self.merged = MergedWeights(self.model)
+            return Wrapped(weights, self.merged)
         if any(map(is_float8tensor, self.model.parameters())):
             return Wrapped(weights, Unquantised(partial(self.adam.gather, name=WEIGHT)))
         return weights

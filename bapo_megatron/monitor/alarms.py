@@ -34,6 +34,7 @@ _ENTROPY_NATS = 0.005
 _LOST_NATS = 1.0  # measured in the demo: below 0.3 at rates that learn, above it once the policy is destroyed
 _KL_NATS = 1e-8  # float32 rounding causes about 1e-13
 _OLD_TOKEN_UPDATES = 0.1  # with this mean age or more, a policy that moves must differ from the one that sampled
+_ROUNDED_SHARE = 0.03  # measured in bfloat16: adapters of 1e-4 of the weights change as many values
 _LR_SHARE = 0.1  # below this share of the peak rate, a policy may legitimately stand still
 _SMALL_GAIN = 0.05
 _HIGH_PASS_RATE = 0.9
@@ -306,6 +307,15 @@ def _saturated_search(steps: Steps) -> str | None:
     return f"every search of {steps.span} ended with both clip bounds at their limits, before its target."
 
 
+def _rounded_adapters(steps: Steps) -> str | None:
+    if len(steps.rows) < _WINDOW_STEPS:  # B begins at 0
+        return None
+    if not steps.always(lambda row: row.get("optimizer/merged_share", math.nan) <= _ROUNDED_SHARE):
+        return None
+    share = fmean(steps.values("optimizer/merged_share"))
+    return f"adapters changed {percent(share)} of their layers' weights in {steps.span}, once rounded for the engines."
+
+
 def _skipped_updates(steps: Steps) -> str | None:
     totals = [row.get("optimizer/skipped", 0.0) for row in (steps.before, *steps.recent)]
     num = math.fsum(increases(totals))
@@ -412,6 +422,15 @@ RULES = (
         _still_policy,
         cause="a learning rate so low that rounding leaves the weights unchanged, or a loss that masks every token.",
         change="raise optimizer.lr, and check the loss and its masks.",
+        unless=(*_NOTHING_TO_LEARN, "all tokens clipped", "skipped updates"),
+        tries=(("optimizer.lr", 3),),
+    ),
+    Rule(
+        "rounded adapters",
+        _rounded_adapters,
+        cause="adapters so small that rounding the merged weights to model.dtype leaves most of them as they were, so "
+        "that engines sample from the policy before training.",
+        change="raise optimizer.lr or lora.alpha.",
         unless=(*_NOTHING_TO_LEARN, "all tokens clipped", "skipped updates"),
         tries=(("optimizer.lr", 3),),
     ),

@@ -44,7 +44,8 @@ def check_resumable(path: Path, config_text: str) -> None:
         for key, values in different_settings(config_path.read_text(encoding="utf-8"), config_text).items()
         if not _is_newer(key, *values)
     }
-    if different := {key: values for key, values in changed.items() if not is_resumable(key)}:
+    may_move = "model.path" if _trains_adapters(config_text) else None  # its weights are compared when it is read
+    if different := {key: values for key, values in changed.items() if not is_resumable(key) and key != may_move}:
         lines = [f"  {shown_changes({key: values})}" for key, values in different.items()]
         raise ConfigError(
             f"cannot resume the run {path}: it was started with other settings (run -> now):\n"
@@ -52,6 +53,10 @@ def check_resumable(path: Path, config_text: str) -> None:
             + "\nUse the run's settings, choose another run.name, or delete the folder to start over."
             + _how_to_branch(path, {key: new for key, (_, new) in changed.items()}, num_steps)
         )
+
+
+def _trains_adapters(config_text: str) -> bool:
+    return tomllib.loads(config_text).get("lora", {}).get("rank") is not None
 
 
 def _how_to_branch(path: Path, values: Mapping[str, Any], num_steps: int | None) -> str:
