@@ -1,5 +1,7 @@
 """LoRA on Megatron's layers against `peft` on transformers, in every layout."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +9,20 @@ import peft
 import pytest
 import torch
 from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, read_index
+from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.config.schema import CheckpointConfig, Config
+from bapo_megatron.convert import convert
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.adapters import PEFT_PREFIX, Adapters
-from bapo_megatron.hf.peft import adapter_tensors, write_peft
+from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.peft import WEIGHTS, adapter_tensors, write_peft
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.reference import OwnReference
 from bapo_megatron.resolved import Resolved, resolve
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
@@ -66,15 +76,26 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.double()
         found = reference_update(model, random_batch())
         gradients = {name.removeprefix(PEFT_PREFIX).replace(".default", ""): g for name, g in found.gradients.items()}
-        torch.save((gradients, found.grad_norm, found.log_probs_T), root / f"{family}.pt")
+        torch.save((gradients, found.grad_norm), root / f"{family}.pt")
     return root
 
 
-def resolved(root: Path, family: str, layout: dict[str, Any], *, init: bool = True, **train: Any) -> Resolved:
-    config, adapters = make_config(layout, **train), CASES[family]
-    lora = {"rank": adapters.rank, "alpha": adapters.alpha, "targets": adapters.targets}
-    lora |= {"init_from": str(root / f"{family}-adapters")} if init else {}
-    return resolve(type(config).model_validate(config.model_dump() | {"lora": lora}), root / family)
+def resolved(
+    root: Path,
+    family: str,
+    layout: dict[str, Any],
+    *,
+    init: bool = True,
+    lora: bool = True,
+    kl: bool = False,
+    **train: Any,
+) -> Resolved:
+    config, adapters = make_config(layout, **train).model_dump(exclude_unset=True), CASES[family]
+    if lora:
+        config["lora"] = {"rank": adapters.rank, "alpha": adapters.alpha, "targets": adapters.targets}
+        config["lora"] |= {"init_from": str(root / f"{family}-adapters")} if init else {}
+    config["loss"] = {"kl_coef": 0.1 if kl else 0.0}
+    return resolve(Config.model_validate(config), root / family)
 
 
 def difference(got: Tensor, want: Tensor) -> float:
@@ -83,7 +104,7 @@ def difference(got: Tensor, want: Tensor) -> float:
 
 def check_gradients(rank: int, world_size: int, root: Path) -> None:
     for family in CASES:
-        gradients, norm, _ = torch.load(root / f"{family}.pt")
+        gradients, norm = torch.load(root / f"{family}.pt")
         for layout in LAYOUTS:
             for train in RECOMPUTE if family == "qwen2" else RECOMPUTE[:2]:
                 if layout.get("virtual_pipeline") and "recompute_layers" in train:
@@ -102,3 +123,152 @@ def check_gradients(rank: int, world_size: int, root: Path) -> None:
 
 def test_gradients_are_those_of_peft(root: Path) -> None:
     run_distributed(check_gradients, 2, root)
+
+
+def log_probs(learner: MegatronLearner) -> list[Tensor]:
+    return [found.clone() for found in learner.log_probs(make_minibatch(learner, 60, random_batch()))]
+
+
+def merged(learner: MegatronLearner) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in learner.weights().whole()}
+
+
+def exact(root: Path, family: str) -> dict[str, Tensor]:
+    """Return W + alpha / rank * B A in float64."""
+    weights = {name: weight.double() for name, weight in load_file(root / family / "model.safetensors").items()}
+    adapters = load_file(root / f"{family}-adapters" / WEIGHTS)
+    for name in weights:
+        a, b = (adapters.get(f"{PEFT_PREFIX}{name.removesuffix('weight')}lora_{one}.weight") for one in "AB")
+        if a is not None and b is not None:
+            weights[name] += CASES[family].scale * b.double() @ a.double()
+    return weights
+
+
+def all_equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def check_weights(rank: int, world_size: int, root: Path) -> None:
+    family = "qwen2"
+    expected = exact(root, family)
+    for layout in LAYOUTS:
+        plain = MegatronLearner(resolved(root, family, layout, lora=False))
+        of_model = log_probs(plain)
+        parallel_state.destroy_model_parallel()
+        learner = MegatronLearner(resolved(root, family, layout, init=False))
+        assert all_equal(log_probs(learner), of_model), f"B is 0: {layout}"
+        parallel_state.destroy_model_parallel()
+
+        learner = MegatronLearner(resolved(root, family, layout))
+        trained = [parameter for parameter in learner.model.parameters() if parameter.requires_grad]
+        buffers = [buffer for chunk in learner.wrapped for buffer in chunk.buffers]
+        assert {parameter for buffer in buffers for parameter in buffer.params} == {*trained}
+        if not layout.get("distributed"):  # otherwise Megatron pads its buckets
+            assert sum(buffer.grad_data.numel() for buffer in buffers) == sum(one.numel() for one in trained)
+        before, weights = log_probs(learner), merged(learner)
+        assert any(not torch.equal(one, other) for one, other in zip(before, of_model, strict=True)) or not before
+        assert all(torch.equal(one, weights[name]) for name, one in merged(learner).items()), "the same bits twice"
+        if rank == 0:
+            for name, weight in expected.items():
+                assert difference(weights[name], weight) < 2e-7, f"{layout}: {name}"
+        result = learner.step(make_minibatch(learner, 60, random_batch()), BOUNDS)
+        assert result.metrics["optimizer/merged_share"] > 0.9
+        minibatch = make_minibatch(learner, 60, random_batch())
+        assert all_equal(OwnReference(learner).log_probs(minibatch), before), f"the reference: {layout}"
+        after = log_probs(learner)
+        assert not after or not all_equal(after, before)
+        chained = learner.optimizer.chained_optimizers
+        state = [one for optimizer in chained for one in optimizer.optimizer.state.values()]
+        assert sum(one["exp_avg"].numel() for one in state) <= sum(one.numel() for one in trained)
+        parallel_state.destroy_model_parallel()
+
+    learner = MegatronLearner(resolved(root, family, {"tensor": 2}, kl=True))
+    assert isinstance(learner.reference, OwnReference)
+
+
+def test_merged_weights_and_the_reference(root: Path) -> None:
+    run_distributed(check_weights, 2, root)
+
+
+def updated(root: Path, layout: dict[str, Any], folder: Path) -> MegatronLearner:
+    """Return a learner that has resumed from `folder`, if there is a checkpoint, and has made one more update."""
+    learner = MegatronLearner(resolved(root, "qwen2", layout))
+    store = CheckpointStore(folder, CheckpointConfig())
+    step = 0 if (state := store.resume({"learner": learner})) is None else state["step"]
+    learner.step(make_minibatch(learner, 60, random_batch()), BOUNDS)
+    store.save(step + 1, {"learner": learner}, {"step": step + 1})
+    return learner
+
+
+def check_saving(rank: int, world_size: int, root: Path) -> None:
+    layout = {"tensor": 2, "pipeline": 2, "sequence": True}
+    for _ in range(2):
+        learner = updated(root, layout, root / "saved")
+        parallel_state.destroy_model_parallel()
+    learner = MegatronLearner(resolved(root, "qwen2", layout))
+    minibatch = make_minibatch(learner, 60, random_batch())
+    learner.step(minibatch, BOUNDS)
+    learner.step(minibatch, BOUNDS)
+    straight = merged(learner)
+    parallel_state.destroy_model_parallel()
+    resumed = MegatronLearner(resolved(root, "qwen2", layout, init=False))
+    CheckpointStore(root / "saved", CheckpointConfig()).resume({"learner": resumed})
+    assert all(torch.equal(weight, straight[name]) for name, weight in merged(resumed).items())
+    if rank == 0:
+        torch.save(straight, root / "straight.pt")
+
+
+def check_another_layout(rank: int, world_size: int, root: Path) -> None:
+    learner = MegatronLearner(resolved(root, "qwen2", {}))
+    CheckpointStore(root / "saved", CheckpointConfig()).resume({"learner": learner})
+    weights = merged(learner)
+    for name, expected in torch.load(root / "straight.pt").items():
+        assert difference(weights[name], expected.double()) < 2e-7, name
+    parallel_state.destroy_model_parallel()
+    shutil.copytree(root / "qwen2", root / "other")
+    weights = load_file(root / "qwen2" / "model.safetensors")
+    save_file(
+        weights | {"model.norm.weight": 1.01 * weights["model.norm.weight"]}, root / "other" / "model.safetensors"
+    )
+    learner = MegatronLearner(replace(resolved(root, "qwen2", {}), model=ModelFacts.of(root / "other")))
+    with pytest.raises(
+        CheckpointError, match=r"adapters of the weights that were in .*qwen2, and those in .*other differ"
+    ):
+        learner.load(root / "saved" / "step-000002" / "learner")
+
+
+def test_adapters_in_checkpoints_and_conversions(root: Path) -> None:
+    """A checkpoint holds adapters alone, in any layout; a PEFT folder and a merged one come from it."""
+    run_distributed(check_saving, 4, root)
+    run_distributed(check_another_layout, 1, root)
+    saved = root / "saved" / "step-000002"
+    tensors = read_index(saved / "learner").tensors
+    names = set(adapter_tensors(model_shape(load_hf_config(root / "qwen2")).with_adapters(ADAPTERS)))
+    assert {part: set(named) for part, named in tensors.items()} == dict.fromkeys((WEIGHT, *MOMENTS), names)
+
+    straight = torch.load(root / "straight.pt")
+    convert(saved, root / "merged")
+    written = load_file(root / "merged" / "model.safetensors")
+    assert written.keys() == straight.keys()
+    assert max(difference(written[name], weight.double()) for name, weight in straight.items()) < 2e-7
+    convert(saved, root / "peft", to="peft")
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        of_peft = peft.PeftModel.from_pretrained(load_float64(root / "qwen2"), root / "peft").double()(ids).logits
+        of_merged = load_float64(root / "merged")(ids).logits
+        of_base = load_float64(root / "qwen2")(ids).logits
+    assert (of_peft.log_softmax(-1) - of_merged.log_softmax(-1)).abs().max() < 1e-5
+    assert (of_base - of_merged).abs().max() > 0.01
+
+    (root / "qwen2").rename(root / "moved")
+    try:
+        with pytest.raises(CheckpointError, match="which is not there: name its folder with --base"):
+            convert(saved, root / "none")
+        convert(saved, root / "merged-again", base=root / "moved")
+        assert all(
+            torch.equal(w, written[n]) for n, w in load_file(root / "merged-again" / "model.safetensors").items()
+        )
+        with pytest.raises(CheckpointError, match=r"adapters of other weights"):
+            convert(saved, root / "none", base=root / "merged")
+    finally:
+        (root / "moved").rename(root / "qwen2")
