@@ -201,15 +201,20 @@ IDLE = (
     ),
     Idle(
         "sync.bucket_mib",
-        "sync.channel",
+        "sync.channel rollout.placement",
         lambda c, _: c.sync_channel == "broadcast",
         'sync.channel="broadcast"',
     ),
-    Idle("sync.folder", "sync.channel", lambda c, _: c.sync_channel == "disk", 'sync.channel="disk"'),
+    Idle(
+        "sync.folder",
+        "sync.channel rollout.placement",
+        lambda c, _: c.sync_channel == "disk",
+        'sync.channel="disk"',
+    ),
     Idle(
         "rollout.placement",
         "rollout.engine",
-        lambda _, engine: engine.specs is not None,
+        lambda _, engine: engine.samples,  # attached servers are an error: checks/placement.py
         'an engine that the run starts, such as rollout.engine="sglang"',
     ),
     Idle(
