@@ -21,7 +21,7 @@ from bapo_megatron.resolved.placement import ServerPart
 CONTEXT_BYTES = int(1.9 * GIB)  # what a dense trainer held on one H200, rounded up: docs/measured/gpu.toml
 GRAPHS_BYTES = int(1.0 * GIB)  # assumed: CUDA graphs of all batch sizes, and SGLang's own buffers
 _MAX_GRAPH_BATCH = 256
-_MARGIN = 0.05  # of the trainer's plan, which is an estimate
+_MARGIN = 0.05  # share of the trainer's plan, which is an estimate
 _MARGIN_OF_CACHES = 0.25
 _LARGE_GIB = 40.0  # SGLang itself reads prompts in pieces of 2048 tokens on smaller GPUs
 _COPIES_OF_LOGITS = 3  # logits, probabilities, and what sampling sorts

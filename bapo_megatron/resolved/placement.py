@@ -39,7 +39,7 @@ class NodeShare:
     servers: range  # their numbers in the run
     gpus: tuple[tuple[int, ...], ...]  # one tuple for each server
     host: str = LOOPBACK  # the address at which the servers listen
-    part: ServerPart | None = None  # of each GPU, if the servers share them with the trainer
+    part: ServerPart | None = None  # what a server may take of each GPU, if it shares them with the trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def free_bytes(parent: Path) -> int:
-    """Return the bytes that a run may write below `parent`: the free ones, and those of abandoned folders."""
+    """Return the bytes that a run may write below `parent`: free ones, and those that abandoned folders take."""
     free = shutil.disk_usage(next(path for path in (parent, *parent.parents) if path.is_dir())).free
     for folder in _named_as_ours(parent):
         with _locked(folder) as is_abandoned:
