@@ -73,9 +73,9 @@ class SharedGPU:
     def part(self) -> ServerPart:
         """The server's part, as arguments.
 
-        SGLang keeps (1 - mem_fraction) x the memory that is free at its start outside weights, caches and graphs. A
-        restarted server finds only its own part free, so the share refers to that. At the first start more is free, and
-        then the numbers of tokens and states bound the caches.
+        SGLang keeps (1 - mem_fraction) x the memory that is free at its start outside weights and caches; its graphs
+        may come before or after the caches. A restarted server finds only its own part free, so the share refers to
+        that. At the first start more is free, and then the numbers of tokens and states bound the caches.
         """
         kept = self.rest.work / (self.server_bytes - CONTEXT_BYTES)
         return ServerPart(
