@@ -65,20 +65,22 @@ def qwen(size: str) -> dict[str, Any]:
 
 
 ONE = "1:1x1"
-LAYOUTS = {  # the trainer's split, and servers x GPUs
-    ONE: (1,),
-    "tp2,dp4:8x1": (8, "parallel.tensor=2", "parallel.data=4", "rollout.num_servers=8"),
-    "tp4,dp2:2x4": (8, "parallel.tensor=4", "parallel.data=2", "rollout.num_servers=2",
-                    "rollout.server_tensor_parallel=4"),
-}  # fmt: skip
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # the trainer's split and servers x GPUs: GPUs, settings
+    ONE: (1, ()),
+    "tp2,dp4:8x1": (8, ("parallel.tensor=2", "parallel.data=4", "rollout.num_servers=8")),
+    "tp4,dp2:2x4": (
+        8,
+        ("parallel.tensor=4", "parallel.data=2", "rollout.num_servers=2", "rollout.server_tensor_parallel=4"),
+    ),
+}
 
 
 def planned(gpu: str, size: str, layout: str, folder: Path) -> Resolved:
     """Return a run with the plan's choices, and with the config.json of its model in a folder."""
     (folder / "config.json").write_text(json.dumps(qwen(size)))
-    num_gpus, *split = LAYOUTS[layout]
-    if num_gpus != 1:
-        split += ["parallel.sequence=true", "optimizer.distributed=true"]
+    num_gpus, split = LAYOUTS[layout]
+    if num_gpus > 1:
+        split = (*split, "parallel.sequence=true", "optimizer.distributed=true")
     cluster = [f"cluster.gpu={gpu}", f"cluster.gpus_per_node={num_gpus}"]
     return with_choices(resolve(load_config([], [*WORKLOAD, *cluster, *split]), folder))
 
@@ -153,11 +155,11 @@ def test_a_split_that_fits(row: dict[str, str], tmp_path: Path, monkeypatch: pyt
     )
     visible = [str(number) for number in range(8)]
     for number, gpus in enumerate(here.gpus):
-        alone, told = (
+        without, variables = (
             sglang.environment(run.config, one, number, visible) for one in (here, replace(here, part=shared.part))
         )
-        assert told == alone | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
-        assert told["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
+        assert variables == without | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+        assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
 
     caps: list[float] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -172,14 +174,16 @@ def test_a_split_that_cannot_fit_says_what_each_part_needs(row: dict[str, str], 
     (found,) = check_memory(run)
     assert found.severity == "error"
     assert found.settings[0] == "rollout.placement"
+    memory = f"{GPUS[row['gpu']].memory_gib:.1f}"
     assert found.message == (
-        'rollout.placement="split": a trainer rank and a server need {need} GiB of each GPU, and 95% of its '
-        "{memory:.1f} is {have}: the trainer {trainer} (weights and their state {state}, context {context}, a step {step}), "
-        "the server {server} (weights {weights}, one response {response}, graphs, work and context {rest}); use a model "
-        "of at most about {smaller} billion parameters with this layout, split the model over more GPUs (parallel.tensor "
-        'and rollout.server_tensor_parallel), or set rollout.placement="separate", which needs more GPUs; `bapo plan` '
+        f'rollout.placement="split": a trainer rank and a server need {row["need"]} GiB of each GPU, and 95% of its '
+        f"{memory} is {row['have']}: the trainer {row['trainer']} (weights and their state {row['state']}, context "
+        f"{row['context']}, a step {row['step']}), the server {row['server']} (weights {row['weights']}, one response "
+        f"{row['response']}, graphs, work and context {row['rest']}); use a model of at most about {row['smaller']} "
+        "billion parameters with this layout, split the model over more GPUs (parallel.tensor and "
+        'rollout.server_tensor_parallel), or set rollout.placement="separate", which needs more GPUs; `bapo plan` '
         "shows its parts, and with --best finds a split of the GPUs that fits, or the smallest cluster"
-    ).format(memory=GPUS[row["gpu"]].memory_gib, **row)
+    )
     assert not make_plan(run).fits
     assert 1e9 * float(row["smaller"]) < model_parameters(run.shape)
 
