@@ -100,8 +100,9 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
 
     config = load_config([run_dir.config_path], [])
     _set_variables(config)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if config.parallel.bind_cpus and has_gpu_driver():
-        print(f"runs on {bind_to_gpu(int(os.environ.get('LOCAL_RANK', '0')))}", flush=True)
+        print(f"runs on {bind_to_gpu(local_rank)}", flush=True)
     with contextlib.ExitStack() as stack:
         HEARTBEAT.beat(TRAINER, "importing torch and Megatron-Core")
         console = None
@@ -126,7 +127,7 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
         recorder = Recorder(config, run_dir, console) if console else SilentRecorder()
         stop = StopFile(stop_file)
         run = resolve(config, resolve_model_path(config.model.path))
-        limit_rank(run)
+        limit_rank(run, local_rank)
         watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, HEARTBEAT, recorder.warn if console else None)
         with watchdog, explaining_out_of_memory(run, rank, HEARTBEAT):
             try:

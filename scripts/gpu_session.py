@@ -162,6 +162,8 @@ GPU_TESTS = (*PYTEST, "-m", "gpu", "tests/gpu")
 LAYER_TESTS = tuple(f"tests/gpu/test_{name}_gpu.py" for name in ("precision", "experts", "hybrid", "train"))
 OF_7B = "te 'te tensorwise' 'te chunk 4096' 'te triton'"
 SHARED = "mem_fraction_static=0.3, log_level='warning'"  # a trainer uses the GPU, too
+QUICK_START = "log_level='warning', disable_prefill_cuda_graph=true"
+SPLIT = f'"sglang.extra={{{QUICK_START}}}"'  # the plan decides the server's part of the GPU
 GRAPHS = f'"sglang.extra={{{SHARED}, disable_prefill_cuda_graph=true}}"'
 FEW = "rollout.prompts_per_step=4 rollout.samples_per_prompt=4 rollout.groups_in_flight=6"
 WITHOUT_KERNELS = {"BAPO_SGLANG_KERNELS": "off"}
@@ -204,7 +206,7 @@ STAGES: dict[str, Stage] = {
     "b": Stage(
         "first",
         150,
-        (one_gpu("learn", "learn", f"--steps 30 {GRAPHS}", f"--engine embedded --steps 2 {FEW}", 420),),
+        (one_gpu("learn", "learn", f"--steps 30 {SPLIT}", f"--engine embedded --steps 2 {FEW}", 420),),
         packs=("serve",),
         modules=SERVING,
     ),
@@ -245,7 +247,7 @@ STAGES: dict[str, Stage] = {
             one_gpu(
                 "learn",
                 "sums-learn",
-                f"--config smollm2_135m --steps 20 {OF_SUMS} {GRAPHS}",
+                f"--config smollm2_135m --steps 20 {OF_SUMS} {SPLIT}",
                 f"--engine embedded --steps 2 {FEW}",
                 300,
             ),

@@ -6,7 +6,7 @@ Retrying is up to the dispatcher.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -75,16 +75,20 @@ class HttpEngine:
         request_timeout_s: float,
         vocab_size: int | None = None,
         key: str | None = None,
+        whole_cache: bool = False,
     ) -> None:
         """Make a client that connects with its first call.
 
         Args:
             vocab_size: bounds the accepted token ids. None means unknown.
             key: what the server asks for. None means nothing.
+            whole_cache: refuse a server whose key-value cache is smaller than it was started with, because it has found
+                less memory free than planned.
         """
         self.url = url.rstrip("/")
         self._timeout_s = request_timeout_s
         self._vocab_size = vocab_size
+        self._whole_cache = whole_cache
         self._headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         self._session: aiohttp.ClientSession | None = None
         self._is_sglang: bool | None = None  # it returns routes in SGLang's fields; None means not asked yet
@@ -264,11 +268,26 @@ class HttpEngine:
         await self._call("GET", "/server_info", timeout_s=_HEALTH_TIMEOUT_S)
 
     async def server_info(self) -> dict[str, Any]:
-        """Return the server's description of itself, always with `weight_version`."""
+        """Return the server's description of itself, always with `weight_version`.
+
+        Raises:
+            EngineError: no such reply, or a smaller cache, see `whole_cache`.
+        """
         info = as_dict(await self._call("GET", "/server_info"))
+        if self._whole_cache:
+            self._check_cache(info)
         # SGLang's /server_info repeats its start arguments; the current version is in /model_info.
         model_info = as_dict(await self._call("GET", "/model_info"))
         return info | {"weight_version": model_info.get("weight_version")}
+
+    def _check_cache(self, info: Mapping[str, Any]) -> None:
+        """Compare SGLang's cache, which is a whole number of pages, with its --max-total-tokens. Raises EngineError."""
+        asked, found, page = (info.get(n) for n in ("max_total_tokens", "max_total_num_tokens", "page_size"))
+        if isinstance(asked, int) and isinstance(found, int) and found <= asked - max(1, page or 1):
+            raise EngineError(
+                f"{self.url} has a cache of {found:,} tokens, and the plan gives it {asked:,}: less of its GPU is free "
+                "than planned; does another process use it?"
+            )
 
     async def load(self) -> tuple[int, int, int]:
         """Return the weight version (-1: the initial one), and running and waiting requests, of all parallel parts."""

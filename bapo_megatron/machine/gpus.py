@@ -4,8 +4,11 @@ import math
 import re
 import time
 from dataclasses import dataclass
+from functools import cache
 
 from bapo_megatron.config.schema import ClusterConfig
+from bapo_megatron.errors import UserError
+from bapo_megatron.runtime import run_python
 
 GIB = 2**30
 FULL = 0.95  # usable share of a GPU's memory; fragmentation may take the rest
@@ -79,11 +82,28 @@ def kind_of(name: str) -> str | None:
 
 def gpu_memory_gib(cluster: ClusterConfig) -> float | None:
     """Return the memory of one GPU of a run: the cluster's, or this machine's if none is named; None without GPUs."""
-    if cluster.gpu is not None:
-        return cluster.gpu_memory_gib or GPUS[cluster.gpu].memory_gib
+    return _this_gpu_gib() if cluster.gpu is None else cluster.gpu_memory_gib or GPUS[cluster.gpu].memory_gib
+
+
+_ASK = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+
+
+@cache
+def _this_gpu_gib() -> float | None:
+    """Return the memory of this machine's first visible GPU; None without one.
+
+    Unless this process uses the GPU, another one asks: a launcher with a CUDA context would take memory from the run.
+    """
     import torch
 
-    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return None
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_properties(0).total_memory / GIB
+    answer, problem = run_python(_ASK)
+    if problem:
+        raise UserError(f"the memory of this machine's GPU is unknown ({problem}); set cluster.gpu and its memory")
+    return int(answer) / GIB
 
 
 def device_peak_flops(dtype: str) -> float | None:

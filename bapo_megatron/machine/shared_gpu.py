@@ -3,7 +3,7 @@
     +- server: context | weights | caches | graphs | work -+- trainer: context | weights | state | a step -+- free -+
 
 The caches hold all responses that the server samples at the same time at full length, or as many as the trainer's plan
-leaves room for. The trainer gets the rest: up to 5 % more than its plan if that costs the caches no more than a quarter.
+leaves room for. The trainer gets the rest: up to 5 % more than its plan, which costs the caches a quarter at most.
 Start at `shared_gpu`.
 """
 
@@ -122,9 +122,16 @@ def this_share(run: Resolved) -> SharedGPU | None:
     return None if memory_gib is None else shared_gpu(run, memory_gib)
 
 
-def limit_rank(run: Resolved) -> None:
-    """Keep this process's allocator to a trainer rank's part of its GPU, so that the rank fails and not the server."""
+def limit_rank(run: Resolved, local_rank: int) -> None:
+    """Keep this process's allocator to a trainer rank's part of its GPU, so that the rank fails and not the server.
+
+    Args:
+        local_rank: the rank's number on its node, and that of its GPU.
+    """
     import torch
 
-    if torch.cuda.is_available() and (shared := this_share(run)) is not None:
-        torch.cuda.set_per_process_memory_fraction(shared.trainer_share)
+    if not (run.placement.shares_gpus and torch.cuda.is_available()):
+        return
+    torch.cuda.init()
+    if (shared := this_share(run)) is not None:
+        torch.cuda.set_per_process_memory_fraction(shared.trainer_share, local_rank)

@@ -169,8 +169,10 @@ def _change(run: Resolved, plan: RunPlan, found: Sequence[Suggestion]) -> str:
 
 def _larger_cluster(run: Resolved) -> str:
     c = run.config.cluster
-    nodes = smallest_cluster(run)
     here = f"no layout fits on {plural(c.nodes * c.gpus_per_node, 'GPU')}"
+    if run.placement.shares_gpus:
+        return f"{here} that trainer and servers share; raise cluster.gpus_per_node, or shorten responses"
+    nodes = smallest_cluster(run)
     if nodes is None:
         return f"{here}, nor on a larger cluster; set a smaller train.max_tokens_per_microbatch, or shorter responses"
     return f"{here}; the smallest cluster that does is {plural(nodes, 'node')}: set cluster.nodes={nodes}"
@@ -315,7 +317,7 @@ def _together(shared: SharedGPU) -> Iterator[str]:
     kept = t.reference + t.critic + t.fp8 + t.batch
     parts = (
         ("weights", t.weights, s.weights),
-        ("state", t.gradients + t.optimizer + kept, s.kv_cache + s.state_cache),
+        ("state", t.gradients + t.optimizer + kept, max(0, s.kv_cache) + s.state_cache),
         ("a step", t.total - t.weights - t.gradients - t.optimizer - kept - t.context, rest.work),
         ("context", t.context, CONTEXT_BYTES + GRAPHS_BYTES),
         ("peak", t.total, shared.server_bytes),

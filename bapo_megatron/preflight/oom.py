@@ -12,6 +12,7 @@ import torch
 from bapo_megatron.errors import OutOfMemoryError, UserError
 from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.machine.memory import TrainerMemory, trainer_memory
+from bapo_megatron.machine.shared_gpu import this_share
 from bapo_megatron.preflight.explain import memory_parts
 from bapo_megatron.preflight.plan import make_plan
 from bapo_megatron.preflight.suggest import lighter, suggest
@@ -68,10 +69,18 @@ def _explain(error: BaseException, run: Resolved, rank: int, heartbeat: Heartbea
         [
             f"trainer rank {rank} ran out of memory in {part_of(error, heartbeat)}: {what}",
             f"in use: {memory_in_use()}",
+            *_part(run),
             _planned(trainer_memory(run, stage=stage, gpu_bytes=gpu_bytes)),
             *_suggestions(run, gpu_bytes),
         ]
     )
+
+
+def _part(run: Resolved) -> Iterator[str]:
+    """Describe the rank's part of a GPU, if a server has another one."""
+    if torch.cuda.is_available() and (shared := this_share(run)) is not None:
+        mine, others = _amount(shared.trainer_bytes), _amount(shared.server_bytes)
+        yield f'rollout.placement="split" gives this rank {mine}, and {others} to the server on the same GPU'
 
 
 def part_of(error: BaseException, heartbeat: Heartbeat) -> str:

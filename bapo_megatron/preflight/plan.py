@@ -42,6 +42,7 @@ from bapo_megatron.resolved.placement import Placement
 
 COMPUTE_SHARE = 0.4  # share of the peak rate of matrix products
 LINK_SHARE = 0.7  # share of the bandwidth of NVLink or PCIe, of the network, and of GPU memory
+FOLDER_BYTES_PER_S = 3e9  # assumed: weights written to a folder in memory, and read by a server
 NETWORK_BYTES_PER_S = 50e9  # per GPU, between machines, in one direction: 400 Gbit/s
 ROOMY = 0.9  # share of the memory to choose by: a plan is an estimate, and free memory absorbs its errors
 
@@ -101,12 +102,14 @@ class Balance:
 def step_balance(config: Config, plan: RunPlan) -> Balance | None:
     """Combine training and sampling in the mode of `config.rollout`; None without SGLang servers.
 
-    In turns, each side waits for the other; overlapped, the faster side waits for the slower one.
+    In turns, each side waits for the other; overlapped, the faster side waits for the slower one. On the same GPUs they
+    compute in turns, whatever the mode.
     """
     if plan.rollout is None:
         return None
     r, train_s, rollout_s = config.rollout, plan.train.expected, plan.rollout.expected
-    step_s = (max(train_s, rollout_s) if r.overlap else train_s + rollout_s) + plan.sync.expected
+    are_together = r.overlap and plan.shared is None
+    step_s = (max(train_s, rollout_s) if are_together else train_s + rollout_s) + plan.sync.expected
     mode = "overlapped" if r.overlap else "partial" if r.abort_tail else "synchronous"
     return Balance(mode, step_s, 1 - train_s / step_s, 1 - rollout_s / step_s if step_s < math.inf else 0.0)
 
@@ -408,10 +411,11 @@ def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
 
 
 def _sync_seconds(run: Resolved, gpu: GPU) -> Seconds:
-    """Estimate gathering from tensor ranks and later stages to rank 0, then the broadcast from there."""
+    """Estimate gathering from tensor ranks and later stages to rank 0, then the broadcast from there, or the files."""
     p, num_bytes = run.config.parallel, work.sync_bytes(run)
     gathering = num_bytes * (p.tensor - 1) / p.tensor / gpu.link_bytes_per_s
     if p.pipeline > 1:
         gathering += num_bytes * (p.pipeline - 1) / p.pipeline / _link(run.placement, gpu, run.config.parallel.size)
-    sending = num_bytes / (NETWORK_BYTES_PER_S if run.placement.num_nodes > 1 else gpu.link_bytes_per_s)
+    link = NETWORK_BYTES_PER_S if run.placement.num_nodes > 1 else gpu.link_bytes_per_s
+    sending = num_bytes / (FOLDER_BYTES_PER_S if run.config.sync_channel == "disk" else link)
     return Seconds(gathering + sending, (gathering + sending) / LINK_SHARE)

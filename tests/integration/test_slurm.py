@@ -16,8 +16,10 @@ import pytest
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.engines import processes
+from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runtime.files import read_jsonl
 from bapo_megatron.slurm.submit import make_job
+from bapo_megatron.sync.folder import weights_folder
 from tests import debian
 from tests.distributed import HANG_S
 from tests.integration.gates import Gates
@@ -206,6 +208,22 @@ def test_ranks_start_again_in_the_job_after_a_rank_and_a_whole_node_have_died(
     for row, other in zip(rows, read_jsonl(expected / "metrics.jsonl"), strict=True):
         for name in ("loss/policy", "optimizer/grad_norm", "bapo/positive_share"):
             assert row[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_trainer_and_engines_share_the_nodes(
+    cluster: Cluster, alone: Callable[[], Path], tmp_path: Path, num_nodes: int
+) -> None:
+    """On one node, the folder for weights is in memory; on two, it is on the disk that they share."""
+    run, folder = tmp_path / "split", tmp_path / "weights"
+    folders = [f"sync.folder={folder}"] if num_nodes == 2 else []
+    settings = (f"cluster.nodes={num_nodes}", "rollout.placement=split", *folders)
+    job = submitted(cluster, run, *settings, gates=Gates(tmp_path / "gates"))
+    wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", "the job was done", cluster, run)
+    assert_same(run, alone(), NUM_STEPS)
+    kept = weights_folder(load_config([run / "config.toml"], []), RunDir.attach(run)).parent
+    assert kept.parent == (folder if folders else Path("/dev/shm"))
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)

@@ -161,11 +161,13 @@ def test_a_split_that_fits(row: dict[str, str], tmp_path: Path, monkeypatch: pyt
         assert variables == without | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
         assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
 
-    caps: list[float] = []
+    caps: list[tuple[float, int]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", caps.append)
-    limit_rank(run)
-    assert [f"{cap:.4f}" for cap in caps] == [row["share"]]
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, gpu: caps.append((share, gpu)))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    limit_rank(run, 3)
+    ((cap, gpu),) = caps
+    assert (f"{cap:.4f}", gpu) == (row["share"], 3)
 
 
 @pytest.mark.parametrize("row", rows(REFUSED), ids=lambda row: f"{row['gpu']}-{row['model']}")

@@ -202,15 +202,10 @@ IDLE = (
     Idle(
         "sync.bucket_mib",
         "sync.channel rollout.placement",
-        lambda c, _: c.sync_channel == "broadcast",
+        lambda c, _: c.sync_channel == "broadcast" or c.shares_gpus,  # recipes set it, whatever the placement
         'sync.channel="broadcast"',
     ),
-    Idle(
-        "sync.folder",
-        "sync.channel rollout.placement",
-        lambda c, _: c.sync_channel == "disk",
-        'sync.channel="disk"',
-    ),
+    Idle("sync.folder", "sync.channel rollout.placement", lambda c, _: c.sync_channel == "disk", 'sync.channel="disk"'),
     Idle(
         "rollout.placement",
         "rollout.engine",
