@@ -218,14 +218,16 @@ def test_an_error_names_the_file_that_a_setting_is_from(tmp_path: Path, capsys: 
     servers=st.integers(1, 8),
     size=st.sampled_from([1, 2, 4, 8]),
     gpus=st.sampled_from([1, 2, 4, 8]),
+    placement=st.sampled_from(["separate", "split"]),
 )
-@settings(max_examples=60)
+@settings(max_examples=120)
 def test_a_placement_that_cannot_be_is_one_error_whose_remedies_work(
-    nodes: int, alone: int | None, ranks: int, servers: int, size: int, gpus: int
+    nodes: int, alone: int | None, ranks: int, servers: int, size: int, gpus: int, placement: str
 ) -> None:
     layout = [f"parallel.data={ranks // 2}", "parallel.tensor=2", "parallel.num_ranks=none"]
     layout += [f"rollout.num_servers={servers}", f"rollout.server_tensor_parallel={size}"]
     layout += [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}"]
+    layout.append(f"rollout.placement={placement}")
     if alone is not None:
         layout.append(f"slurm.rollout_nodes={alone}")
     found = placement_errors(layout)
