@@ -298,7 +298,9 @@ def trained(settings: Sequence[str], tmp_path: Path) -> list[str]:
     return [one.message for one in found if one.severity == "error"]
 
 
-def test_two_versions_of_the_weights_need_room_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_versions_of_the_weights_need_room_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(machine, "free_bytes", lambda parent: {weights.MEMORY: TWO_VERSIONS}[parent])
     assert trained(CPU_SPLIT, tmp_path) == []
     monkeypatch.setattr(machine, "free_bytes", lambda parent: {weights.MEMORY: TWO_VERSIONS - 1}[parent])
@@ -306,6 +308,9 @@ def test_two_versions_of_the_weights_need_room_in_memory(tmp_path: Path, monkeyp
         "0.01 GiB is free in /dev/shm, and two versions of the weights take 0.01; make room, or set sync.folder to "
         "another disk; a container has 64 MiB there unless it starts with --shm-size or --ipc=host"
     ]
+    (line,) = errors([*CPU_SPLIT, f"run.dir={tmp_path / 'runs'}"], capsys, verb="train")
+    assert line.startswith("0.01 GiB is free in /dev/shm")
+    assert not [*tmp_path.iterdir()], "nothing has started"
     assert trained([*CPU_SPLIT, "rollout.placement=separate"], tmp_path) == []
 
 
