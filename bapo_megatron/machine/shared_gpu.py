@@ -73,11 +73,11 @@ class SharedGPU:
     def part(self) -> ServerPart:
         """The server's part, as arguments.
 
-        SGLang keeps (1 - mem_fraction) x the memory that is free at its start outside weights and caches; its graphs
-        may come before or after the caches. A restarted server finds only its own part free, so the share refers to
-        that. At the first start more is free, and then the numbers of tokens and states bound the caches.
+        Of what is free once it has loaded the weights, SGLang leaves (1 - mem_fraction) x what was free before. That is
+        the work of a forward pass where the whole GPU was free, and less next to a trainer rank, which may also grow
+        meanwhile. The numbers of tokens and states bound the caches, so every start makes the same ones.
         """
-        kept = self.rest.work / (self.server_bytes - CONTEXT_BYTES)
+        kept = self.rest.work / (self.gpu_bytes - CONTEXT_BYTES)
         return ServerPart(
             mem_fraction=min(0.999, math.ceil(1000 * (1 - kept)) / 1000),
             kv_tokens=self.server.kv_tokens,

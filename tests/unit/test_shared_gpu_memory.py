@@ -1,5 +1,6 @@
 """How a trainer rank and a server divide a GPU: the plan's table, what each is told, and SGLang's own arithmetic."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -90,16 +91,16 @@ def planned(gpu: str, size: str, layout: str, folder: Path) -> Resolved:
 # chunked_prefill_size and max_mamba_cache_size.
 FITTING = """
 gpu     model      layout      recompute trainer may    server share  fraction tokens  graphs prefill states
-rtx4090 0.5B       1:1x1       all       16.55   16.77  5.56   0.5689 0.724    63295   256    2048    -
-l40s    0.5B       1:1x1       7         19.65   22.14  20.04  0.4221 0.933    1310720 256    8192    -
-h100    0.5B       1:1x1       none      25.46   55.11  20.04  0.6537 0.933    1310720 256    8192    -
-h100    1.5B       1:1x1       all       40.30   42.32  32.83  0.4920 0.942    945459  256    8192    -
-h200    0.5B       1:1x1       none      25.46   112.77 20.04  0.7823 0.933    1310720 256    8192    -
-h200    1.5B       1:1x1       none      51.80   90.23  42.58  0.6211 0.956    1310720 256    8192    -
-h200    3B         1:1x1       21        69.28   76.94  55.87  0.5260 0.959    1310720 256    8192    -
-h100    7B         tp2,dp4:8x1 23        41.80   45.76  29.39  0.5355 0.871    163840  256    8192    -
-h100    14B        tp4,dp2:2x4 all       56.38   58.16  16.99  0.6923 0.892    121820  256    8192    -
-h100    Qwen3.5-9B tp4,dp2:2x4 none      44.20   49.80  25.35  0.5866 0.913    1119613 256    8192    640
+rtx4090 0.5B       1:1x1       all       16.55   16.77  5.56   0.5689 0.954    63295   256    2048    -
+l40s    0.5B       1:1x1       7         19.65   22.14  20.04  0.4221 0.972    1310720 256    8192    -
+h100    0.5B       1:1x1       none      25.46   55.11  20.04  0.6537 0.985    1310720 256    8192    -
+h100    1.5B       1:1x1       all       40.30   42.32  32.83  0.4920 0.977    945459  256    8192    -
+h200    0.5B       1:1x1       none      25.46   112.77 20.04  0.7823 0.992    1310720 256    8192    -
+h200    1.5B       1:1x1       none      51.80   90.23  42.58  0.6211 0.987    1310720 256    8192    -
+h200    3B         1:1x1       21        69.28   76.94  55.87  0.5260 0.984    1310720 256    8192    -
+h100    7B         tp2,dp4:8x1 23        41.80   45.76  29.39  0.5355 0.954    163840  256    8192    -
+h100    14B        tp4,dp2:2x4 all       56.38   58.16  16.99  0.6923 0.979    121820  256    8192    -
+h100    Qwen3.5-9B tp4,dp2:2x4 none      44.20   49.80  25.35  0.5866 0.974    1119613 256    8192    640
 """
 # GiB. Trainer: weights with their state, context, a step. Server: weights, one response, the rest. The last column is
 # the size of a model that would fit, in billions of parameters.
@@ -124,12 +125,9 @@ def rows(table: str) -> Iterator[dict[str, str]]:
 
 
 def test_every_case_is_in_a_table() -> None:
-    cards = {
-        (row["gpu"], row["model"]) for row in (*rows(FITTING), *rows(REFUSED)) if row.get("layout", "1:1x1")[0] == "1"
-    }
-    assert cards == {
-        (gpu, size) for gpu in ("rtx4090", "l40s", "h100", "h200") for size in ("0.5B", "1.5B", "3B", "7B")
-    }
+    alone = [row for row in (*rows(FITTING), *rows(REFUSED)) if row.get("layout", ONE) == ONE]
+    cards, sizes = ("rtx4090", "l40s", "h100", "h200"), ("0.5B", "1.5B", "3B", "7B")
+    assert sorted((row["gpu"], row["model"]) for row in alone) == sorted(itertools.product(cards, sizes))
 
 
 @pytest.mark.parametrize("row", rows(FITTING), ids=lambda row: f"{row['gpu']}-{row['model']}")
@@ -233,8 +231,10 @@ class Cache:
     free: int  # bytes, once weights, caches and graphs are there
 
 
-def cache_of(shared: SharedGPU, free: float, *, sized_after_graphs: bool) -> Cache:
-    """Simulate the start of a server that finds `free` bytes once its context is there.
+def cache_of(shared: SharedGPU, before: int, later: int, *, sized_after_graphs: bool) -> Cache:
+    """Simulate the start of a server that finds `before` bytes free once its context is there.
+
+    Meanwhile the trainer may take memory: of the bytes, only `later` are left.
 
     Source (sglang/srt): distributed/bootstrap.py, measure_pre_model_load_memory; mem_cache/kv_cache_configurator.py,
     _profile_available_bytes, _handle_max_mamba_cache (states and a spare one) and _apply_token_constraints. With
@@ -242,9 +242,9 @@ def cache_of(shared: SharedGPU, free: float, *, sized_after_graphs: bool) -> Cac
     model_executor/model_runner_components/kv_pool_runtime.py, compute_post_capture_kv_resize.
     """
     part, server = shared.part, shared.server
-    slack = free * (1 - part.mem_fraction)
+    slack = before * (1 - part.mem_fraction)
     states = (part.num_states + 1) * server.state_bytes if part.num_states else 0
-    left = free - server.weights - states
+    left = later - server.weights - states
     room = left - slack - (GRAPHS_BYTES if sized_after_graphs else 0)
     tokens = min(int(room) // server.kv_bytes_per_token, part.kv_tokens)
     return Cache(tokens, int(left) - tokens * server.kv_bytes_per_token - GRAPHS_BYTES)
@@ -256,7 +256,6 @@ def test_the_parts_of_a_gpu_never_exceed_it_and_every_start_gives_the_same_cache
     shared = shared_gpu(run, memory_gib)
     trainer, server, rest, part = shared.trainer, shared.server, shared.rest, shared.part
     event(f"fits: {shared.fits}, states: {server.state_bytes > 0}")
-    assert 0 < part.mem_fraction < 1
     assert 0 <= shared.trainer_share < 1
     assert min(server.weights, server.state_cache, server.kv_tokens, part.num_states, rest.work) >= 0
     assert 1 <= part.max_batch <= run.config.rollout.max_concurrent_requests
@@ -264,6 +263,7 @@ def test_the_parts_of_a_gpu_never_exceed_it_and_every_start_gives_the_same_cache
     assert shared.fits == (room >= 0) or abs(room) < 2, "it fits if a single response does"
     if not shared.fits:
         return
+    assert 0 < part.mem_fraction < 1
     assert shared.trainer_bytes + shared.server_bytes <= FULL * shared.gpu_bytes
     assert trainer.total <= shared.trainer_bytes
     assert trainer.total - trainer.context <= shared.trainer_share * shared.gpu_bytes + 1
@@ -272,12 +272,12 @@ def test_the_parts_of_a_gpu_never_exceed_it_and_every_start_gives_the_same_cache
     first = shared.gpu_bytes - CONTEXT_BYTES  # the ranks wait until servers are healthy
     restarted = first - shared.trainer_bytes
     crowded = shared.server_bytes - CONTEXT_BYTES  # the twentieth that the plan leaves is lost, too
-    for free in (first, restarted, crowded):
-        cache = cache_of(shared, free, sized_after_graphs=False)
+    for before, later in itertools.combinations_with_replacement((first, restarted, crowded), 2):
+        cache = cache_of(shared, before, later, sized_after_graphs=False)
         assert cache.tokens == part.kv_tokens
         assert cache.free >= rest.work, "a forward pass has room"
         if part.mem_fraction < 0.999 and not server.state_bytes:
-            assert cache_of(shared, free, sized_after_graphs=True).tokens == part.kv_tokens
+            assert cache_of(shared, before, later, sized_after_graphs=True).tokens == part.kv_tokens
 
 
 def told_of_a_part(folder: Path) -> tuple[ServerPart, list[str]]:
