@@ -126,7 +126,7 @@ def limit_rank(run: Resolved, local_rank: int) -> None:
     """Keep this process's allocator to a trainer rank's part of its GPU, so that the rank fails and not the server.
 
     Args:
-        local_rank: the rank's number on its node, and that of its GPU.
+        local_rank: the rank's number on its node, and its GPU's.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The folder of the disk channel's weights: where it is, who may use it, and that none is left or taken away."""
+"""The folder of the disk channel's weights: its place, its owner, and that none is left or taken away."""
 
 import contextlib
 import os
