@@ -3,7 +3,7 @@
     +- server: context | weights | caches | graphs | work -+- trainer: context | weights | state | a step -+- free -+
 
 The caches hold all responses that the server samples at the same time at full length, or as many as the trainer's plan
-leaves room for. The trainer gets the rest: up to 5 % more than its plan if that costs the caches no more than a quarter.
+leaves room for. The trainer gets the rest: up to 5 % more than its plan, which costs the caches a quarter at most.
 Start at `shared_gpu`.
 """
 
