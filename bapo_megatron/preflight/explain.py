@@ -251,13 +251,14 @@ def _balance(config: Config, plan: RunPlan) -> Iterator[str]:
         )
 
 
-_PLANNED_S = 1.0
+PLANNED_S = 1.0
+"""The shortest step whose time is worth planning."""
 _TOO_SMALL = "too small to plan: less than 1 s a step; requests, judges and Python, which no plan has, take longer"
 
 
 def _is_too_small(config: Config, plan: RunPlan) -> bool:
     of_step = step_balance(config, plan)
-    return plan.fits and of_step is not None and of_step.step_s < _PLANNED_S
+    return plan.fits and of_step is not None and of_step.step_s < PLANNED_S
 
 
 def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:
