@@ -101,14 +101,14 @@ class Balance:
 def step_balance(config: Config, plan: RunPlan) -> Balance | None:
     """Combine training and sampling in the mode of `config.rollout`; None without SGLang servers.
 
-    In turns, each side waits for the other; overlapped, the faster side waits for the slower one. On shared GPUs the
-    sides take each other's time.
+    In turns, each side waits for the other; overlapped, the faster side waits for the slower one. On the same GPUs they
+    compute in turns, whatever the mode.
     """
     if plan.rollout is None:
         return None
     r, train_s, rollout_s = config.rollout, plan.train.expected, plan.rollout.expected
-    at_once = r.overlap and not config.shares_gpus
-    step_s = (max(train_s, rollout_s) if at_once else train_s + rollout_s) + plan.sync.expected
+    are_together = r.overlap and plan.shared is None
+    step_s = (max(train_s, rollout_s) if are_together else train_s + rollout_s) + plan.sync.expected
     mode = "overlapped" if r.overlap else "partial" if r.abort_tail else "synchronous"
     return Balance(mode, step_s, 1 - train_s / step_s, 1 - rollout_s / step_s if step_s < math.inf else 0.0)
 

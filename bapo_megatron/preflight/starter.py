@@ -34,7 +34,7 @@ from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.preflight.check import num_visible_gpus, violations_of
 from bapo_megatron.preflight.explain import PLANNED_S, time_text
 from bapo_megatron.preflight.inputs import check_judge
-from bapo_megatron.preflight.plan import make_plan, memory_problems, step_balance
+from bapo_megatron.preflight.plan import RunPlan, make_plan, memory_problems, step_balance
 from bapo_megatron.preflight.suggest import FASTER, best_split, suggest
 from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.continuation import Continuation
@@ -42,7 +42,7 @@ from bapo_megatron.prompts.encoding import many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows, value_at
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
 from bapo_megatron.prompts.stream import question_ids, too_many_chars
-from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.runtime import memory_bytes
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
@@ -50,6 +50,7 @@ _ASKED = ("question", "problem")  # columns with bare questions, which do not sa
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .,'-]+[^\W\d_]+)*[.]?")
 _MAX_MEASURED = 10_000  # prompts to measure; a run skips longer ones after them
 _SAME_MEMORY = 0.02  # difference from the table that a driver explains; a board with 40 GB in place of 80 differs more
+_FEW_ROWS = 512  # of logits in a chunk, where memory is short
 _CPU_SHARE = 0.8  # usable share of the memory without GPUs
 
 Table = dict[str, Any]
@@ -407,17 +408,23 @@ def _on_one_gpu(
 ) -> tuple[Table, str]:
     """Let trainer and server share the GPU if both fit; otherwise the trainer has it, and the engine uses CPUs.
 
+    Logits are computed in smaller chunks if the server then holds more responses.
+
     Returns:
         Settings, and how the GPU is used.
 
     Raises:
         UserError: neither fits.
     """
-    shared = merge(_with_servers(table, hardware), {"rollout": {"placement": "split"}})
-    run = resolve(load_tables({"": merge(shared, given)}), hf_config)
-    if not (run.placement.shares_gpus and run.engine.on_gpus):  # the user wants something else
-        return _on_cpu(table, hf_config, hardware, num_prompts), "the trainer has it"
-    plan = make_plan(run)
+    found: list[tuple[Table, Resolved, RunPlan]] = []
+    for train in ({}, {"logprob_chunk_tokens": _FEW_ROWS}):
+        changes = {"rollout": {"placement": "split"}, "train": train}
+        shared = merge(merge(_with_servers(table, hardware), changes), given)
+        run = resolve(load_tables({"": shared}), hf_config)
+        if not (run.placement.shares_gpus and run.engine.on_gpus):  # the user wants something else
+            return _on_cpu(table, hf_config, hardware, num_prompts), "the trainer has it"
+        found.append((shared, run, make_plan(run)))
+    shared, run, plan = max(found, key=lambda one: one[2].server.concurrency if one[2].server else 0)
     if plan.shared is not None and plan.shared.fits:
         needs = f"{plan.trainer.total / GIB:.1f} and {plan.shared.server_bytes / GIB:.1f}"
         use = f"trainer and server share it, and need {needs} of {FULL * plan.gpu_memory_gib:.1f} GiB"

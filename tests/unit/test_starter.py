@@ -198,20 +198,24 @@ def test_a_step_that_is_too_short_to_plan_decides_nothing(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "gib"),
+    ("name", "kind", "gib", "chunk"),
     [
-        ("Qwen2.5-1.5B-Instruct", "NVIDIA H100 80GB HBM3", 79.1),
-        ("Qwen2.5-0.5B-Instruct", "NVIDIA GeForce RTX 4090", 23.5),
-        ("Qwen2.5-1.5B-Instruct", "NVIDIA A100-SXM4-40GB", 79.1),
-        ("Qwen2.5-0.5B-Instruct", "NVIDIA L40", 44.4),
+        ("Qwen2.5-1.5B-Instruct", "NVIDIA H100 80GB HBM3", 79.1, None),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA GeForce RTX 4090", 23.5, 512),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA L4", 22.0, 512),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA A100-SXM4-40GB", 39.4, None),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA L40", 44.4, None),
     ],
 )
-def test_trainer_and_server_share_one_gpu(data: Path, model: Any, name: str, kind: str, gib: float) -> None:
+def test_trainer_and_server_share_one_gpu(
+    data: Path, model: Any, name: str, kind: str, gib: float, chunk: int | None
+) -> None:
     here = machine(1, kind, gib)
     config, use = written_for(here, folder := model(name), data)
     assert (config.rollout.engine, config.rollout.placement) == ("sglang", "split")
     assert (config.parallel.size, config.rollout.num_servers, config.model.dtype) == (1, 1, "bfloat16")
     assert config.cluster.gpu == here.gpu
+    assert config.train.logprob_chunk_tokens == chunk, "smaller chunks where the server holds more responses then"
     run = planned(config)
     shared = shared_gpu(with_choices(run) if here.gpu else run, gib)
     assert shared.fits
