@@ -192,8 +192,8 @@ def test_shipped_clusters_ask_for_whole_nodes() -> None:
     nodes = {cluster: config for cluster, config in configs.items() if config.cluster.gpus_per_node > 1}
     assert len(nodes) >= 6
     for cluster, config in configs.items():
-        asked = {"--exclusive", "--mem=0"} if cluster in nodes else set()  # a single card need not be a node
-        assert asked == {*config.slurm.options}, cluster
+        whole = {"--exclusive", "--mem=0"} <= {*config.slurm.options}
+        assert whole == (cluster in nodes), "a single card asks for a part of its node"
         assert list(check_shares(config)) == []
 
 
