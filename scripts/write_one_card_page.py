@@ -19,7 +19,7 @@ MODELS = {
     "3B": "Qwen/Qwen2.5-3B-Instruct",
     "7B": "models/DeepSeek-R1-Distill-Qwen-7B",
 }
-_VERSIONS = 2  # of the weights, in the folder in memory
+_VERSIONS = 2  # copies of the weights in the folder in memory
 
 
 def filled_page(text: str) -> str:

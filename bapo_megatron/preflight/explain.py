@@ -219,7 +219,7 @@ def _against(one: Alternative, best: GPUSplit) -> str:
     other, plan = _shown(one.other), one.plan
     if not plan.trainer_fits:
         have = FULL * plan.gpu_memory_gib
-        return f"{other}: a trainer GPU would need {plan.trainer.total / GIB:.1f} GiB of {have:.1f}"
+        return f"{other}: a trainer GPU would need {plan.trainer_needs / GIB:.1f} GiB of {have:.1f}"
     if not plan.fits:
         return f"{other}: a server would have no room for a response of full length"
     change = one.step_s / best.balance.step_s - 1
