@@ -80,9 +80,14 @@ class RunPlan:
     sync_bytes: int
 
     @property
-    def trainer_fits(self) -> bool:
+    def trainer_needs(self) -> int:
+        """Bytes of a trainer GPU, with the server on it, if they share it, but without its caches."""
         others = self.shared.rest.total + self.shared.server.weights if self.shared else 0
-        return self.trainer.total + others <= FULL * self.gpu_memory_gib * GIB
+        return self.trainer.total + others
+
+    @property
+    def trainer_fits(self) -> bool:
+        return self.trainer_needs <= FULL * self.gpu_memory_gib * GIB
 
     @property
     def fits(self) -> bool:

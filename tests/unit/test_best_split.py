@@ -49,6 +49,13 @@ def test_the_best_split_is_a_file_that_check_accepts(tmp_path: Path, capsys: pyt
     assert file.read_bytes() == before
 
 
+def test_what_does_not_fit_a_shared_gpu_needs_more_than_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--best", *SMALL[:2], "clusters/1x8-h100-split"]) == 0
+    refused = re.findall(r"a trainer GPU would need (\S+) GiB of (\S+)\n", capsys.readouterr().out)
+    assert refused
+    assert all(float(need) > float(have) for need, have in refused)
+
+
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
