@@ -307,8 +307,10 @@ def _train(
     codes: list[int | None] = []
     are_engines_healthy = is_standby_filled = False
     try:
-        while run.placement.shares_gpus and not engines.are_healthy():
+        while run.placement.shares_gpus and not (engines.are_healthy() and engines.all_answer()):
             stop.tell(screen)
+            if run_dir.stop_file.exists():
+                return STOPPED
             time.sleep(_POLL_S)
         urls = engines.urls_left() or engines.urls  # if none answers, rank 0 reports it
         with _ranks(run, run_dir, urls, key, standby) as ranks:

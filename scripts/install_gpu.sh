@@ -53,7 +53,7 @@ compiled() (  # in a shell of its own, for its variables
 checkout() {
     say "installing the checkout"
     pip_install setuptools wheel
-    pip_install --no-build-isolation --editable "${ROOT}[train,parquet]" nvidia-ml-py
+    pip_install --no-build-isolation --editable "${ROOT}[train,parquet,datasets]" nvidia-ml-py
 }
 
 case "${1:-all}" in

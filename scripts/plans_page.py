@@ -7,7 +7,7 @@ from bapo_megatron.config.load import load_config, shipped_configs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.preflight.explain import explain_best, explain_plan, outline, time_text
-from bapo_megatron.preflight.plan import make_plan, planned
+from bapo_megatron.preflight.plan import RunPlan, make_plan, planned
 from bapo_megatron.preflight.suggest import best_split, smallest_cluster
 
 # Files merged between the model's file and the cluster's file.
@@ -16,8 +16,13 @@ ALGORITHMS = {
     "BAPO": ("algorithms/bapo",),
     "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
 }
+SHORT = "gsm8k"
+"""Part of the names of models whose responses are shorter than a round of partial rollouts."""
 EVERY_SIZE = tuple(f"{nodes}x8-{gpu}" for nodes in (1, 4, 16) for gpu in ("h100", "h200"))
 CLUSTERS = {
+    "0.5b": ("1x1-rtx4090", "1x1-h100"),
+    "1.5b": ("1x1-h100",),
+    "7b-8k": (*EVERY_SIZE, "1x8-h100-split"),
     "32b": EVERY_SIZE[2:],
     "30b-a3b": ("1x8-h200-30b-a3b", "2x8-h200", "4x8-h100", "4x8-h200"),
     "3.5-9b": EVERY_SIZE[:2],
@@ -70,7 +75,7 @@ to 8192, all of full length. TP, PP, CP and DP are the ranks of `parallel.tensor
 ## Every combination
 
 Expected times of a step for responses of a quarter of the allowed length, and memory at full length. EP is
-`parallel.expert`.
+`parallel.expert`. On `1x1-*` and `*-split`, a server has the rest of each trainer GPU ([one card](one-card.md)).
 
 {table}
 """
@@ -93,6 +98,11 @@ def _clusters(model: str) -> tuple[str, ...]:
     return next((clusters for size, clusters in CLUSTERS.items() if size in model), EVERY_SIZE)
 
 
+def algorithms(model: str) -> list[str]:
+    """List the algorithms that suit a model."""
+    return [name for name in ALGORITHMS if not (SHORT in model and "partial" in name)]
+
+
 def cell(model: str, algorithm: str, cluster: str) -> Config:
     """Load the configuration of one cell."""
     return load_config([model, *ALGORITHMS[algorithm], cluster])
@@ -111,14 +121,13 @@ def table() -> str:
 
 
 def _cells(model: str, cluster: str) -> list[str]:
-    configs = [cell(model, algorithm, cluster) for algorithm in ALGORITHMS]
-    plans = []
-    for config in configs:
+    configs = {algorithm: cell(model, algorithm, cluster) for algorithm in algorithms(model)}
+    plans = {}
+    for algorithm, config in configs.items():
         response_tokens = config.rollout.max_response_tokens // RESPONSE_SHARE
-        plans.append(make_plan(planned(config), response_tokens))
-    p, plan = configs[0].parallel, plans[0]
-    peak = max(each.trainer.total for each in plans)
-    assert all(each.server and each.rollout for each in plans)
+        plans[algorithm] = make_plan(planned(config), response_tokens)
+    p, plan = configs["GRPO"].parallel, plans["GRPO"]
+    peak = max(each.trainer.total for each in plans.values())
     return [
         model.removeprefix("recipes/"),
         cluster.removeprefix("clusters/"),
@@ -126,8 +135,15 @@ def _cells(model: str, cluster: str) -> list[str]:
         f"{peak / GIB:.1f} of {plan.gpu_memory_gib:.1f}",
         f"{plan.server.kv_tokens / 1e6:.1f}M" if plan.server else "",
         f"{plan.sync_bytes / 1e9:.0f} GB, {time_text(plan.sync.expected)}",
-        *(f"{time_text(each.train.expected)}, {time_text(each.rollout.expected)}" for each in plans if each.rollout),
+        *(_times(plans.get(algorithm)) for algorithm in ALGORITHMS),
     ]
+
+
+def _times(plan: RunPlan | None) -> str:
+    if plan is None:
+        return "-"
+    assert plan.rollout
+    return f"{time_text(plan.train.expected)}, {time_text(plan.rollout.expected)}"
 
 
 def best_splits() -> str:

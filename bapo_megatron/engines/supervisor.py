@@ -126,6 +126,11 @@ class StartedEngines:
                 thread.start()
         return True
 
+    def all_answer(self) -> bool:
+        """Return whether every engine that is not given up answers now: none is being restarted."""
+        left = [engine for engine in self._engines if not engine.is_given_up]
+        return all(processes.answers(f"{one.spec.url}/server_info", _PROBE_TIMEOUT_S, one.spec.key) for one in left)
+
     def wait(self) -> None:
         """Return once all are healthy. Raises UserError, EngineError: see `are_healthy`."""
         while not self.are_healthy():

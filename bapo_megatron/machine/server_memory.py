@@ -37,8 +37,8 @@ class ServerMemory:
 
     @property
     def num_states(self) -> int:
-        """Number of states that fit, for models with linear attention."""
-        return self.state_cache // self.state_bytes if self.state_bytes else 0
+        """Number of states that fit besides SGLang's spare one, for models with linear attention."""
+        return max(0, self.state_cache // self.state_bytes - 1) if self.state_bytes else 0
 
     @property
     def routes(self) -> int:
@@ -68,7 +68,7 @@ def static_bytes_for(run: Resolved, num_responses: int) -> int:
     """Return the bytes of weights and caches with room for this many responses of full length."""
     of = _Needs.of(run)
     kv_cache = num_responses * run.config.longest_sequence * of.kv_bytes_per_token
-    states = num_responses * _STATES_PER_REQUEST * of.state_bytes
+    states = (num_responses * _STATES_PER_REQUEST + 1) * of.state_bytes
     if not of.state_ratio:
         return of.weights + kv_cache
     return of.weights + math.ceil(max(kv_cache, states / of.state_ratio) * (1 + of.state_ratio))
@@ -80,7 +80,7 @@ class _Needs:
 
     weights: int
     kv_bytes_per_token: int
-    state_bytes: int  # of one sequence
+    state_bytes: int  # for one sequence
     state_ratio: float  # memory for states / memory for keys and values
 
     @classmethod

@@ -21,7 +21,7 @@ from bapo_megatron.resolved.placement import ServerPart
 CONTEXT_BYTES = int(1.9 * GIB)  # what a dense trainer held on one H200, rounded up: docs/measured/gpu.toml
 GRAPHS_BYTES = int(1.0 * GIB)  # assumed: CUDA graphs of all batch sizes, and SGLang's own buffers
 _MAX_GRAPH_BATCH = 256
-_MARGIN = 0.05  # of the trainer's plan, which is an estimate
+_MARGIN = 0.05  # share of the trainer's plan, which is an estimate
 _MARGIN_OF_CACHES = 0.25
 _LARGE_GIB = 40.0  # SGLang itself reads prompts in pieces of 2048 tokens on smaller GPUs
 _COPIES_OF_LOGITS = 3  # logits, probabilities, and what sampling sorts
@@ -73,11 +73,11 @@ class SharedGPU:
     def part(self) -> ServerPart:
         """The server's part, as arguments.
 
-        SGLang keeps (1 - mem_fraction) x the memory that is free at its start outside weights, caches and graphs. A
-        restarted server finds only its own part free, so the share refers to that. At the first start more is free, and
-        then the numbers of tokens and states bound the caches.
+        Of what is free once it has loaded the weights, SGLang leaves (1 - mem_fraction) x what was free before. That is
+        the work of a forward pass where the whole GPU was free, and less next to a trainer rank, which may also grow
+        meanwhile. The numbers of tokens and states bound the caches, so every start makes the same ones.
         """
-        kept = self.rest.work / (self.server_bytes - CONTEXT_BYTES)
+        kept = self.rest.work / (self.gpu_bytes - CONTEXT_BYTES)
         return ServerPart(
             mem_fraction=min(0.999, math.ceil(1000 * (1 - kept)) / 1000),
             kv_tokens=self.server.kv_tokens,
@@ -126,7 +126,7 @@ def limit_rank(run: Resolved, local_rank: int) -> None:
     """Keep this process's allocator to a trainer rank's part of its GPU, so that the rank fails and not the server.
 
     Args:
-        local_rank: the rank's number on its node, and that of its GPU.
+        local_rank: the rank's number on its node, and its GPU's.
     """
     import torch
 

@@ -239,7 +239,7 @@ def violations_of(
                 if memory and hf_config
                 else ()
             ),
-            needs=_LAYOUT,
+            needs=(*_LAYOUT, "sync.folder"),
         ),
         Check(lambda: check_machines(run)),
         Check(lambda: check_devices(run)),

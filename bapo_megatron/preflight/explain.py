@@ -221,7 +221,7 @@ def _against(one: Alternative, best: GPUSplit) -> str:
     other, plan = _shown(one.other), one.plan
     if not plan.trainer_fits:
         have = FULL * plan.gpu_memory_gib
-        return f"{other}: a trainer GPU would need {plan.trainer.total / GIB:.1f} GiB of {have:.1f}"
+        return f"{other}: a trainer GPU would need {plan.trainer_needs / GIB:.1f} GiB of {have:.1f}"
     if not plan.fits:
         return f"{other}: a server would have no room for a response of full length"
     change = one.step_s / best.balance.step_s - 1
@@ -253,13 +253,14 @@ def _balance(config: Config, plan: RunPlan) -> Iterator[str]:
         )
 
 
-_PLANNED_S = 1.0
+PLANNED_S = 1.0
+"""The shortest step whose time is worth planning."""
 _TOO_SMALL = "too small to plan: less than 1 s a step; requests, judges and Python, which no plan has, take longer"
 
 
 def _is_too_small(config: Config, plan: RunPlan) -> bool:
     of_step = step_balance(config, plan)
-    return plan.fits and of_step is not None and of_step.step_s < _PLANNED_S
+    return plan.fits and of_step is not None and of_step.step_s < PLANNED_S
 
 
 def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:

@@ -26,6 +26,9 @@ def known_config(path: str) -> dict[str, Any] | None:
 
 
 _SOURCES = {
+    "Qwen2.5-0.5B-Instruct": "Qwen/Qwen2.5-0.5B-Instruct",
+    "Qwen2.5-1.5B-Instruct": "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen2.5-3B-Instruct": "Qwen/Qwen2.5-3B-Instruct",
     "DeepSeek-R1-Distill-Qwen-1.5B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     "DeepSeek-R1-Distill-Qwen-7B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
     "DeepSeek-R1-Distill-Qwen-32B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
@@ -41,14 +44,15 @@ _SOURCES = {
 
 
 def origin(path: str) -> str:
-    """Say how to get a known model that is missing on this machine; empty for an unknown one."""
+    """Say how to get a known model that is missing on this machine; empty for an unknown one, or a name on the hub."""
     name = Path(path).name
     if name == "Qwen3-32B-64k":
         edited = 'set "max_position_embeddings": 65536 and "rope_scaling" of YaRN in config.json: recipes/qwen3-32b-64k'
         return f"`hf download Qwen/Qwen3-32B --local-dir {path}`, then {edited}"
     if name == "Qwen2.5-Math-7B-64k":
         return "it is your own long-context tuning of Qwen/Qwen2.5-Math-7B"
-    return f"`hf download {_SOURCES[name]} --local-dir {path}`" if name in _SOURCES else ""
+    source = _SOURCES.get(name, path)
+    return f"`hf download {source} --local-dir {path}`" if source != path else ""
 
 
 def planned_config(path: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Finding:
 _BASE_OPEN_FILES = 160  # measured: at most 156 in rank 0 of a run of 2,000 steps with two engines (docs/resume.md)
 _FILES_OF_JUDGE = 4
 _FILES_OF_RANK = 2
-_NUM_VERSIONS = 2  # of the weights: the one that engines have, and the one that is being written
+_NUM_VERSIONS = 2  # the weights that engines have, and those that are being written
 
 
 def _kept_bytes(run: Resolved) -> int:

@@ -80,9 +80,14 @@ class RunPlan:
     sync_bytes: int
 
     @property
-    def trainer_fits(self) -> bool:
+    def trainer_needs(self) -> int:
+        """Bytes of a trainer GPU, with the server on it, if they share it, but without its caches."""
         others = self.shared.rest.total + self.shared.server.weights if self.shared else 0
-        return self.trainer.total + others <= FULL * self.gpu_memory_gib * GIB
+        return self.trainer.total + others
+
+    @property
+    def trainer_fits(self) -> bool:
+        return self.trainer_needs <= FULL * self.gpu_memory_gib * GIB
 
     @property
     def fits(self) -> bool:
@@ -356,8 +361,8 @@ def _sharing_problem(run: Resolved, shared: SharedGPU) -> Violation:
         return f"the {name} {sum(parts.values()) / GIB:.1f} ({listed})"
 
     of_model = model + (t.update if t.update > t.activations + t.working + t.logits else 0) + s.weights
-    fitting = model_parameters(run.shape) * (have - need + of_model) / of_model / 1e9
-    smaller = f"a model of at most about {fitting:.1f} billion parameters" if fitting > 0.05 else "a much smaller model"
+    fitting = math.floor(model_parameters(run.shape) * (have - need + of_model) / of_model / 1e8) / 10
+    smaller = f"a model of at most about {fitting:.1f} billion parameters" if fitting > 0 else "a much smaller model"
     return Violation(
         reads(run, lambda run: this_share(with_choices(run)), first=("rollout.placement", *RANKS)),
         f'rollout.placement="split": a trainer rank and a server need {need / GIB:.1f} GiB of each GPU, and {FULL:.0%} '

@@ -4,13 +4,15 @@ model -> shape, chat template -------------------+
 rows -> format, columns, judge, longest prompt --+-> settings -> layout that fits (preflight/suggest.py) -> TOML
 machine -> GPUs, memory -------------------------+
 
-The file passes `bapo check`.
+One GPU is shared by the trainer and a server if both fit. Of several GPUs, each side gets half, or both share all of
+them, whichever has the shorter step. The file passes `bapo check`.
 """
 
 import json
 import re
 import shlex
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,20 +28,21 @@ from bapo_megatron.config.sources import source_kind
 from bapo_megatron.errors import ConfigError, DataError, UserError, collecting
 from bapo_megatron.hf.shape import ModelShape, load_hf_config, model_shape
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.machine.gpus import GIB, GPUS, kind_of
+from bapo_megatron.machine.gpus import FULL, GIB, GPUS, kind_of
 from bapo_megatron.machine.memory import fullest_rank
 from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.preflight.check import num_visible_gpus, violations_of
+from bapo_megatron.preflight.explain import PLANNED_S, time_text
 from bapo_megatron.preflight.inputs import check_judge
-from bapo_megatron.preflight.plan import make_plan, memory_problems
-from bapo_megatron.preflight.suggest import suggest
+from bapo_megatron.preflight.plan import RunPlan, make_plan, memory_problems, step_balance
+from bapo_megatron.preflight.suggest import FASTER, best_split, suggest
 from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.encoding import many_prompt_ids
 from bapo_megatron.prompts.jsonl import ANSWER_COLUMNS, PROMPT_COLUMNS, RowSource, has, named_rows, value_at
 from bapo_megatron.prompts.rows import Row, may_be_on_hub, read_rows
 from bapo_megatron.prompts.stream import question_ids, too_many_chars
-from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.runtime import memory_bytes
 
 _FORMATS = ("plain", "gsm8k", "humaneval", "math")  # in this order: rows of gsm8k could also be read as math
@@ -47,6 +50,7 @@ _ASKED = ("question", "problem")  # columns with bare questions, which do not sa
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .,'-]+[^\W\d_]+)*[.]?")
 _MAX_MEASURED = 10_000  # prompts to measure; a run skips longer ones after them
 _SAME_MEMORY = 0.02  # difference from the table that a driver explains; a board with 40 GB in place of 80 differs more
+_FEW_ROWS = 512  # of logits in a chunk, where memory is short
 _CPU_SHARE = 0.8  # usable share of the memory without GPUs
 
 Table = dict[str, Any]
@@ -88,15 +92,17 @@ class WrittenConfig:
     prompt: str  # as the model reads it, special tokens included
     answer: Any
     told: list[Violation]  # warnings and notes of its check
+    gpus: str  # how trainer and servers use them, and why; empty without GPUs
 
     def __str__(self) -> str:
-        """Describe what was found in the data, and how the model sees the first prompt."""
+        """Describe what was found in the data, how the model sees the first prompt, and what uses the GPUs."""
         data = self.table["data"]
         columns = "".join(f", {field} = {column!r}" for field, column in data.get("fields", {}).items())
         judge = self.table.get("reward", {}).get("kind", "math")
         shown = "\n".join(f"  {line}" for line in self.prompt.split("\n"))
         answer = self.answer if isinstance(self.answer, str) else json.dumps(self.answer, ensure_ascii=False)
         facts = {"data": f"format {data['format']}{columns}", "judge": judge, "answer": f"{answer:.200}"}
+        facts |= {"GPUs": self.gpus} if self.gpus else {}
         return f"first prompt:\n{shown}\n" + "\n".join(f"{name:<8} {fact}" for name, fact in facts.items())
 
 
@@ -130,7 +136,7 @@ def write_config(
     if not problems:
         assert inputs is not None, "the settings of [data] are right"
         with collecting(problems):
-            table = _table(inputs, name if output is None else _run_name(file, name), hardware, given)
+            table, gpus = _table(inputs, name if output is None else _run_name(file, name), hardware, given)
     if problems:  # otherwise the check calls the judge with a prompt
         if not overlap(reading.unread, ["reward"]):
             with collecting(problems):
@@ -145,12 +151,13 @@ def write_config(
     if errors := [v.message for v in found if v.severity == "error"]:
         raise ConfigError("\n".join(errors))
     command = shlex.join(["bapo", "init", model, str(data), *settings])
-    text = f"# Written by `{command}`. Every other setting has its default: `bapo help settings`.\n\n"
+    text = f"# Written by `{command}`. Every other setting has its default: `bapo help settings`.\n"
+    text += f"# GPUs: {gpus}.\n" if gpus else ""
     try:
-        file.write_text(text + tomli_w.dumps(table), encoding="utf-8")
+        file.write_text(f"{text}\n{tomli_w.dumps(table)}", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}; give another name with -o") from error
-    return WrittenConfig(file, table, inputs.first, inputs.questions[0].answer, found)
+    return WrittenConfig(file, table, inputs.first, inputs.questions[0].answer, found, gpus)
 
 
 def _valid(settings: Sequence[str], reading: Reading) -> Table:
@@ -232,8 +239,11 @@ def _read_inputs(model: str, data: Path, given: Table, *, is_data_known: bool) -
     )
 
 
-def _table(inputs: _Inputs, name: str, hardware: Hardware, given: Table) -> Table:
-    """Return the settings. Raises UserError if no response fits behind a prompt, or the model does not fit."""
+def _table(inputs: _Inputs, name: str, hardware: Hardware, given: Table) -> tuple[Table, str]:
+    """Return the settings, and what uses the GPUs.
+
+    Raises UserError if no response fits behind a prompt, or the model does not fit.
+    """
     shape, longest, questions = inputs.shape, inputs.num_tokens, inputs.questions
     wanted_tokens = 2048 if hardware.num_gpus else 256
     prompt_tokens = min(_rounded_up(longest), max(longest, shape.max_positions - wanted_tokens))
@@ -268,10 +278,12 @@ def _table(inputs: _Inputs, name: str, hardware: Hardware, given: Table) -> Tabl
         table["data"]["on_bad_prompt"] = "skip"
     merge(table, given)
     if hardware.num_gpus > 1:
-        table = _on_gpus(table, inputs.hf_config, shape, hardware)
+        table, gpus = _on_gpus(table, inputs.hf_config, shape, hardware, given)
+    elif hardware.num_gpus:
+        table, gpus = _on_one_gpu(table, inputs.hf_config, hardware, given, len(questions))
     else:
-        table = _on_cpu(table, inputs.hf_config, hardware, len(questions))
-    return merge(table, given)
+        table, gpus = _on_cpu(table, inputs.hf_config, hardware, len(questions)), ""
+    return merge(table, given), gpus
 
 
 def _read(data: Path, given: Table) -> tuple[Table, RowSource]:
@@ -369,14 +381,19 @@ def _rounded_up(num_tokens: int) -> int:
 
 
 def _on_cpu(table: Table, hf_config: Table, hardware: Hardware, num_prompts: int) -> Table:
-    """Add a trainer of one rank and an embedded engine; a single GPU trains, since a server would need another."""
+    """Add a trainer of one rank, which uses a GPU if there is one, and an embedded engine."""
     merge(table, {"rollout": {"prompts_per_step": min(4, num_prompts)}})
     pack_tokens = max(2048, load_tables({"": table}).longest_trained)
     merge(table, {"train": {"max_tokens_per_microbatch": pack_tokens}})
     run = resolve(load_tables({"": table}), hf_config)
-    trainer = fullest_rank(run).total / GIB
+    trainer = fullest_rank(run, int(hardware.gpu_memory_gib * GIB) or None).total / GIB
     engine = 4 * model_parameters(run.shape) / GIB  # its float32 weights
-    if hardware.num_gpus and trainer <= hardware.gpu_memory_gib:
+    if hardware.num_gpus:
+        if trainer > (have := FULL * hardware.gpu_memory_gib):
+            raise UserError(
+                f"{table['model']['path']} does not fit 1 x {hardware.gpu_name}: the trainer alone needs {trainer:.1f} "
+                f"GiB, and {FULL:.0%} of the GPU is {have:.1f} GiB; use a smaller model, or more GPUs"
+            )
         trainer = 0.0  # it uses GPU memory
     if trainer + engine > _CPU_SHARE * hardware.memory_gib:
         raise UserError(
@@ -386,46 +403,144 @@ def _on_cpu(table: Table, hf_config: Table, hardware: Hardware, num_prompts: int
     return table
 
 
-def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardware) -> Table:
+def _on_one_gpu(
+    table: Table, hf_config: Table, hardware: Hardware, given: Table, num_prompts: int
+) -> tuple[Table, str]:
+    """Let trainer and server share the GPU if both fit; otherwise the trainer has it, and the engine uses CPUs.
+
+    Logits are computed in smaller chunks if the server then holds more responses.
+
+    Returns:
+        Settings, and how the GPU is used.
+
+    Raises:
+        UserError: neither fits.
+    """
+    found: list[tuple[Table, Resolved, RunPlan]] = []
+    for train in ({}, {"logprob_chunk_tokens": _FEW_ROWS}):
+        changes = {"rollout": {"placement": "split"}, "train": train}
+        shared = merge(merge(_with_servers(table, hardware), changes), given)
+        run = resolve(load_tables({"": shared}), hf_config)
+        if not (run.placement.shares_gpus and run.engine.on_gpus):  # the user wants something else
+            return _on_cpu(table, hf_config, hardware, num_prompts), "the trainer has it"
+        found.append((shared, run, make_plan(run)))
+    shared, run, plan = max(found, key=lambda one: one[2].server.concurrency if one[2].server else 0)
+    if plan.shared is not None and plan.shared.fits:
+        needs = f"{plan.trainer.total / GIB:.1f} and {plan.shared.server_bytes / GIB:.1f}"
+        use = f"trainer and server share it, and need {needs} of {FULL * plan.gpu_memory_gib:.1f} GiB"
+        return _without_guess(shared, hardware), use
+    (problem,) = memory_problems(run, plan)
+    if "placement" in given.get("rollout", {}):
+        raise UserError(problem.message)
+    try:
+        table = _on_cpu(table, hf_config, hardware, num_prompts)
+    except UserError as error:
+        raise UserError(f"{error}; {problem.problem}") from error
+    return table, f"the trainer has it, and the engine samples on CPUs, which is slow; {problem.problem}"
+
+
+def _with_servers(table: Table, hardware: Hardware) -> Table:
+    """Return the settings with SGLang servers, and a cluster to plan for."""
+    kind = hardware.gpu or "a100"  # assume an A100's rates, with this GPU's memory, if it is unknown
+    cluster: Table = {"gpu": kind, "gpus_per_node": hardware.num_gpus}
+    if abs(hardware.gpu_memory_gib / GPUS[kind].memory_gib - 1) > _SAME_MEMORY:
+        cluster["gpu_memory_gib"] = round(hardware.gpu_memory_gib, 1)
+    rollout = {"engine": "sglang", "prompts_per_step": 32}
+    return merge(deepcopy(table), {"model": {"dtype": "bfloat16"}, "rollout": rollout, "cluster": cluster})
+
+
+def _without_guess(table: Table, hardware: Hardware) -> Table:
+    """Remove the cluster if it only stands for an unknown kind of GPU."""
+    return table if hardware.gpu else {name: section for name, section in table.items() if name != "cluster"}
+
+
+def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardware, given: Table) -> tuple[Table, str]:
+    """Give trainer and servers half of the GPUs each, or let them share all if a step is then a tenth shorter.
+
+    Returns:
+        Settings, and how the GPUs are used.
+
+    Raises:
+        UserError: neither fits.
+    """
+    table, wanted = _with_servers(table, hardware), given.get("rollout", {}).get("placement")
+    problems: list[str] = []
+    halves = shared = None
+    if wanted != "split":
+        with collecting(problems):
+            halves = _halves(table, hf_config, shape, hardware)
+    if wanted != "separate":
+        with collecting(problems):
+            shared = _shared(table, hf_config, hardware)
+    num_served = hardware.num_gpus // 2
+    split_up = f"{hardware.num_gpus - num_served} + {num_served}"
+    if shared and (halves is None or (halves.step_s >= PLANNED_S and shared.step_s < FASTER * halves.step_s)):
+        chosen, use = shared, "trainer and servers share all of them"
+        other = f"{split_up} GPUs take {time_text(halves.step_s)}" if halves else f"{split_up} GPUs do not fit"
+    elif halves:
+        chosen, use = halves, f"{split_up} for trainer and servers"
+        other = f"shared ones take {time_text(shared.step_s)}" if shared else "shared ones do not fit"
+    else:
+        raise UserError(
+            f"{table['model']['path']} does not fit {hardware.num_gpus} x {hardware.gpu_name}: {'; '.join(problems)}"
+        )
+    if chosen.step_s >= PLANNED_S:
+        use += f", with an expected step of {time_text(chosen.step_s)}"
+        use += f"; {other}" if wanted is None else ""
+    return _without_guess(chosen.table, hardware), use
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Settings, and the expected time of a step."""
+
+    table: Table
+    step_s: float
+
+
+def _shared(table: Table, hf_config: Table, hardware: Hardware) -> _Layout:
+    """Find the fastest layout of a trainer and servers that share all GPUs. Raises UserError if none fits."""
+    parallel, rollout = {"data": hardware.num_gpus}, {"placement": "split"}
+    table = merge(deepcopy(table), {"parallel": parallel, "rollout": rollout})
+    best = best_split(resolve(load_tables({"": table}), hf_config))
+    if best is None:
+        raise UserError('no layout fits with rollout.placement="split"')
+    return _Layout(merge(table, best.change), best.balance.step_s)
+
+
+def _halves(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardware) -> _Layout:
     """Give half of the GPUs to SGLang servers, each with as few as hold the model; the trainer gets the fastest layout.
 
     Raises:
         UserError: no layout fits.
     """
     num_served = hardware.num_gpus // 2
-    merge(
-        table,
+    table = merge(
+        deepcopy(table),
         {
-            "model": {"dtype": "bfloat16"},
-            "rollout": {"engine": "sglang", "prompts_per_step": 32},
             "optimizer": {"distributed": hardware.num_gpus > 3},
             "parallel": {"data": hardware.num_gpus - num_served},
-            "cluster": {"gpu": hardware.gpu or "a100", "gpus_per_node": hardware.num_gpus},
         },
     )
-    kind = table["cluster"]["gpu"]  # assume an A100's rates, with this GPU's memory, if it is unknown
-    if abs(hardware.gpu_memory_gib / GPUS[kind].memory_gib - 1) > _SAME_MEMORY:
-        table["cluster"]["gpu_memory_gib"] = round(hardware.gpu_memory_gib, 1)
     if hardware.gpu is None:
         merge(table, {"train": {"recompute": False}})  # without [cluster] the run has no plan that decides
     problems = ["there is no layout for this model"]
     for tensor in (n for n in range(1, num_served + 1) if num_served % n == 0 and shape.num_heads % n == 0):
         merge(table, {"rollout": {"num_servers": num_served // tensor, "server_tensor_parallel": tensor}})
         run = resolve(load_tables({"": table}), hf_config)
-        present = make_plan(run)
-        if present.server is None or present.server.concurrency == 0:
-            problems = [v.message for v in memory_problems(run, present)]
+        plan = make_plan(run)
+        if plan.server is None or plan.server.concurrency == 0:
+            problems = [v.message for v in memory_problems(run, plan)]
             continue
-        better = suggest(run, present, count=1)
+        better = suggest(run, plan, count=1)
         if better:
+            plan = better[0].plan
             for path, value in map(parse_override, better[0].overrides):
                 merge(table, {path[0]: {path[1]: value}})
-        elif not present.fits:
-            problems = [v.message for v in memory_problems(run, present)]
+        elif not plan.fits:
+            problems = [v.message for v in memory_problems(run, plan)]
             continue
-        if hardware.gpu is None:
-            del table["cluster"]
-        return table
-    raise UserError(
-        f"{table['model']['path']} does not fit {hardware.num_gpus} x {hardware.gpu_name}: {'; '.join(problems)}"
-    )
+        of_step = step_balance(run.config, plan)
+        assert of_step is not None, "there are SGLang servers"
+        return _Layout(table, of_step.step_s)
+    raise UserError("; ".join(problems))

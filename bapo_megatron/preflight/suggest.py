@@ -21,7 +21,7 @@ from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.plan import ROOMY, Balance, RunPlan, make_plan, step_balance
 from bapo_megatron.resolved import Resolved
 
-_FASTER = 0.9  # share of a time: a smaller gain is within the estimate's error
+FASTER = 0.9  # share of a time: a smaller gain is within the estimate's error
 _LIGHTER = 0.97  # share of the present memory: a smaller gain is not worth a change
 _MIN_CHUNK_TOKENS = 64
 _MOST_NODES = 32
@@ -57,7 +57,7 @@ def suggest(run: Resolved, present: RunPlan, count: int = 3) -> list[Suggestion]
         present: the plan to improve on by a tenth; if it does not fit, any fitting layout counts.
     """
     found = []
-    limit_s = _FASTER * present.train.expected if present.fits else float("inf")
+    limit_s = FASTER * present.train.expected if present.fits else float("inf")
     for change in _layouts(run, run.config.parallel.size):
         if overrides := _overrides(run.config, change):
             changed = _with(run, change)
@@ -71,7 +71,7 @@ def suggest(run: Resolved, present: RunPlan, count: int = 3) -> list[Suggestion]
 
 def _order(time_s: float, fastest_s: float, plainness: tuple[float, ...]) -> tuple[Any, ...]:
     """Return a sort key: first the equally fast layouts from plain to odd, then the others by time."""
-    return (0, *plainness, time_s) if _FASTER * time_s <= fastest_s else (1, time_s)
+    return (0, *plainness, time_s) if FASTER * time_s <= fastest_s else (1, time_s)
 
 
 def _plainness(config: Config, plan: RunPlan) -> tuple[float, ...]:
@@ -210,7 +210,7 @@ def fitting_splits(run: Resolved, ranks: int, response_tokens: int | None = None
         if plan.trainer_fits:
             layouts.append((plan.train.expected, change))
     fastest_s = min((time_s for time_s, _ in layouts), default=0.0)
-    fast = [change for time_s, change in layouts if _FASTER * time_s <= fastest_s]
+    fast = [change for time_s, change in layouts if FASTER * time_s <= fastest_s]
     for layout, servers in itertools.product(fast, sizes):
         change = {**layout, "parallel": layout["parallel"] | {"num_ranks": ranks}, "rollout": servers}
         changed = _with(run, change)

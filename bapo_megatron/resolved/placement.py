@@ -21,10 +21,10 @@ class Device:
 class ServerPart:
     """What a server may take of each GPU that it shares with a trainer rank, in the units of SGLang's arguments.
 
-    Example: ServerPart(mem_fraction=0.912, kv_tokens=1_086_000, max_batch=256, prefill_tokens=8192)
+    Example: ServerPart(mem_fraction=0.985, kv_tokens=1_086_000, max_batch=256, prefill_tokens=8192)
     """
 
-    mem_fraction: float  # of what is free at its start once a trainer rank is there: weights and caches
+    mem_fraction: float  # of what is free at its start: the most for weights and caches
     kv_tokens: int  # in its key-value cache; bounds it also if more is free
     max_batch: int  # responses in the largest CUDA graph
     prefill_tokens: int  # of prompts in one forward pass
@@ -39,7 +39,7 @@ class NodeShare:
     servers: range  # their numbers in the run
     gpus: tuple[tuple[int, ...], ...]  # one tuple for each server
     host: str = LOOPBACK  # the address at which the servers listen
-    part: ServerPart | None = None  # of each GPU, if the servers share them with the trainer
+    part: ServerPart | None = None  # what a server may take of each GPU, if it shares them with the trainer
 
 
 @dataclass(frozen=True, slots=True)

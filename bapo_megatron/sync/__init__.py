@@ -3,16 +3,16 @@
 Start at `open_channel`.
 """
 
-from pathlib import Path
-from typing import Literal
+from __future__ import annotations
 
-from bapo_megatron.config.schema import SyncConfig
-from bapo_megatron.engines.base import PauseMode
-from bapo_megatron.engines.pool import EnginePool
-from bapo_megatron.engines.processes import own_address
-from bapo_megatron.sync.base import Channel, RankZeroChannel, Sender, Submit
-from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.sync.disk import DiskChannel
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # the checks of a configuration import sync.folder, and no torch
+    from bapo_megatron.config.schema import SyncConfig
+    from bapo_megatron.engines.base import PauseMode
+    from bapo_megatron.engines.pool import EnginePool
+    from bapo_megatron.sync.base import Channel, Sender, Submit
 
 
 def open_channel(
@@ -33,6 +33,11 @@ def open_channel(
         hf_path: for the disk channel: the policy's checkpoint folder, with config and tokenizer.
         pause_mode: see `Channel.pause_mode`.
     """
+    from bapo_megatron.engines.processes import own_address
+    from bapo_megatron.sync.base import RankZeroChannel
+    from bapo_megatron.sync.broadcast import BroadcastChannel
+    from bapo_megatron.sync.disk import DiskChannel
+
     sender: Sender | None = None
     if engines is not None:
         pool, submit = engines

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from bapo_megatron.runtime.files import explaining_os_errors
 
 MEMORY = Path("/dev/shm")
 _LOCK, _WEIGHTS = "lock", "weights"
+_PATIENCE_S = 10.0  # others hold the lock of an abandoned folder while they count or remove it
+_POLL_S = 0.1
 
 
 def weights_parent(config: Config) -> Path | None:
@@ -53,10 +56,7 @@ def kept_weights_folder(config: Config, run_dir: RunDir) -> Iterator[None]:
     folder = _own_folder(parent, run_dir)
     with explaining_os_errors(folder, "set sync.folder to a folder that you can write"):
         parent.mkdir(parents=True, exist_ok=True)
-        for path in _named_as_ours(parent):
-            with _locked(path) as is_abandoned:
-                if is_abandoned:
-                    _remove(path)
+        _remove_abandoned(parent)
         lock = _make(folder)
     if lock is None:
         raise UserError(f"{folder} is in use: another process trains this run on this machine")
@@ -67,47 +67,61 @@ def kept_weights_folder(config: Config, run_dir: RunDir) -> Iterator[None]:
         os.close(lock)
 
 
+def _remove_abandoned(parent: Path) -> None:
+    for folder in _named_as_ours(parent):
+        with _locked(folder) as is_abandoned:
+            if is_abandoned:
+                _remove(folder)
+
+
 def _make(folder: Path) -> int | None:
     """Make a folder and return the descriptor of its lock, which this process then holds; None if another one does."""
+    deadline = time.monotonic() + _PATIENCE_S
     while True:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        _check_owned(folder)
         try:
+            _check_owned(folder)
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:  # another launcher has just removed the folder as abandoned
             continue
         except BlockingIOError:
             os.close(lock)
-            return None
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), (folder / _LOCK).stat()):
-                return lock
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_S)
+            continue
+        if _is_present(lock, folder):
+            return lock
         os.close(lock)  # the folder was removed between opening and locking
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Yield whether the folder's launcher is gone; its lock is then held within the block."""
-    descriptor = None
+    lock, is_abandoned = None, False
     try:
         with contextlib.suppress(OSError, UserError):
             _check_owned(folder)
-            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if descriptor is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield descriptor is not None
-        except BlockingIOError:
-            yield False
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_abandoned = _is_present(lock, folder)  # otherwise it was removed, and perhaps made again
+        yield is_abandoned
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        if lock is not None:
+            os.close(lock)
+
+
+def _is_present(lock: int, folder: Path) -> bool:
+    """Return whether this is still the lock of the folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(lock), (folder / _LOCK).stat())
+    return False
 
 
 def free_bytes(parent: Path) -> int:
-    """Return the bytes that a run may write below `parent`: the free ones, and those of abandoned folders."""
+    """Return the bytes that a run may write below `parent`: free ones, and those that abandoned folders take."""
     free = shutil.disk_usage(next(path for path in (parent, *parent.parents) if path.is_dir())).free
     for folder in _named_as_ours(parent):
         with _locked(folder) as is_abandoned:

@@ -49,6 +49,13 @@ def test_the_best_split_is_a_file_that_check_accepts(tmp_path: Path, capsys: pyt
     assert file.read_bytes() == before
 
 
+def test_what_does_not_fit_a_shared_gpu_needs_more_than_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--best", *SMALL[:2], "clusters/1x8-h100-split"]) == 0
+    refused = re.findall(r"a trainer GPU would need (\S+) GiB of (\S+)\n", capsys.readouterr().out)
+    assert refused
+    assert all(float(need) > float(have) for need, have in refused)
+
+
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
@@ -218,14 +225,16 @@ def test_an_error_names_the_file_that_a_setting_is_from(tmp_path: Path, capsys: 
     servers=st.integers(1, 8),
     size=st.sampled_from([1, 2, 4, 8]),
     gpus=st.sampled_from([1, 2, 4, 8]),
+    placement=st.sampled_from(["separate", "split"]),
 )
-@settings(max_examples=60)
+@settings(max_examples=120)
 def test_a_placement_that_cannot_be_is_one_error_whose_remedies_work(
-    nodes: int, alone: int | None, ranks: int, servers: int, size: int, gpus: int
+    nodes: int, alone: int | None, ranks: int, servers: int, size: int, gpus: int, placement: str
 ) -> None:
     layout = [f"parallel.data={ranks // 2}", "parallel.tensor=2", "parallel.num_ranks=none"]
     layout += [f"rollout.num_servers={servers}", f"rollout.server_tensor_parallel={size}"]
     layout += [f"cluster.nodes={nodes}", f"cluster.gpus_per_node={gpus}"]
+    layout.append(f"rollout.placement={placement}")
     if alone is not None:
         layout.append(f"slurm.rollout_nodes={alone}")
     found = placement_errors(layout)

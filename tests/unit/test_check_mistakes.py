@@ -77,7 +77,9 @@ UPDATES = "train.num_steps train.minibatches_per_step train.epochs_per_step trai
 # Without a model's config.json, nothing can be compared with it; memory needs a possible layout.
 LAYOUT = "train.minibatches_per_step parallel.virtual_pipeline parallel.sequence slurm.rollout_nodes"
 BASE_RUN = resolve(load_config(BASE[:1], BASE[1:]), load_hf_config(demo_model_path()))
-MEMORY = reads(BASE_RUN, lambda run: fullest_rank(with_choices(run), int(gpu_memory_gib(run))), first=RANKS)
+MEMORY = reads(
+    BASE_RUN, lambda run: fullest_rank(with_choices(run), int(gpu_memory_gib(run.config.cluster) or 0)), first=RANKS
+)
 # fmt: off
 MISTAKES = (
     mistake("run.seed=-1", "run.seed"),
@@ -130,7 +132,8 @@ MISTAKES = (
     mistake("slurm.rollout_nodes=4", NODES),
     mistake('slurm.options=["--mem=0"]', "slurm.options cluster.gpu cluster.nodes"),
     mistake("sync.timeout_s=500", " ".join(("sync.timeout_s", "parallel.timeout_s", *RANKS))),
-    mistake("sync.channel=disk sync.bucket_mib=8", "sync.bucket_mib sync.channel"),
+    mistake("sync.channel=disk sync.bucket_mib=8", "sync.bucket_mib sync.channel rollout.placement"),
+    mistake("sync.folder=/nope", "sync.folder sync.channel rollout.placement", not_with="sync.bucket_mib"),
     mistake('eval.sets=[{name="held",path="/nope"}]', "eval.sets.held.path eval.sets.held.source"),
     mistake("eval.num_prompts=3", "eval.num_prompts eval.sets"),
     mistake("checkpoint.interval_steps=none checkpoint.keep_last=5", "checkpoint.keep_last checkpoint.interval_steps"),

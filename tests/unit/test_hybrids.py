@@ -201,7 +201,7 @@ def test_a_server_divides_its_memory_between_states_and_keys() -> None:
     rollout = {"max_response_tokens": 1000, "max_concurrent_requests": 1000, "prompts_per_step": 1000}
     many = {"model": {"dtype": "bfloat16"}, "data": {"max_prompt_tokens": 1000}, "rollout": rollout}
     by_states = server_memory(shaped(Config.model_validate(many), shape), 80)
-    assert by_states.concurrency == by_states.state_cache // (5 * by_states.state_bytes) < by_states.kv_tokens // 2000
+    assert by_states.concurrency == by_states.num_states // 5 < by_states.kv_tokens // 2000
     few_states = many | {"sglang": {"extra": {"mamba_full_memory_ratio": 9.0}}}
     by_tokens = server_memory(shaped(Config.model_validate(few_states), shape), 80)
     assert by_tokens.concurrency == by_tokens.kv_tokens // 2000

@@ -96,7 +96,7 @@ def test_each_step_has_the_pins_and_what_is_compiled_sees_the_installed_torch(ma
         r"--no-build-isolation --no-deps apex @ git\+https://github.com/NVIDIA/apex@[0-9a-f]{40}", apex[1]
     )
     assert wheel == ("", "setuptools wheel")
-    assert checkout == ("", f"--no-build-isolation --editable {ROOT}[train,parquet] nvidia-ml-py")
+    assert checkout == ("", f"--no-build-isolation --editable {ROOT}[train,parquet,datasets] nvidia-ml-py")
 
 
 @pytest.mark.parametrize(("step", "number"), [("packages", 1), ("compiled", 3), ("checkout", 2)])

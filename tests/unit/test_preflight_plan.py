@@ -24,7 +24,7 @@ from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.slurm import check_placement
 from bapo_megatron.preflight.explain import outline
 from bapo_megatron.preflight.known_models import KNOWN_MODELS
-from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused, make_plan, step_balance
+from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused, make_plan, planned, step_balance
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
 from bapo_megatron.preflight.work import decode_seconds
 from bapo_megatron.resolved import resolve
@@ -484,6 +484,20 @@ def test_each_side_waits_for_the_other_or_the_slower_one() -> None:
         assert (found.mode, found.step_s) == (mode, busy_s + plan.sync.expected)
         assert found.trainer_idle == pytest.approx(1 - train_s / found.step_s)
         assert found.servers_idle == pytest.approx(1 - rollout_s / found.step_s)
+
+
+def test_on_shared_gpus_the_sides_take_each_others_time() -> None:
+    files = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100-split"]
+    for overrides, mode in (((), "synchronous"), (OVERLAPPED, "overlapped")):
+        run = planned(load_config(files, overrides))
+        plan = make_plan(run)
+        found = step_balance(run.config, plan)
+        assert found is not None
+        assert plan.rollout is not None
+        assert (found.mode, found.step_s) == (
+            mode,
+            plan.train.expected + plan.rollout.expected + plan.sync.expected,
+        )
 
 
 NAMES = {

@@ -80,8 +80,13 @@ def dealt(placed: Placement, gpus_per_node: int | None) -> None:
         assert len({device.node for device in devices}) == 1, "a server is on one machine"
         assert [device.gpu for device in devices] == list(range(devices[0].gpu, devices[0].gpu + len(devices)))
     if placed.servers_use_gpus:
-        taken = Counter([*ranks, *(device for devices in servers for device in devices)])
-        assert set(taken.values()) == {1}, "nobody shares a GPU"
+        sides = Counter(ranks), Counter(device for devices in servers for device in devices)
+        assert {1}.issuperset(count for side in sides for count in side.values())
+        taken = sides[0] + sides[1]
+        if placed.shares_gpus:
+            assert min(sides, key=len).keys() <= max(sides, key=len).keys()
+        else:
+            assert set(taken.values()) == {1}, "nobody shares a GPU"
         assert len(taken) == placed.num_gpus
         assert max(Counter(device.node for device in taken).values()) == placed.gpus_per_node
         if gpus_per_node is not None:
@@ -122,6 +127,8 @@ def sums(config: Config, starts: bool, on_gpus: bool) -> tuple[int, int, int, in
     servers = r.num_servers if starts else 0
     on_servers = servers * r.server_tensor_parallel if on_gpus else 0
     alone = 0
+    if config.shares_gpus:
+        return max(ranks, on_servers), nodes, nodes if servers else 0, servers // nodes, 0
     if nodes > 1 and config.slurm.rollout_nodes is not None:
         alone = config.slurm.rollout_nodes
     elif nodes > 1 and config.cluster.gpu is not None and on_servers % config.cluster.gpus_per_node == 0:
@@ -139,11 +146,12 @@ def sums(config: Config, starts: bool, on_gpus: bool) -> tuple[int, int, int, in
     st.integers(0, 6),
     st.sampled_from((1, 2, 3)),
     st.booleans(),
+    st.booleans(),
 )
 def test_every_even_placement_deals_each_device_once(
-    nodes: int, alone: int, ranks: int, servers: int, width: int, on_gpus: bool
+    nodes: int, alone: int, ranks: int, servers: int, width: int, on_gpus: bool, shared: bool
 ) -> None:
-    alone = min(alone, nodes - 1) if servers else 0
+    alone = min(alone, nodes - 1) if servers and not shared else 0
     placed = Placement(
         num_nodes=nodes,
         engine_nodes=alone,
@@ -151,6 +159,7 @@ def test_every_even_placement_deals_each_device_once(
         num_servers=servers * (alone or nodes),
         gpus_per_server=width,
         servers_use_gpus=on_gpus,
+        shares_gpus=shared,
     )
     assert placed.is_even
     dealt(placed, None)

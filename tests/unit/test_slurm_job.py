@@ -188,10 +188,12 @@ def test_few_cpus_are_told_before_submission(settings: tuple[str, ...], said: st
 
 def test_shipped_clusters_ask_for_whole_nodes() -> None:
     clusters = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.toml"))
-    assert len(clusters) >= 6
-    for cluster in clusters:
-        config = load_config([cluster], [])
-        assert {"--exclusive", "--mem=0"} <= {*config.slurm.options}, cluster
+    configs = {cluster: load_config([cluster], []) for cluster in clusters}
+    nodes = {cluster: config for cluster, config in configs.items() if config.cluster.gpus_per_node > 1}
+    assert len(nodes) >= 6
+    for cluster, config in configs.items():
+        whole = {"--exclusive", "--mem=0"} <= {*config.slurm.options}
+        assert whole == (cluster in nodes), "a single card asks for a part of its node"
         assert list(check_shares(config)) == []
 
 

@@ -11,13 +11,18 @@ import pytest
 
 from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
-from bapo_megatron.config.load import load_config
+from bapo_megatron.config.load import load_config, load_tables
+from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
-from bapo_megatron.machine.gpus import GPUS
+from bapo_megatron.machine.gpus import FULL, GIB, GPUS
+from bapo_megatron.machine.shared_gpu import shared_gpu
 from bapo_megatron.preflight import starter
 from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.known_models import KNOWN_MODELS
+from bapo_megatron.preflight.plan import make_plan, planned, step_balance, with_choices
 from bapo_megatron.preflight.starter import Hardware, write_config
+from bapo_megatron.preflight.suggest import FASTER
+from bapo_megatron.resolved import resolve
 from tests.distributed import HANG_S
 
 CPU = Hardware(0, "", 0.0, 64.0)
@@ -119,10 +124,9 @@ def test_layouts_fit_the_gpus(
 ) -> None:
     here = machine(count, kind, gib)
     config = load_config([write_config(model(name), data, tmp_path / "new.toml", here).file])
-    served = config.rollout.num_servers * config.rollout.server_tensor_parallel
-    assert served == count // 2
-    p = config.parallel
-    assert p.tensor * p.pipeline * p.context * p.data == count - served
+    run = resolve(config)
+    assert run.placement.num_gpus == count
+    assert config.parallel.size == run.placement.num_server_gpus == count, "all GPUs train and serve"
     assert config.rollout.engine == "sglang"
     assert config.model.dtype == "bfloat16"
     assert config.cluster.gpu == here.gpu
@@ -131,6 +135,118 @@ def test_layouts_fit_the_gpus(
         assert not [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]
     else:
         assert config.train.recompute is not None, "no plan decides later"
+
+
+def written_for(hardware: Hardware, model: str, data: Path, *settings: str) -> tuple[Config, str]:
+    """Return the configuration, and what it says of the GPUs: in the file and on the terminal."""
+    written = write_config(model, data, data.with_name("new.toml"), hardware, settings)
+    text = written.file.read_text()
+    written.file.unlink()
+    (line,) = [line for line in text.splitlines() if line.startswith("# GPUs: ")]
+    assert f"\nGPUs     {line.removeprefix('# GPUs: ').removesuffix('.')}" in str(written)
+    config = load_tables({"": tomllib.loads(text)})
+    errors = [v.message for v in violations_of(config, elsewhere=True) if v.severity == "error"]
+    assert not errors or hardware.gpu is None, errors  # without a cluster the check is for this machine
+    return config, written.gpus
+
+
+def test_of_several_gpus_the_faster_placement_is_written(data: Path, model: Any) -> None:
+    here, folder = machine(8), model("Qwen2.5-Math-7B")
+    config, use = written_for(here, folder, data)
+    told = re.fullmatch(
+        r"trainer and servers share all of them, with an expected step of (\d+) s; 4 \+ 4 GPUs take (\d+) s", use
+    )
+    assert told is not None
+    assert float(told[1]) < FASTER * float(told[2])
+    assert config.rollout.placement == "split"
+    halves, use = written_for(here, folder, data, "rollout.placement=separate")
+    assert use == f"4 + 4 for trainer and servers, with an expected step of {told[2]} s"
+    assert halves.parallel.size == resolve(halves).placement.num_server_gpus == 4
+    for one, step_s in ((config, told[1]), (halves, told[2])):
+        run = planned(one)
+        of_step = step_balance(one, make_plan(run))
+        assert of_step is not None
+        assert round(of_step.step_s) == int(step_s)
+
+
+def test_of_equally_fast_placements_the_separate_one_is_written(data: Path, model: Any) -> None:
+    """Overlapped, trainer and servers with GPUs of their own work at the same time."""
+    settings = ["rollout.overlap=true", "rollout.max_staleness=4", "loss.name=grpo"]
+    config, use = written_for(machine(2), model("Qwen2.5-0.5B-Instruct"), data, *settings)
+    assert config.rollout.placement == "separate"
+    told = re.fullmatch(
+        r"1 \+ 1 for trainer and servers, with an expected step of (.*) s; shared ones take (.*) s", use
+    )
+    assert told is not None
+    assert FASTER * float(told[1]) <= float(told[2])
+
+
+def test_a_placement_that_does_not_fit_is_named(data: Path, model: Any) -> None:
+    _, use = written_for(machine(8, "NVIDIA B200", 178.0), model("DeepSeek-R1-Distill-Qwen-32B"), data)
+    assert use.endswith("; 4 + 4 GPUs do not fit")
+    cards = machine(8, "NVIDIA GeForce RTX 4090", 23.5)
+    config, use = written_for(cards, folder := model("OctoThinker-3B-Long-Zero"), data)
+    assert use.endswith("; shared ones do not fit")
+    assert config.rollout.placement == "separate"
+    with pytest.raises(UserError, match=r'does not fit 8 x .* 4090: no layout fits with rollout.placement="split"$'):
+        written_for(cards, folder, data, "rollout.placement=split")
+
+
+def test_a_step_that_is_too_short_to_plan_decides_nothing(data: Path) -> None:
+    config, use = written_for(machine(2), "demo", data)
+    assert (config.rollout.placement, use) == ("separate", "1 + 1 for trainer and servers")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "gib", "chunk"),
+    [
+        ("Qwen2.5-1.5B-Instruct", "NVIDIA H100 80GB HBM3", 79.1, None),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA GeForce RTX 4090", 23.5, 512),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA L4", 22.0, 512),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA A100-SXM4-40GB", 39.4, None),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA L40", 44.4, None),
+    ],
+)
+def test_trainer_and_server_share_one_gpu(
+    data: Path, model: Any, name: str, kind: str, gib: float, chunk: int | None
+) -> None:
+    here = machine(1, kind, gib)
+    config, use = written_for(here, folder := model(name), data)
+    assert (config.rollout.engine, config.rollout.placement) == ("sglang", "split")
+    assert (config.parallel.size, config.rollout.num_servers, config.model.dtype) == (1, 1, "bfloat16")
+    assert config.cluster.gpu == here.gpu
+    assert config.train.logprob_chunk_tokens == chunk, "smaller chunks where the server holds more responses then"
+    run = planned(config)
+    shared = shared_gpu(with_choices(run) if here.gpu else run, gib)
+    assert shared.fits
+    needs = f"{shared.trainer.total / GIB:.1f} and {shared.server_bytes / GIB:.1f} of {FULL * gib:.1f} GiB"
+    assert here.gpu is None or use == f"trainer and server share it, and need {needs}"
+    apart, use = written_for(machine(1, kind, gib), folder, data, "rollout.placement=separate")
+    assert (apart.rollout.engine, use) == ("embedded", "the trainer has it")
+
+
+def test_a_gpu_that_does_not_hold_both_is_the_trainers(data: Path, model: Any) -> None:
+    here = machine(1, "NVIDIA L40S", 44.4)
+    config, use = written_for(here, folder := model("Qwen2.5-1.5B-Instruct"), data)
+    assert (config.rollout.engine, config.rollout.placement, config.cluster.gpu) == ("embedded", "separate", None)
+    assert re.match(
+        r"the trainer has it, and the engine samples on CPUs, which is slow; "
+        r'rollout.placement="split": a trainer rank and a server need .* GiB of each GPU, and 95% of its 44.4 is 42.2',
+        use,
+    )
+    with pytest.raises(UserError, match=r"a trainer rank and a server need .*; use a model of at most about 1\."):
+        written_for(here, folder, data, "rollout.placement=split")
+
+
+def test_a_gpu_that_does_not_hold_the_trainer_is_refused(data: Path, model: Any) -> None:
+    here = machine(1, "NVIDIA GeForce RTX 4090", 23.5)
+    with pytest.raises(
+        UserError,
+        match=r"does not fit 1 x NVIDIA GeForce RTX 4090: the trainer alone needs .* GiB, and 95% of the GPU is 22.3 "
+        r'GiB; use a smaller model, or more GPUs; rollout.placement="split": a trainer rank and a server need',
+    ):
+        written_for(here, model("Qwen2.5-Math-7B"), data)
+    assert not data.with_name("new.toml").exists()
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, data: Path, model: Any) -> None:

@@ -210,7 +210,7 @@ IDLE = (
     Idle(
         "rollout.placement",
         "rollout.engine",
-        lambda _, engine: engine.specs is not None,
+        lambda _, engine: engine.samples,  # attached servers are an error: checks/placement.py
         'an engine that the run starts, such as rollout.engine="sglang"',
     ),
     Idle(

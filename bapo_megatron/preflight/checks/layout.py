@@ -57,6 +57,8 @@ def check_layout(config: Config) -> Iterator[Violation]:
 def check_gpu_count(run: Resolved, num_gpus: int, *, starts_here: bool = False) -> Iterator[Violation]:
     """Check the number of GPUs: each rank and server needs its own, unless NCCL lets them share (runtime/nccl.py).
 
+    With `rollout.placement = "split"`, each rank has a GPU, and each server has its own: the plan knows one of each.
+
     Args:
         num_gpus: GPUs that the run may use; 0 means a run on CPUs.
         starts_here: whether they are this machine's, whose processes may share them.
@@ -69,7 +71,8 @@ def check_gpu_count(run: Resolved, num_gpus: int, *, starts_here: bool = False) 
         if starts_here and num_gpus:
             yield from _check_attached(run, num_gpus)
         return
-    if starts_here and may_share_gpus() and (not on_servers or r.server_tensor_parallel <= num_gpus):
+    may_share = may_share_gpus() and not placement.shares_gpus
+    if starts_here and may_share and (not on_servers or r.server_tensor_parallel <= num_gpus):
         if problem := sharing_problem():
             yield Violation(
                 (*RANKS, "rollout.num_servers"),

@@ -95,8 +95,8 @@ def check_servers(run: Resolved) -> Iterator[Violation]:
                 f'rollout.urls: "{url}" is not the URL of a server',
                 'write it like "http://127.0.0.1:30000"',
             )
-    share = config.sglang.extra.get("mem_fraction_static")
-    if share not in (None, False) and not (type(share) in (int, float) and 0 < share < 1):
+    share = None if config.shares_gpus else config.sglang.extra.get("mem_fraction_static")  # else check_sharing tells
+    if share is not None and share is not False and not (type(share) in (int, float) and 0 < share < 1):
         yield Violation(
             ("sglang.extra.mem_fraction_static",),
             f"sglang.extra.mem_fraction_static={share!r} is not a share of a GPU's memory, for weights and KV cache",

@@ -46,7 +46,7 @@ def check_nodes(run: Resolved) -> Iterator[Violation]:
     """Check that trainer ranks and engines spread evenly over the nodes. It finds one problem at most."""
     config, placement = run.config, run.placement
     nodes, ranks, servers = placement.num_nodes, placement.num_ranks, placement.num_servers
-    alone = config.slurm.rollout_nodes or placement.engine_nodes
+    alone = 0 if placement.shares_gpus else config.slurm.rollout_nodes or placement.engine_nodes
     if alone >= nodes:
         yield Violation(
             _NODES,
