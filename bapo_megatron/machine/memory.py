@@ -85,7 +85,8 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
     critic = 0
     if not run.config.advantage.compares_responses:
-        values = run.shape.with_value_head()
+        assert run.model is not None
+        values = run.model.shape.with_value_head()  # a critic has no adapters
         of_critic = rank_parameters(values, p, stage, is_trained)
         critic = rank_parameters(values, p, stage).total * item
         critic += of_critic.total * MASTER_BYTES + of_critic.owned(run.config) * state
