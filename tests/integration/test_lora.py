@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -34,6 +33,7 @@ from tests.integration.learner_reference import (
 )
 from tests.integration.test_learner import make_config, make_minibatch
 
+peft = pytest.importorskip("peft", reason="needs the extra dev")
 ADAPTERS = Adapters(4, 8.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 SOME = Adapters(3, 5.0, ("q_proj", "v_proj", "down_proj"))
 CASES = {"qwen2": ADAPTERS, "qwen3": SOME, "llama_biases": ADAPTERS}
