@@ -98,6 +98,7 @@ DEV_TOOLS = [
     "pre-commit",
     "openai",
     "playwright",  # drives the installed Chromium
+    "peft",  # what LoRA is compared with
 ]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]  # scripts/docs.sh
 MONITOR = {

@@ -159,7 +159,7 @@ def _opened(
         if f"{digest_of(weights, base_tensors(shape)):032x}" != held["digest"]:
             raise CheckpointError(
                 f"{folder} holds adapters of other weights than those in {weights.path}: name the folder with the same "
-                "weights with --base"
+                "weights with bapo convert --base"
             )
         kept = index.tensors[WEIGHT]
 
@@ -178,7 +178,8 @@ def _base_folder(index: Index, base: Path | None) -> Path:
     folder = base or Path(index.facts["base"]["path"])
     if not folder.is_dir():
         raise CheckpointError(
-            f"{index.folder} holds adapters of the model in {folder}, which is not there: name its folder with --base"
+            f"{index.folder} holds adapters of the model in {folder}, which is not there: name its folder with "
+            "bapo convert --base"
         )
     return folder
 

@@ -788,6 +788,12 @@ def seconds_of(time_limit: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+def _in_order(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    if not targets:
+        raise ValueError("must name at least one linear layer")
+    return tuple(one for one in TARGETS if one in targets)
+
+
 class LoraConfig(Section):
     """LoRA: adapters on the linear layers are trained, the model's own weights stay (docs/lora.md)."""
 
@@ -795,7 +801,7 @@ class LoraConfig(Section):
     """Rank of the adapters, such as 16. Unset: all weights are trained."""
     alpha: Positive = 32.0
     """An adapter's output is multiplied by alpha / rank."""
-    targets: tuple[Target, ...] = Field(TARGETS, min_length=1)
+    targets: Annotated[tuple[Target, ...], AfterValidator(_in_order)] = TARGETS
     """Linear layers with adapters, by PEFT's names."""
     init_from: PathText | None = None
     """A PEFT folder with adapters to start from. Unset: A is random and B zero, so that the model starts as it is."""

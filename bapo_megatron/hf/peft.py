@@ -10,71 +10,18 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.adapters import PEFT_PREFIX, TARGETS, Adapters
-from bapo_megatron.hf.reader import check_finite, list_some
+from bapo_megatron.hf.adapters import PEFT_PREFIX, Adapters
+from bapo_megatron.hf.peft_config import CONFIG
+from bapo_megatron.hf.reader import EVERYTHING, FLOATS, check_finite, list_some
 from bapo_megatron.hf.shape import ModelShape, entries, tensors_of
 from bapo_megatron.hf.writer import save_tensors, write_durably
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PLAIN: dict[str, tuple[Any, ...]] = {  # the values of options with which an adapter is alpha / rank * B A
-    "bias": ("none",),
-    "use_dora": (False,),
-    "use_rslora": (False,),
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layers_to_transform": (None,),
-    "layer_replication": (None,),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None,),
-    "exclude_modules": (None, []),
-    "alora_invocation_tokens": (None,),
-    "use_qalora": (False,),
-    "use_bdlora": (None,),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "velora_config": (None,),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the model's own weights
-}
-
-
-def read_adapters(folder: Path) -> Adapters:
-    """Read rank, alpha and targets of a PEFT folder.
-
-    Raises:
-        CheckpointError: it is no folder with LoRA's adapters, or has an option that changes the computation.
-    """
-    file = folder / CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror or error}; is {folder} a PEFT folder?") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise CheckpointError(f"{file}: peft_type is {kind!r}, and only LORA is supported")
-    for name, plain in _PLAIN.items():
-        if (value := config.get(name, plain[0])) not in plain:
-            raise CheckpointError(f"{file}: {name}={json.dumps(value)} is not supported, only {json.dumps(plain[0])}")
-    rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and alpha > 0):
-        raise CheckpointError(f"{file}: r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)} must be above 0")
-    if targets == "all-linear":
-        targets = list(TARGETS)
-    if not isinstance(targets, list) or not targets or not set(targets) <= set(TARGETS):
-        problem = f"{file}: target_modules={json.dumps(targets)} is not supported"
-        raise CheckpointError(f"{problem}; it must be a list with some of {', '.join(TARGETS)}")
-    return Adapters(rank, float(alpha), tuple(name for name in TARGETS if name in targets))
+WEIGHTS = "adapter_model.safetensors"
 
 
 class PeftReader:
@@ -100,10 +47,11 @@ class PeftReader:
         self._handle = None  # closes the file: safetensors has no close()
 
     def check(self, shape: ModelShape) -> None:
-        """Compare names and shapes with those of a model with adapters. Raises CheckpointError, which lists them."""
+        """Check names and shapes against a model with adapters. Raises CheckpointError, which lists the differences."""
         assert self._handle is not None
         wanted = {PEFT_PREFIX + name: size for name, size in adapter_tensors(shape).items()}
-        held = {name: tuple(self._handle.get_slice(name).get_shape()) for name in self._handle.keys()}  # noqa: SIM118
+        slices = {name: self._handle.get_slice(name) for name in self._handle.keys()}  # noqa: SIM118
+        held = {name: tuple(one.get_shape()) for name, one in slices.items()}
         complaints = {
             "missing": [name for name in wanted if name not in held],
             "unexpected": [name for name in held if name not in wanted],
@@ -112,13 +60,20 @@ class PeftReader:
                 for name, size in wanted.items()
                 if held.get(name, size) != size
             ],
+            "of a type that is not supported": [
+                f"{name} is {one.get_dtype()}" for name, one in slices.items() if one.get_dtype() not in FLOATS
+            ],
         }
         if found := [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]:
             raise CheckpointError(f"adapters in {self._file} do not fit the model; " + "; ".join(found))
 
-    def __call__(self, name: str, index: tuple[slice, ...]) -> Tensor:
+    def __call__(self, name: str, index: tuple[slice, ...] = EVERYTHING) -> Tensor:
+        """Read one tensor, or a slice of it. Raises CheckpointError if it holds nan or infinity, or is torn."""
         assert self._handle is not None
-        tensor = self._handle.get_slice(PEFT_PREFIX + name)[index]
+        try:
+            tensor = self._handle.get_slice(PEFT_PREFIX + name)[index]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {name} of {self._file}: {error}") from error
         check_finite(tensor, f"{name} in {self._file}")
         return tensor
 

@@ -20,7 +20,7 @@ from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {"F64", "F32", "F16", "BF16"}
+FLOATS = {"F64", "F32", "F16", "BF16"}
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # a buffer in old checkpoints
 EVERYTHING = (slice(None),)
 
@@ -119,7 +119,7 @@ class HFReader:
             "of a type that is not supported": [
                 f"{named(name)} is {slices[name].get_dtype()}"
                 for name in wanted
-                if name in slices and slices[name].get_dtype() not in _DTYPES
+                if name in slices and slices[name].get_dtype() not in FLOATS
             ],
         }
         found = [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]

@@ -10,7 +10,7 @@ from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.facts import ModelFacts
-from bapo_megatron.hf.peft import read_adapters
+from bapo_megatron.hf.peft_config import read_adapters
 from bapo_megatron.hf.shape import LayerShape, ModelShape, layer_entries, runs
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import Machine, check_linear_attention
@@ -35,6 +35,7 @@ _OF_LAYOUT = {
     "expert_model_parallel_size": "parallel.expert",
     "expert_tensor_parallel_size": "parallel.expert",
 }
+OTHER_ADAPTERS = "set lora.init_from to another PEFT folder, or leave it out"
 OWN_FIELDS = dict.fromkeys(_OF_MODEL.split(), "the config.json of model.path") | _OF_LAYOUT
 """Fields of Megatron's TransformerConfig that follow from model and layout, and where to set them instead."""
 
@@ -93,7 +94,7 @@ def check_split(config: Config, model: ModelFacts, setting: str) -> Iterator[Vio
 
 
 def check_adapters(config: Config, model: ModelFacts) -> Iterator[Violation]:
-    """Check that the model can have the adapters of `[lora]`, and that those of `lora.init_from` are the same."""
+    """Check that the model can have the adapters of `[lora]`."""
     adapters = config.lora.adapters
     if adapters is None or model.problems:
         return
@@ -120,8 +121,6 @@ def check_adapters(config: Config, model: ModelFacts) -> Iterator[Violation]:
             "precision.fp8_params=true keeps weights in FP8, and lora.rank adds adapters to weights as they are",
             "set precision.fp8_params=false",
         )
-    if config.lora.init_from is not None:
-        yield from _of_init_from(config.lora.init_from, adapters)
 
 
 def _sizes_with_adapters(shape: ModelShape, layer: LayerShape, adapters: Adapters) -> Iterator[tuple[int, ...]]:
@@ -132,15 +131,19 @@ def _sizes_with_adapters(shape: ModelShape, layer: LayerShape, adapters: Adapter
                 yield size
 
 
-def _of_init_from(folder: str, adapters: Adapters) -> Iterator[Violation]:
+def check_init_from(config: Config) -> Iterator[Violation]:
+    """Check that `lora.init_from` has the adapters of `[lora]`."""
+    adapters, folder = config.lora.adapters, config.lora.init_from
+    if adapters is None or folder is None:
+        return
     try:
         found = read_adapters(Path(folder).expanduser())
     except CheckpointError as error:
-        yield Violation(("lora.init_from",), str(error), "set lora.init_from to another PEFT folder, or leave it out")
+        yield Violation(("lora.init_from",), str(error), OTHER_ADAPTERS)
         return
     for name in ("rank", "alpha", "targets"):
         here, there = getattr(adapters, name), getattr(found, name)
-        if (set(here) != set(there)) if name == "targets" else here != there:
+        if here != there:
             shown = json.dumps(there)
             yield Violation(
                 (f"lora.{name}", "lora.init_from"),

@@ -28,7 +28,7 @@ from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.errors import UserError
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
-from bapo_megatron.learner.fit import check_adapters, check_extra, check_replay, check_split
+from bapo_megatron.learner.fit import check_adapters, check_extra, check_init_from, check_replay, check_split
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.parallel import start_processes
 from bapo_megatron.learner.policy import PolicyModel
@@ -61,7 +61,7 @@ class MegatronLearner(TrainedModel):
         config, model = run.config, run.model
         assert model is not None, "a learner begins with a model"
         fits = (check_split(config, model, "model.path"), check_replay(config, model), check_adapters(config, model))
-        refuse([*check_extra(config), *chain(*fits)])
+        refuse([*check_extra(config), *chain(*fits), *check_init_from(config)])
         check_machine(config, run.shape, this_machine())
         apply_cpu_compat()
         apply_engine_compat()

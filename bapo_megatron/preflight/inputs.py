@@ -21,6 +21,7 @@ from bapo_megatron.config.dotted import REWARD
 from bapo_megatron.config.schema import Config, EnvironmentConfig, MixedSource, SourceConfig
 from bapo_megatron.engines.key import read_key
 from bapo_megatron.errors import CheckpointError, UserError, closest, did_you_mean, in_one_line, plural
+from bapo_megatron.learner.fit import OTHER_ADAPTERS, check_adapters, check_init_from
 from bapo_megatron.prompts import build_source
 from bapo_megatron.prompts.base import PromptSource, Question
 from bapo_megatron.prompts.jsonl import RowSource
@@ -66,7 +67,7 @@ def read_inputs(run: Resolved, model: Path | None, memory: Findings, *, here: bo
         found += memory[key]
     else:
         found += _recording(run, model, here)
-    return [*found, *_key(run, here), *_passed_on(run)]
+    return [*found, *_key(run, here), *_initial_adapters(run, here), *_passed_on(run)]
 
 
 def _key(run: Resolved, here: bool) -> Iterator[Violation]:
@@ -82,6 +83,31 @@ def _key(run: Resolved, here: bool) -> Iterator[Violation]:
         read_key(path)
     except UserError as error:
         yield Violation(("rollout.api_key",), str(error))
+
+
+def _initial_adapters(run: Resolved, here: bool) -> Iterator[Violation]:
+    """Read the adapters that the run begins with."""
+    config, model, folder = run.config, run.model, run.config.lora.init_from
+    if config.lora.rank is None or folder is None or model is None or model.problems:
+        return
+    path = Path(folder).expanduser()
+    if not here and not path.exists():
+        problem = f"lora.init_from={folder} is not on this machine, and was not read"
+        yield warning(("lora.init_from",), problem, "the run needs it")
+        return
+    found = [*check_init_from(config)]
+    yield from found
+    if found or any(check_adapters(config, model)):
+        return
+    from bapo_megatron.hf.peft import PeftReader, adapter_tensors  # it needs torch
+
+    try:
+        with PeftReader(path) as read:
+            read.check(run.shape)
+            for name in adapter_tensors(run.shape):
+                read(name)
+    except CheckpointError as error:
+        yield Violation(("lora.init_from",), str(error), OTHER_ADAPTERS)
 
 
 def _prompts_and_judge(run: Resolved, model: Path | None, here: bool) -> Iterator[Violation]:

@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from bapo_megatron.config.schema_loss import ClipBoundConfig
+from bapo_megatron.hf.adapters import PEFT_PREFIX, TARGETS, Adapters
+from bapo_megatron.hf.peft import WEIGHTS, adapter_tensors, write_peft
+from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.types import Batch, ClipBounds
 
 BOUNDS = ClipBounds(low=0.8, high=1.3, positive_share=0.5, saturated=False, num_moves=0)
+ADAPTERS = Adapters(4, 8.0, TARGETS)
 VOCAB_SIZE = 33  # odd: tensor parallelism has to pad it
 TEMPERATURE = 0.8
 LR, ADAM_EPS = 3e-3, 1e-3
@@ -82,6 +87,26 @@ def save_random_model(family: str, folder: Path) -> None:
                 scale = 1.5 if "embed" in name else 0.25
             parameter.copy_(centre + scale * noise)
     model.save_pretrained(folder)
+
+
+def save_adapters(model: Path, adapters: Adapters, folder: Path) -> None:
+    """Save random adapters, B too, so that every gradient is other than zero."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(3)
+    tensors = adapter_tensors(model_shape(load_hf_config(model)).with_adapters(adapters))
+    named = [(name, 0.1 * torch.randn(size, generator=generator)) for name, size in tensors.items()]
+    write_peft(folder, named, adapters, str(model))
+
+
+def merged_float64(model: Path, adapters: Path, sizes: Adapters) -> dict[str, Tensor]:
+    """Return W + alpha / rank * B A."""
+    weights = {name: weight.double() for name, weight in load_file(model / "model.safetensors").items()}
+    saved = load_file(adapters / WEIGHTS)
+    for name in weights:
+        a, b = (saved.get(f"{PEFT_PREFIX}{name.removesuffix('weight')}lora_{one}.weight") for one in "AB")
+        if a is not None and b is not None:
+            weights[name] += sizes.scale * b.double() @ a.double()
+    return weights
 
 
 def load_float64(folder: Path) -> torch.nn.Module:

@@ -125,21 +125,27 @@ def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Pa
                 assert all(entry == expected[number] for entry in entries), f"{run.name}, {key} {number}"
 
 
-@pytest.mark.slow
-def test_experts_that_ranks_share_out_are_repeated_bit_for_bit(tmp_path: Path) -> None:
-    def new_engine(folder: Path) -> Engine:
-        return Engine(folder, "--model-path", str(shipped_model_path("moe")))
+EXPERTS = ("model.path=moe", "parallel.tensor=1", "parallel.data=2", "parallel.expert=2")
 
-    shared_out = ("model.path=moe", "parallel.tensor=1", "parallel.data=2", "parallel.expert=2", "train.num_steps=4")
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "settings", "seed"), [("moe", EXPERTS, 86), ("demo", ("lora.rank=8",), 52)])
+def test_experts_that_ranks_share_out_and_adapters_are_repeated_bit_for_bit(
+    tmp_path: Path, model: str, settings: tuple[str, ...], seed: int
+) -> None:
+    def new_engine(folder: Path) -> Engine:
+        return Engine(folder, "--model-path", str(shipped_model_path(model)))
+
+    settings = (*settings, "train.num_steps=4")
     engine = new_engine(tmp_path / "engine")
     try:
-        with Attempt(small_run(tmp_path, "alone", *shared_out), engine) as attempt:
+        with Attempt(small_run(tmp_path, "alone", *settings), engine) as attempt:
             attempt.finish()
     finally:
         engine.kill()
     alone, step_s = attempt.run_dir, longest_step_s(attempt.run_dir)
     killed = tmp_path / "killed"
-    for run in kill_and_resume(killed, shared_out, num_kills=3, seed=86, step_s=step_s, new_engine=new_engine):
+    for run in kill_and_resume(killed, settings, num_kills=3, seed=seed, step_s=step_s, new_engine=new_engine):
         assert_same(run, alone, 4)
 
 

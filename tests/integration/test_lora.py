@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -16,25 +15,29 @@ from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, read_index
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig, Config
 from bapo_megatron.convert import convert
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, UserError
 from bapo_megatron.hf.adapters import PEFT_PREFIX, Adapters
 from bapo_megatron.hf.facts import ModelFacts
-from bapo_megatron.hf.peft import WEIGHTS, adapter_tensors, write_peft
+from bapo_megatron.hf.peft import adapter_tensors
 from bapo_megatron.hf.shape import load_hf_config, model_shape
+from bapo_megatron.learner.lora import adapters_of
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.reference import OwnReference
 from bapo_megatron.resolved import Resolved, resolve
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
+    ADAPTERS,
     BOUNDS,
     load_float64,
+    merged_float64,
     random_batch,
     reference_update,
+    save_adapters,
     save_random_model,
 )
 from tests.integration.test_learner import make_config, make_minibatch
 
-ADAPTERS = Adapters(4, 8.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+peft = pytest.importorskip("peft", reason="needs the extra dev")
 SOME = Adapters(3, 5.0, ("q_proj", "v_proj", "down_proj"))
 CASES = {"qwen2": ADAPTERS, "qwen3": SOME, "llama_biases": ADAPTERS}
 RECOMPUTE: list[dict[str, Any]] = [
@@ -53,15 +56,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"context": 2},
 ]
 TOLERANCE = 1e-5
-
-
-def save_adapters(model: Path, adapters: Adapters, folder: Path) -> None:
-    """Save random adapters, B too, so that every gradient is other than zero."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(3)
-    tensors = adapter_tensors(model_shape(load_hf_config(model)).with_adapters(adapters))
-    named = [(name, 0.1 * torch.randn(size, generator=generator)) for name, size in tensors.items()]
-    write_peft(folder, named, adapters, str(model))
 
 
 @pytest.fixture(scope="module")
@@ -133,24 +127,13 @@ def merged(learner: MegatronLearner) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in learner.weights().whole()}
 
 
-def exact(root: Path, family: str) -> dict[str, Tensor]:
-    """Return W + alpha / rank * B A in float64."""
-    weights = {name: weight.double() for name, weight in load_file(root / family / "model.safetensors").items()}
-    adapters = load_file(root / f"{family}-adapters" / WEIGHTS)
-    for name in weights:
-        a, b = (adapters.get(f"{PEFT_PREFIX}{name.removesuffix('weight')}lora_{one}.weight") for one in "AB")
-        if a is not None and b is not None:
-            weights[name] += CASES[family].scale * b.double() @ a.double()
-    return weights
-
-
 def all_equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 def check_weights(rank: int, world_size: int, root: Path) -> None:
     family = "qwen2"
-    expected = exact(root, family)
+    expected = merged_float64(root / family, root / f"{family}-adapters", CASES[family])
     for layout in LAYOUTS:
         plain = MegatronLearner(resolved(root, family, layout, lora=False))
         of_model = log_probs(plain)
@@ -262,7 +245,7 @@ def test_adapters_in_checkpoints_and_conversions(root: Path) -> None:
 
     (root / "qwen2").rename(root / "moved")
     try:
-        with pytest.raises(CheckpointError, match="which is not there: name its folder with --base"):
+        with pytest.raises(CheckpointError, match="which is not there: name its folder with bapo convert --base"):
             convert(saved, root / "none")
         convert(saved, root / "merged-again", base=root / "moved")
         assert all(
@@ -272,3 +255,19 @@ def test_adapters_in_checkpoints_and_conversions(root: Path) -> None:
             convert(saved, root / "none", base=root / "merged")
     finally:
         (root / "moved").rename(root / "qwen2")
+
+
+def check_lost_gradients(rank: int, world_size: int, root: Path) -> None:
+    learner = MegatronLearner(resolved(root, "qwen2", {"tensor": 2}))
+    for adapter in adapters_of(learner.model):
+        adapter.register_forward_hook(lambda _, inputs, output: inputs[1] + (output - inputs[1]).detach())
+    batch = random_batch()
+    without = replace(batch, advantages_T=torch.zeros_like(batch.advantages_T))
+    result = learner.step(make_minibatch(learner, 60, without), BOUNDS)
+    assert result.metrics["optimizer/grad_norm"] == 0, "no token pushes"
+    with pytest.raises(UserError, match="the gradient of every adapter is exactly 0"):
+        learner.step(make_minibatch(learner, 60, batch), BOUNDS)
+
+
+def test_gradients_that_reach_no_adapter_end_the_run(root: Path) -> None:
+    run_distributed(check_lost_gradients, 2, root)

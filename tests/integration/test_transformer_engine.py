@@ -54,10 +54,12 @@ def run_check(rank: int, world_size: int, engine: Path, name: str, root: Path) -
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    from tests.integration.learner_reference import HYBRID, MIXTURE, save_random_model
+    from tests.integration.learner_reference import ADAPTERS, HYBRID, MIXTURE, save_adapters, save_random_model
 
     for family in (*FAMILIES, MIXTURE, HYBRID):
         save_random_model(family, tmp_path / family)
+    for family in FAMILIES:
+        save_adapters(tmp_path / family, ADAPTERS, tmp_path / f"{family}-adapters")
     return tmp_path
 
 

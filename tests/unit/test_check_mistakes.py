@@ -122,6 +122,7 @@ MISTAKES = (
     mistake("optimizer.warmup_updates=1000",
             f"optimizer.warmup_updates optimizer.schedule optimizer.total_updates {UPDATES}"),
     mistake("optimizer.min_lr_ratio=0.1", "optimizer.min_lr_ratio optimizer.schedule"),
+    mistake("lora.alpha=8", "lora.alpha lora.rank"),
     mistake("train.minibatches_per_step=7",
             "train.minibatches_per_step rollout.prompts_per_step rollout.samples_per_prompt"),
     mistake("train.recompute_layers=3", "train.recompute_layers train.recompute"),

@@ -33,7 +33,7 @@ def planned(*overrides: str) -> Resolved:
         (lambda run: run.config.sglang.extra.get("port"), "sglang.extra"),
         (lambda run: run.config.loss.clips, "loss.name"),
         (lambda run: run.engine.on_gpus, "rollout.engine"),
-        (lambda run: run.shape, "model.family model.path"),
+        (lambda run: run.shape, "lora.rank model.family model.path"),
         (lambda run: run.changed(run.config).config.run.seed, "run.seed"),
     ],
 )
