@@ -51,7 +51,7 @@ def read_adapters(folder: Path) -> Adapters:
     """Read rank, alpha and targets of a PEFT folder.
 
     Raises:
-        CheckpointError: it is no folder with LoRA's adapters, or has an option that changes the computation.
+        CheckpointError: the folder lacks LoRA's adapters, or has an option that changes the computation.
     """
     file = folder / CONFIG
     try:
@@ -100,7 +100,7 @@ class PeftReader:
         self._handle = None  # closes the file: safetensors has no close()
 
     def check(self, shape: ModelShape) -> None:
-        """Compare names and shapes with those of a model with adapters. Raises CheckpointError, which lists them."""
+        """Compare names and shapes with a model's with adapters. Raises CheckpointError, which lists them."""
         assert self._handle is not None
         wanted = {PEFT_PREFIX + name: size for name, size in adapter_tensors(shape).items()}
         held = {name: tuple(self._handle.get_slice(name).get_shape()) for name in self._handle.keys()}  # noqa: SIM118

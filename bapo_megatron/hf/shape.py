@@ -249,7 +249,7 @@ class ModelShape:
     def passes_of_update(self) -> float:
         """The FLOPs of an update's forward and backward passes, in forward passes.
 
-        Gradients of activations cost one, those of the weights another one for the share of them that is trained.
+        Gradients of activations cost one, and gradients of weights cost another one for the share that is trained.
         """
         counted = [(entry, 1) for entry in outside_entries(self)]
         for layer, count in runs(self.layers):

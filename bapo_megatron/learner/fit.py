@@ -92,7 +92,7 @@ def check_split(config: Config, model: ModelFacts, setting: str) -> Iterator[Vio
 
 
 def check_adapters(config: Config, model: ModelFacts) -> Iterator[Violation]:
-    """Check that the model can have the adapters of `[lora]`, and that those of `lora.init_from` are the same."""
+    """Check that the model can have the adapters of `[lora]`, and that `lora.init_from` holds the same."""
     adapters = config.lora.adapters
     if adapters is None or model.problems:
         return

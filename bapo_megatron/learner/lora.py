@@ -39,7 +39,7 @@ from bapo_megatron.learner.parallel import device
 class Part:
     """A rank's part of a linear layer, which may stand for several of the checkpoint's, such as q, k and v."""
 
-    outputs: dict[str, int]  # of each of the checkpoint's layers, in the order of the linear's rows
+    outputs: dict[str, int]  # rows for each of the checkpoint's layers, in the order of the linear's rows
     num_inputs: int
     num_groups: int = 1  # the rows are interleaved: each group has an even part of every layer
     is_row: bool = False  # ranks split the inputs, not the outputs

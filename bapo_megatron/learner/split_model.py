@@ -104,7 +104,7 @@ class TrainedModel(SplitModel):
         self.hf_path = hf_path
         self.version = 0
         self.num_skipped_updates = 0
-        self.merged: MergedWeights | None = None  # of the latest push, with adapters
+        self.merged: MergedWeights | None = None  # reads the latest push, with adapters
         load = partial(load_weights, self.model, stored or shape, self.layout, hf_path)
         load()
         self._make_adapters()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-ROUNDING = tomllib.loads((Path(__file__).parents[2] / "docs/measured/lora.toml").read_text(encoding="utf-8"))["rounding"]
+FIGURES = Path(__file__).parents[2] / "docs" / "measured" / "lora.toml"
+ROUNDING = tomllib.loads(FIGURES.read_text(encoding="utf-8"))["rounding"]
 SIZE, RANK = 1024, 16
 
 
