@@ -85,10 +85,8 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
     critic = 0
     if not run.config.advantage.compares_responses:
-        assert run.model is not None
-        values = run.model.shape.with_value_head()  # a critic has no adapters
-        of_critic = rank_parameters(values, p, stage, is_trained)
-        critic = rank_parameters(values, p, stage).total * item
+        of_critic = rank_parameters(run.critic_shape, p, stage, is_trained)
+        critic = rank_parameters(run.critic_shape, p, stage).total * item
         critic += of_critic.total * MASTER_BYTES + of_critic.owned(run.config) * state
     layers = _Activations(run, gpu_bytes)
     # a parameter's gradient briefly exists outside the gradient buffer; without overlap, the vocabulary's does not
@@ -391,9 +389,9 @@ class _Activations:
 
 def checkpoint_bytes(run: Resolved) -> int:
     """Return the bytes of one training checkpoint: float32 weights and two moments, also the critic's."""
-    num_models = 1 if run.config.advantage.compares_responses else 2
-    num_values = model_parameters(run.shape, is_kept) + 2 * model_parameters(run.shape, is_trained)
-    return num_models * MASTER_BYTES * num_values
+    shapes = [run.shape] if run.config.advantage.compares_responses else [run.shape, run.critic_shape]
+    num_values = sum(model_parameters(shape, is_kept) + 2 * model_parameters(shape, is_trained) for shape in shapes)
+    return MASTER_BYTES * num_values
 
 
 def host_bytes(run: Resolved) -> int:

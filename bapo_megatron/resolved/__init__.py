@@ -40,6 +40,12 @@ class Resolved:
         adapters = self.config.lora.adapters
         return self.model.shape if adapters is None else self.model.shape.with_adapters(adapters)
 
+    @cached_property
+    def critic_shape(self) -> ModelShape:
+        """The critic's, which trains all its weights. Raises CheckpointError if it is not supported."""
+        assert self.model is not None, "only for runs whose model is known"
+        return self.model.shape.with_value_head()
+
     @property
     def streams(self) -> tuple[TokenStream, ...]:
         """The streams that the run's engines return. Raises UserError: see `ModelFacts.returned_streams`."""

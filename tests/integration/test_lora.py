@@ -160,6 +160,7 @@ def check_weights(rank: int, world_size: int, root: Path) -> None:
         assert all_equal(OwnReference(learner).log_probs(minibatch), before), f"the reference: {layout}"
         after = log_probs(learner)
         assert not after or not all_equal(after, before)
+        assert {group["wd_mult"] for group in learner.optimizer.param_groups} == {1.0}, "A and B decay"
         chained = learner.optimizer.chained_optimizers
         state = [one for optimizer in chained for one in optimizer.optimizer.state.values()]
         assert sum(one["exp_avg"].numel() for one in state) <= sum(one.numel() for one in trained)

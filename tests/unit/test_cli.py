@@ -233,7 +233,7 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
          "rollout.samples_per_prompt=4"),
         ("train demo --epsilon 0.2", "there is no option --epsilon; did you mean loss.clip_low (a bound of the ratio, "
          "0.8 for 0.2)?"),
-        ("train demo --lora_r=8", "there is no option --lora_r; not supported: no LoRA; all weights are trained"),
+        ("train demo --lora_r=8", "there is no option --lora_r; write the setting without dashes: lora.rank=8"),
         ("check demo --use-tis", 'there is no option --use-tis; write the setting without dashes: '
          'loss.proximal="learner"'),
         ("check demo --xyzzy", "there is no option --xyzzy; see `bapo check --help`"),

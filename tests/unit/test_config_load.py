@@ -346,7 +346,7 @@ def test_an_empty_table_empties_the_files_table(tmp_path: Path, setting: str) ->
         ("reward.kind=./math.py", 'write "math:my_name"'),
         ('chat_template_kwargs={"a":false}', "no such setting: chat_template_kwargs"),
         ('chat_template_kwargs={"a":false}', "did you mean data.template_options?"),
-        ('lora_config={"r":8}', "not supported: no LoRA; all weights are trained"),
+        ('lora_config={"r":8}', "[lora] has rank, alpha, targets and init_from"),
         ('data.template_options={"a":false}', "the value is not TOML"),
         ("environment.options.x=[1", "the value is not TOML"),
     ],

@@ -174,6 +174,8 @@ def test_a_critic_costs_nearly_as_much_as_the_policy() -> None:
     memory = trainer_memory(shaped(config, SHAPE), gpu_bytes=GPU_BYTES)
     policy = memory.weights + memory.gradients + memory.optimizer
     assert 0.9 * policy < memory.critic < policy
+    with_adapters = trainer_memory(shaped(recipe("advantage.kind=gae", "lora.rank=8"), SHAPE), gpu_bytes=GPU_BYTES)
+    assert with_adapters.critic == memory.critic, "a critic trains all its weights"
 
 
 def test_kv_cache_of_a_server() -> None:
