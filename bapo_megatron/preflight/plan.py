@@ -137,7 +137,7 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
         least = decode_seconds(run, gpu, server, tokens)
         messages = work.decode_messages_seconds(run, server, tokens)
         rollout = Seconds(least, least / LINK_SHARE + messages)
-    train = _train_seconds(run, gpu, tokens, trainer.held, passes, flops)
+    train = _train_seconds(run, gpu, tokens, trainer.trained, passes, flops)
     peak_flops = run.config.parallel.size * gpu.flops(run.config.model.dtype)
     return RunPlan(
         gpu=gpu,
@@ -385,7 +385,7 @@ def _server_memory(run: Resolved) -> ServerMemory | None:
     return shared_gpu(run, memory_gib).server if run.placement.shares_gpus else server_memory(run, memory_gib)
 
 
-def _train_seconds(run: Resolved, gpu: GPU, tokens: work.StepTokens, held: Held, passes: int, flops: float) -> Seconds:
+def _train_seconds(run: Resolved, gpu: GPU, tokens: work.StepTokens, trained: Held, passes: int, flops: float) -> Seconds:
     """Estimate one step's updates and scoring passes."""
     p, t = run.config.parallel, run.config.train
     computing = flops / run.config.parallel.size / gpu.flops(run.config.model.dtype)
@@ -399,7 +399,7 @@ def _train_seconds(run: Resolved, gpu: GPU, tokens: work.StepTokens, held: Held,
     sending += work.context_parallel_bytes(run, tokens, passes) / _link(run.placement, gpu, sharing)
     sending += work.expert_parallel_bytes(run, tokens, passes) / _link(run.placement, gpu, max(p.expert, p.tensor))
     sending += work.pipeline_parallel_bytes(run, tokens, passes) / _link(run.placement, gpu, run.config.parallel.size)
-    sending += updates * work.gradient_bytes(run.config, held) / _link(run.placement, gpu, stage)
+    sending += updates * work.gradient_bytes(run.config, trained) / _link(run.placement, gpu, stage)
     return Seconds(computing + sending, computing / COMPUTE_SHARE + sending / LINK_SHARE)
 
 
