@@ -10,7 +10,6 @@ from bapo_megatron.config.schema import Config, ParallelConfig
 from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.facts import ModelFacts
-from bapo_megatron.hf.peft import read_adapters
 from bapo_megatron.hf.shape import LayerShape, ModelShape, layer_entries, runs
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import Machine, check_linear_attention
@@ -133,6 +132,8 @@ def _sizes_with_adapters(shape: ModelShape, layer: LayerShape, adapters: Adapter
 
 
 def _of_init_from(folder: str, adapters: Adapters) -> Iterator[Violation]:
+    from bapo_megatron.hf.peft import read_adapters  # imports torch
+
     try:
         found = read_adapters(Path(folder).expanduser())
     except CheckpointError as error:
