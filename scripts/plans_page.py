@@ -15,14 +15,16 @@ ALGORITHMS = {
     "GRPO": ("algorithms/grpo",),
     "BAPO": ("algorithms/bapo",),
     "BAPO, partial rollout": ("algorithms/bapo", "algorithms/partial-rollout"),
+    "BAPO, LoRA": ("algorithms/bapo", "algorithms/lora"),
 }
 SHORT = "gsm8k"
 """Part of the names of models whose responses are shorter than a round of partial rollouts."""
 EVERY_SIZE = tuple(f"{nodes}x8-{gpu}" for nodes in (1, 4, 16) for gpu in ("h100", "h200"))
 CLUSTERS = {
     "0.5b": ("1x1-rtx4090", "1x1-h100"),
-    "1.5b": ("1x1-h100",),
-    "7b-8k": (*EVERY_SIZE, "1x8-h100-split"),
+    "1.5b": ("1x1-rtx4090", "1x1-h100"),
+    "7b-8k": ("1x1-h100", *EVERY_SIZE, "1x8-h100-split"),
+    "32b-8k": ("1x8-h100-split", *EVERY_SIZE[2:]),
     "32b": EVERY_SIZE[2:],
     "30b-a3b": ("1x8-h200-30b-a3b", "2x8-h200", "4x8-h100", "4x8-h200"),
     "3.5-9b": EVERY_SIZE[:2],
@@ -30,6 +32,8 @@ CLUSTERS = {
     "235b-a22b": ("16x8-h200-wide", "32x8-h100", "32x8-h200"),
 }
 """The clusters of models that do not suit all, by a part of the model's name."""
+SMALLEST = {"1.5b": "1x1-rtx4090", "7b-8k": "1x1-h100", "32b-8k": "1x8-h100-split"}
+"""Clusters that hold a model's adapters with their state, but not its own."""
 RESPONSE_SHARE = 4  # the maximum response is this many times longer than the average
 EXAMPLE = ("recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
 EXAMPLE_TOKENS = 8000
@@ -98,9 +102,11 @@ def _clusters(model: str) -> tuple[str, ...]:
     return next((clusters for size, clusters in CLUSTERS.items() if size in model), EVERY_SIZE)
 
 
-def algorithms(model: str) -> list[str]:
-    """List the algorithms that suit a model."""
-    return [name for name in ALGORITHMS if not (SHORT in model and "partial" in name)]
+def algorithms(model: str, cluster: str) -> list[str]:
+    """List the algorithms that suit a model on a cluster."""
+    needs_lora = any(size in model and cluster == f"clusters/{small}" for size, small in SMALLEST.items())
+    names = [name for name in ALGORITHMS if ("LoRA" in name) == needs_lora]
+    return [name for name in names if not (SHORT in model and "partial" in name)]
 
 
 def cell(model: str, algorithm: str, cluster: str) -> Config:
@@ -121,12 +127,13 @@ def table() -> str:
 
 
 def _cells(model: str, cluster: str) -> list[str]:
-    configs = {algorithm: cell(model, algorithm, cluster) for algorithm in algorithms(model)}
+    configs = {algorithm: cell(model, algorithm, cluster) for algorithm in algorithms(model, cluster)}
     plans = {}
     for algorithm, config in configs.items():
         response_tokens = config.rollout.max_response_tokens // RESPONSE_SHARE
         plans[algorithm] = make_plan(planned(config), response_tokens)
-    p, plan = configs["GRPO"].parallel, plans["GRPO"]
+    algorithm, config = next(iter(configs.items()))
+    p, plan = config.parallel, plans[algorithm]
     peak = max(each.trainer.total for each in plans.values())
     return [
         model.removeprefix("recipes/"),

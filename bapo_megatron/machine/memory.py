@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from bapo_megatron.algorithms.chunks import chunk_rows
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import RULE_CHUNK, Experts, LayerShape, LinearAttention, runs
-from bapo_megatron.hf.splits import is_any, is_kept, is_trained
+from bapo_megatron.hf.splits import is_kept, is_stored, is_trained
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.learner.precision import FUSED_ACTIVATIONS
 from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.machine.parameters import (
     Held,
+    largest_adapted,
     largest_in_layer,
     largest_parameter,
     largest_tensor,
@@ -37,20 +38,26 @@ NCCL_BYTES = int(1.0 * GIB)  # assumed: NCCL's buffers for the groups of one ran
 UNEVEN_LOAD = 0.25  # assumed: rows that a rank's experts get beyond an even share; routers decide, so it has no bound
 ROUTER_BYTES = 6  # per token and expert: float32 probabilities, and masks of the choice
 CHOICE_BYTES = 32  # per token and chosen expert: its number and its place, twice
+MERGING_BYTES = 3 * MASTER_BYTES  # per value of a weight: it, alpha / rank * B A and their sum, or B A, in float32
 FP8_BYTES = 2  # per weight: Transformer Engine keeps its FP8 value and, on Hopper, a transposed copy
+
+# layers of the checkpoint that share a linear layer here
+ATTENTION_IN, ATTENTION_OUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
+MLP_IN, MLP_OUT = ("gate_proj", "up_proj"), ("down_proj",)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
-    """Bytes on one rank. Example: TrainerMemory(stage=0, held=Held(1_000), weights=2_000, gradients=4_000, ...)."""
+    """Bytes on one rank. Example: TrainerMemory(stage=0, held=Held(1_000), trained=Held(1_000), weights=2_000, ...)."""
 
     stage: int
     held: Held
+    trained: Held  # of which have gradients: all, or the adapters
     # permanent
     weights: int
     gradients: int
     optimizer: int
-    reference: int  # weights of the KL term's reference policy
+    reference: int  # weights of the KL term's reference policy, or the adapters that it computes with
     critic: int  # its weights, gradients and optimizer
     fp8: int  # the layers' weights as FP8 operands
     batch: int
@@ -61,7 +68,7 @@ class TrainerMemory:
     logits: int  # for one chunk of rows; 0 if a layer needs more
     # other phases
     update: int  # Adam's temporaries
-    sync: int  # buckets, and the full tensors gathered for them
+    sync: int  # buckets, the full tensors gathered for them, and a weight to which its adapters are added
 
     @property
     def total(self) -> int:
@@ -80,8 +87,9 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     on_gpu = gpu_bytes is not None
     p, item = run.config.parallel, ITEM_BYTES[run.config.model.dtype]
     of_stage = p.stage_sizes(run.shape.num_layers)[stage]
-    held, trained = (rank_parameters(run.shape, p, stage, which) for which in (is_any, is_trained))
+    held, trained = rank_parameters(run.shape, p, stage), rank_parameters(run.shape, p, stage, is_trained)
     count, owned = held.total, trained.owned(run.config)
+    of_model = rank_parameters(run.shape, p, stage, is_stored).total
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
     critic = 0
     if not run.config.advantage.compares_responses:
@@ -97,20 +105,28 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     return TrainerMemory(
         stage=stage,
         held=held,
+        trained=trained,
         weights=count * item,
         gradients=trained.total * MASTER_BYTES,
         optimizer=owned * state,
-        reference=count * item if run.config.loss.kl_coef and not uses_own_reference(run) else 0,
+        reference=_of_reference(run, of_model, trained.total) * item,
         critic=critic,
-        fp8=FP8_BYTES * count if run.config.precision.uses_fp8 and not run.config.precision.fp8_params else 0,
+        fp8=FP8_BYTES * of_model if run.config.precision.uses_fp8 and not run.config.precision.fp8_params else 0,
         batch=_tokens_of_update(run.config) * (BATCH_BYTES + of_stage * routes_bytes(run) // run.shape.num_layers),
         context=CONTEXT_BYTES + NCCL_BYTES if on_gpu else 0,
         activations=layers.kept(stage),
         working=working,
         logits=logits,
         update=owned * MASTER_BYTES if on_gpu else 2 * largest_parameter(run.shape, p) * MASTER_BYTES,
-        sync=_sync(run) if stage == 0 else 0,
+        sync=_sync(run, stage),
     )
+
+
+def _of_reference(run: Resolved, of_model: int, of_adapters: int) -> int:
+    """Count the parameters that a rank keeps for a reference: a second model's, or the adapters of lora.init_from."""
+    if uses_own_reference(run):
+        return of_adapters if run.config.lora.init_from is not None else 0
+    return of_model if run.config.loss.kl_coef else 0
 
 
 def uses_own_reference(run: Resolved) -> bool:
@@ -207,15 +223,19 @@ def _tokens_of_update(config: Config) -> int:
     return -(-_sequences_per_rank(config) * longest // config.parallel.context)
 
 
-def _sync(run: Resolved) -> int:
-    """Estimate rank 0's weight sync: two buckets, and a tensor gathered from its shards."""
-    largest = largest_tensor(run.shape) * ITEM_BYTES[run.config.model.dtype]
-    bucket = max(int(run.config.sync.bucket_mib * 2**20), largest)
-    p = run.config.parallel
-    gathered = 0 if p.tensor * p.pipeline * p.expert == 1 else 2 * largest
+def _sync(run: Resolved, stage: int) -> int:
+    """Estimate a weight sync: a weight merged with its adapters, and on rank 0 two buckets, and a tensor gathered from
+    its shards."""
     if not run.engine.samples:
         return 0
-    return 2 * bucket + gathered
+    p, item = run.config.parallel, ITEM_BYTES[run.config.model.dtype]
+    merging = largest_adapted(run.shape, p) * (MERGING_BYTES + item)
+    if stage > 0:
+        return merging
+    largest = largest_tensor(run.shape) * item
+    bucket = max(int(run.config.sync.bucket_mib * 2**20), largest)
+    gathered = 0 if p.tensor * p.pipeline * p.expert == 1 else 2 * largest
+    return merging + 2 * bucket + gathered
 
 
 class _Activations:
@@ -268,11 +288,27 @@ class _Activations:
         if self._shape.norm_plus_one and self._item < MASTER_BYTES:
             norm += MASTER_BYTES * self._rows * self._H  # the input in float32
         attention = self._full_attention() if layer.linear is None else self._linear_attention(layer.linear)
-        return int(2 * (norm + hidden) + attention + self._mlp(layer))
+        inputs = hidden * (self._keeps_input(ATTENTION_IN) + self._keeps_input(MLP_IN))
+        return int(2 * norm + inputs + attention + self._mlp(layer))
+
+    def _keeps_input(self, linear: tuple[str, ...]) -> bool:
+        """Return whether a linear layer's input is kept: it has weights, or adapters, that are trained."""
+        return self._shape.adapters is None or not {*linear}.isdisjoint(self._shape.adapters.targets)
+
+    def _adapters(self, linear: tuple[str, ...], num_inputs: int, num_outputs: int) -> int:
+        """Count the bytes that a linear layer's adapters keep: A x, and A and B of q, k and v as one matrix each, for
+        instance; with sequence parallelism the whole input, of which the layer itself has a part."""
+        if self._shape.adapters is None or not self._keeps_input(linear):
+            return 0
+        ranks = self._shape.adapters.rank * len({*linear} & {*self._shape.adapters.targets})
+        is_row = linear in (ATTENTION_OUT, MLP_OUT)
+        inner = self._rows if is_row else self._T
+        gathered = 0 if is_row else (self._T - self._rows) * num_inputs
+        return self._item * (ranks * (inner + num_inputs + num_outputs) + gathered)
 
     def _full_attention(self) -> float:
         """Count the bytes of attention to all earlier tokens, without its input."""
-        per_token: float = self._item * self._Q  # input of proj
+        per_token: float = self._item * self._Q * self._keeps_input(ATTENTION_OUT)
         if self._on_gpu:
             per_token += self._item * 4 * self._shape.head_dim  # cos and sin of q and k
         if self._shape.qk_norm:
@@ -281,7 +317,9 @@ class _Activations:
         if self._shape.output_gate:
             per_token += (2 * self._item + MASTER_BYTES) * self._Q  # gate, gated output, and sigmoid in float32
         queries_keys_values = self._T * self._item * (self._Q + 2 * self._K)
-        return queries_keys_values + per_token * self._T + self._core_attention()
+        adapters = self._adapters(ATTENTION_IN, self._H, self._Q + 2 * self._K)
+        adapters += self._adapters(ATTENTION_OUT, self._Q, self._H)
+        return queries_keys_values + per_token * self._T + self._core_attention() + adapters
 
     def _linear_attention(self, linear: LinearAttention) -> float:
         """Count the bytes of linear attention without its input: the projections, what the convolution returns, the
@@ -310,11 +348,14 @@ class _Activations:
         return self._Q // self._shape.head_dim
 
     def _mlp(self, layer: LayerShape) -> int:
-        """Count the bytes of the gated MLP: fc1's output (2), the product; unfused also the active gate, up + 0."""
+        """Count the bytes of the gated MLP: fc1's output (2), the product if fc2 is trained; unfused also the active
+        gate, up + 0."""
         if isinstance(layer.mlp, Experts):
             return self._experts(layer.mlp)
         is_fused = not self._on_gpu or self._shape.activation in FUSED_ACTIVATIONS
-        return (3 if is_fused else 5) * self._F(layer) * self._T * self._item
+        copies, ffn = (2 if is_fused else 4) + self._keeps_input(MLP_OUT), self._F(layer)
+        adapters = self._adapters(MLP_IN, self._H, 2 * ffn) + self._adapters(MLP_OUT, ffn, self._H)
+        return copies * ffn * self._T * self._item + adapters
 
     def _experts(self, mlp: Experts) -> int:
         """Count the bytes of a mixture: for each row of an expert its input, fc1's output (2), the product, and that
@@ -367,8 +408,9 @@ class _Activations:
         if isinstance(mlp := widest.mlp, Experts):
             gradients += self._expert_rows(mlp) * self._item * (2 * self._H + 2 * self._expert_size(mlp))
         else:
-            gradients += self._T * self._item * 2 * self._F(widest)
-        if self._config.parallel.sequence:
+            # the product's gradient takes the product's place, if that was kept
+            gradients += self._T * self._item * (3 - self._keeps_input(MLP_OUT)) * self._F(widest)
+        if self._config.parallel.sequence and self._shape.adapters is None:  # frozen weights do not read it
             gradients += 2 * self._T * self._H * self._item  # gathered input of a linear, and its gradient
         if recomputed_layers(self._run) == len(self._chunk):
             return gradients + max(map(self.layer, self._chunk))

@@ -96,6 +96,16 @@ def largest_parameter(shape: ModelShape, p: ParallelConfig) -> int:
     return max(largest_in_layer(shape, p), *outside, 0)
 
 
+def largest_adapted(shape: ModelShape, p: ParallelConfig) -> int:
+    """Count the values of a rank's largest weight that has adapters; 0 if none has."""
+    largest = 0
+    for layer, _ in runs(shape.layers):
+        sizes = {entry.megatron_name: each for entry, each, _ in _counted(shape, layer, p)}
+        linears = {name.partition(".adapter.")[0] for name in sizes if ".adapter." in name}
+        largest = max([largest, *(sizes[f"{linear}.weight"] for linear in linears)])
+    return largest
+
+
 def model_parameters(shape: ModelShape, which: Callable[[Entry], bool] = is_stored) -> int:
     """Count parameters of the model, usually those in its Hugging Face folder, which a weight sync sends."""
     outside = sum(entry.num_values(1) for entry in filter(which, outside_entries(shape)))

@@ -8,9 +8,11 @@ from typing import Any
 from bapo_megatron.assets import model_folder
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, plural
+from bapo_megatron.hf.splits import is_trained
 from bapo_megatron.hf.tokenizer import reads_clock
 from bapo_megatron.machine.gpus import FULL, GIB
 from bapo_megatron.machine.memory import UNEVEN_LOAD, TrainerMemory, fullest_rank, max_microbatches
+from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.machine.shared_gpu import CONTEXT_BYTES, GRAPHS_BYTES, SharedGPU
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.plan import (
@@ -58,12 +60,24 @@ def outline(run: Resolved) -> str:
             f"{num_updates} a step",
             f"forward    at most {plural(max_microbatches(config), 'micro-batch')} of "
             f"{plural(t.max_tokens_per_microbatch, 'token')} per rank and update",
+            *_adapters(run),
             f"rollout    {engines}, {plural(r.groups_in_flight or r.prompts_per_step, 'group')} in flight, "
             f"partial rollout {partial}",
             *_turns(config),
             *_clock(config),
         ]
     )
+
+
+def _adapters(run: Resolved) -> list[str]:
+    """Return a line about LoRA, if adapters are trained."""
+    if (one := run.config.lora.adapters) is None:
+        return []
+    size = ""
+    if run.model is not None:
+        trained, total = model_parameters(run.shape, is_trained), model_parameters(run.shape)
+        size = f"{trained:,} parameters, {trained / total:.2%} of the model's, in "
+    return [f"adapters   LoRA of rank {one.rank} trains {size}{', '.join(one.targets)}"]
 
 
 def _turns(config: Config) -> list[str]:
@@ -332,7 +346,9 @@ def _together(shared: SharedGPU) -> Iterator[str]:
 
 
 def _memory(memory: TrainerMemory, where: str, limit: str = "") -> Iterator[str]:
-    yield (f"memory     GiB on the fullest {where}: pipeline stage {memory.stage}, {memory.held.total:,} parameters")
+    trained = "" if memory.trained == memory.held else f", of which {memory.trained.total:,} are trained"
+    held = f"{memory.held.total:,} parameters{trained}"
+    yield f"memory     GiB on the fullest {where}: pipeline stage {memory.stage}, {held}"
     for name, value, note in memory_parts(memory):
         yield f"           {name:<12}{value / GIB:8.2f}  {note}".rstrip()
     yield f"           {'peak':<12}{memory.total / GIB:8.2f}  {limit}".rstrip()

@@ -15,6 +15,7 @@ from bapo_megatron.algorithms.chunks import LARGER_CHUNKS
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import plural
+from bapo_megatron.learner.fit import check_adapters
 from bapo_megatron.machine.gpus import FULL, GIB, GPU, GPUS, gpu_memory_gib
 from bapo_megatron.machine.memory import (
     TrainerMemory,
@@ -44,6 +45,7 @@ COMPUTE_SHARE = 0.4  # share of the peak rate of matrix products
 LINK_SHARE = 0.7  # share of the bandwidth of NVLink or PCIe, of the network, and of GPU memory
 FOLDER_BYTES_PER_S = 3e9  # assumed: weights written to a folder in memory, and read by a server
 NETWORK_BYTES_PER_S = 50e9  # per GPU, between machines, in one direction: 400 Gbit/s
+LORA_RANK = 16  # proposed where training all weights does not fit
 ROOMY = 0.9  # share of the memory to choose by: a plan is an estimate, and free memory absorbs its errors
 
 
@@ -137,7 +139,7 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
         least = decode_seconds(run, gpu, server, tokens)
         messages = work.decode_messages_seconds(run, server, tokens)
         rollout = Seconds(least, least / LINK_SHARE + messages)
-    train = _train_seconds(run, gpu, tokens, trainer.held, passes, flops)
+    train = _train_seconds(run, gpu, tokens, trainer.trained, passes, flops)
     peak_flops = run.config.parallel.size * gpu.flops(run.config.model.dtype)
     return RunPlan(
         gpu=gpu,
@@ -324,7 +326,8 @@ def memory_problems(run: Resolved, plan: RunPlan) -> list[Violation]:
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     longest = config.longest_trained
     if need > have:
-        remedies = ["split the model over more ranks"]
+        remedies = [f"set lora.rank={LORA_RANK} to train adapters alone"] * _fits_with_lora(run)
+        remedies += ["split the model over more ranks"]
         remedies += ["set train.recompute=true"] if config.train.recompute is False else []
         remedies += ["set a smaller train.max_tokens_per_microbatch"] * (
             config.train.max_tokens_per_microbatch > longest
@@ -363,14 +366,35 @@ def _sharing_problem(run: Resolved, shared: SharedGPU) -> Violation:
     of_model = model + (t.update if t.update > t.activations + t.working + t.logits else 0) + s.weights
     fitting = math.floor(model_parameters(run.shape) * (have - need + of_model) / of_model / 1e8) / 10
     smaller = f"a model of at most about {fitting:.1f} billion parameters" if fitting > 0 else "a much smaller model"
+    lora = f"set lora.rank={LORA_RANK} to train adapters alone, " if _fits_with_lora(run) else ""
     return Violation(
         reads(run, lambda run: this_share(with_choices(run)), first=("rollout.placement", *RANKS)),
         f'rollout.placement="split": a trainer rank and a server need {need / GIB:.1f} GiB of each GPU, and {FULL:.0%} '
         f"of its {shared.gpu_bytes / GIB:.1f} is {have / GIB:.1f}: {side('trainer', trainer)}, "
         f"{side('server', server)}",
-        f"use {smaller} with this layout, split the model over more GPUs (parallel.tensor and "
+        f"{lora}use {smaller} with this layout, split the model over more GPUs (parallel.tensor and "
         'rollout.server_tensor_parallel), or set rollout.placement="separate", which needs more GPUs',
     )
+
+
+def with_lora(run: Resolved) -> Resolved | None:
+    """Return a run that trains adapters in place of all weights; None if it trains some, or its model can have none."""
+    if run.config.lora.rank is not None:
+        return None
+    lora = run.config.lora.model_copy(update={"rank": LORA_RANK})
+    changed = run.changed(run.config.model_copy(update={"lora": lora}))
+    assert changed.model is not None, "plans know the model"
+    return None if any(check_adapters(changed.config, changed.model)) else changed
+
+
+def _fits_with_lora(run: Resolved) -> bool:
+    """Return whether trainer and, on a shared GPU, server fit if the run trains adapters in place of all weights."""
+    if (changed := with_lora(run)) is None:
+        return False
+    if run.placement.shares_gpus and run.engine.on_gpus:
+        shared = this_share(with_choices(changed))
+        return shared is not None and shared.fits
+    return _trainer_memory(changed).total <= FULL * (gpu_memory_gib(run.config.cluster) or 0) * GIB
 
 
 def _trainer_memory(run: Resolved) -> TrainerMemory:
@@ -385,7 +409,9 @@ def _server_memory(run: Resolved) -> ServerMemory | None:
     return shared_gpu(run, memory_gib).server if run.placement.shares_gpus else server_memory(run, memory_gib)
 
 
-def _train_seconds(run: Resolved, gpu: GPU, tokens: work.StepTokens, held: Held, passes: int, flops: float) -> Seconds:
+def _train_seconds(
+    run: Resolved, gpu: GPU, tokens: work.StepTokens, trained: Held, passes: int, flops: float
+) -> Seconds:
     """Estimate one step's updates and scoring passes."""
     p, t = run.config.parallel, run.config.train
     computing = flops / run.config.parallel.size / gpu.flops(run.config.model.dtype)
@@ -399,7 +425,7 @@ def _train_seconds(run: Resolved, gpu: GPU, tokens: work.StepTokens, held: Held,
     sending += work.context_parallel_bytes(run, tokens, passes) / _link(run.placement, gpu, sharing)
     sending += work.expert_parallel_bytes(run, tokens, passes) / _link(run.placement, gpu, max(p.expert, p.tensor))
     sending += work.pipeline_parallel_bytes(run, tokens, passes) / _link(run.placement, gpu, run.config.parallel.size)
-    sending += updates * work.gradient_bytes(run.config, held) / _link(run.placement, gpu, stage)
+    sending += updates * work.gradient_bytes(run.config, trained) / _link(run.placement, gpu, stage)
     return Seconds(computing + sending, computing / COMPUTE_SHARE + sending / LINK_SHARE)
 
 

@@ -4,8 +4,9 @@ model -> shape, chat template -------------------+
 rows -> format, columns, judge, longest prompt --+-> settings -> layout that fits (preflight/suggest.py) -> TOML
 machine -> GPUs, memory -------------------------+
 
-One GPU is shared by the trainer and a server if both fit. Of several GPUs, each side gets half, or both share all of
-them, whichever has the shorter step. The file passes `bapo check`.
+One GPU is shared by the trainer and a server if both fit, with LoRA if that makes them fit. Of several GPUs, each side
+gets half, or both share all of them, whichever has the shorter step; with LoRA if neither fits. The file passes
+`bapo check`.
 """
 
 import json
@@ -34,7 +35,7 @@ from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.preflight.check import num_visible_gpus, violations_of
 from bapo_megatron.preflight.explain import PLANNED_S, time_text
 from bapo_megatron.preflight.inputs import check_judge
-from bapo_megatron.preflight.plan import RunPlan, make_plan, memory_problems, step_balance
+from bapo_megatron.preflight.plan import LORA_RANK, RunPlan, make_plan, memory_problems, step_balance, with_lora
 from bapo_megatron.preflight.suggest import FASTER, best_split, suggest
 from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.continuation import Continuation
@@ -51,6 +52,7 @@ _WORDS = re.compile(r"[^\W\d_]+(?:[ .,'-]+[^\W\d_]+)*[.]?")
 _MAX_MEASURED = 10_000  # prompts to measure; a run skips longer ones after them
 _SAME_MEMORY = 0.02  # difference from the table that a driver explains; a board with 40 GB in place of 80 differs more
 _FEW_ROWS = 512  # of logits in a chunk, where memory is short
+_LR, _LORA_LR = 1e-6, 1e-5  # adapters start from zero, and take larger steps
 _CPU_SHARE = 0.8  # usable share of the memory without GPUs
 
 Table = dict[str, Any]
@@ -263,7 +265,7 @@ def _table(inputs: _Inputs, name: str, hardware: Hardware, given: Table) -> tupl
         },
         "rollout": {"max_response_tokens": response_tokens, "samples_per_prompt": 8},
         "train": {"num_steps": 100, "minibatches_per_step": 2},
-        "optimizer": {"lr": 1e-6},
+        "optimizer": {"lr": _LORA_LR if "rank" in given.get("lora", {}) else _LR},
     }
     if (judge := _judge_for([question.answer for question in questions])) != "math":
         table["reward"] = {"kind": judge}
@@ -406,9 +408,8 @@ def _on_cpu(table: Table, hf_config: Table, hardware: Hardware, num_prompts: int
 def _on_one_gpu(
     table: Table, hf_config: Table, hardware: Hardware, given: Table, num_prompts: int
 ) -> tuple[Table, str]:
-    """Let trainer and server share the GPU if both fit; otherwise the trainer has it, and the engine uses CPUs.
-
-    Logits are computed in smaller chunks if the server then holds more responses.
+    """Let trainer and server share the GPU if both fit, with LoRA if that makes them fit; otherwise the trainer has it,
+    and the engine uses CPUs.
 
     Returns:
         Settings, and how the GPU is used.
@@ -416,19 +417,20 @@ def _on_one_gpu(
     Raises:
         UserError: neither fits.
     """
-    found: list[tuple[Table, Resolved, RunPlan]] = []
-    for train in ({}, {"logprob_chunk_tokens": _FEW_ROWS}):
-        changes = {"rollout": {"placement": "split"}, "train": train}
-        shared = merge(merge(_with_servers(table, hardware), changes), given)
-        run = resolve(load_tables({"": shared}), hf_config)
-        if not (run.placement.shares_gpus and run.engine.on_gpus):  # the user wants something else
-            return _on_cpu(table, hf_config, hardware, num_prompts), "the trainer has it"
-        found.append((shared, run, make_plan(run)))
-    shared, run, plan = max(found, key=lambda one: one[2].server.concurrency if one[2].server else 0)
-    if plan.shared is not None and plan.shared.fits:
-        needs = f"{plan.trainer.total / GIB:.1f} and {plan.shared.server_bytes / GIB:.1f}"
-        use = f"trainer and server share it, and need {needs} of {FULL * plan.gpu_memory_gib:.1f} GiB"
-        return _without_guess(shared, hardware), use
+    shared = merge(merge(_with_servers(table, hardware), {"rollout": {"placement": "split"}}), given)
+    run = resolve(load_tables({"": shared}), hf_config)
+    if not (run.placement.shares_gpus and run.engine.on_gpus):  # the user wants something else
+        return _on_cpu(table, hf_config, hardware, num_prompts), "the trainer has it"
+    shared, run, plan = _with_most_responses(shared, hf_config, given)
+    chosen, use, why = shared, "trainer and server share it", ""
+    fitting, of_all = plan, plan.trainer_needs / GIB
+    if not plan.fits and (lora := _with_lora(shared, run, given)) is not None:
+        chosen, _, fitting = _with_most_responses(lora, hf_config, given)
+        use, why = f"{use} with LoRA", f"; to train all weights, they would need {of_all:.1f} at least"
+    if fitting.shared is not None and fitting.shared.fits:
+        needs = f"{fitting.trainer.total / GIB:.1f} and {fitting.shared.server_bytes / GIB:.1f}"
+        use += f", and need {needs} of {FULL * fitting.gpu_memory_gib:.1f} GiB{why}"
+        return _without_guess(chosen, hardware), use
     (problem,) = memory_problems(run, plan)
     if "placement" in given.get("rollout", {}):
         raise UserError(problem.message)
@@ -437,6 +439,23 @@ def _on_one_gpu(
     except UserError as error:
         raise UserError(f"{error}; {problem.problem}") from error
     return table, f"the trainer has it, and the engine samples on CPUs, which is slow; {problem.problem}"
+
+
+def _with_most_responses(table: Table, hf_config: Table, given: Table) -> tuple[Table, Resolved, RunPlan]:
+    """Compute logits in smaller chunks if the server then holds more responses."""
+    found: list[tuple[Table, Resolved, RunPlan]] = []
+    for train in ({}, {"logprob_chunk_tokens": _FEW_ROWS}):
+        changed = merge(merge(deepcopy(table), {"train": train}), given)
+        run = resolve(load_tables({"": changed}), hf_config)
+        found.append((changed, run, make_plan(run)))
+    return max(found, key=lambda one: one[2].server.concurrency if one[2].server else 0)
+
+
+def _with_lora(table: Table, run: Resolved, given: Table) -> Table | None:
+    """Return the settings with adapters in place of all weights; None if the model can have none, or has some."""
+    if with_lora(run) is None:
+        return None
+    return merge(merge(deepcopy(table), {"lora": {"rank": LORA_RANK}, "optimizer": {"lr": _LORA_LR}}), given)
 
 
 def _with_servers(table: Table, hardware: Hardware) -> Table:
@@ -455,7 +474,8 @@ def _without_guess(table: Table, hardware: Hardware) -> Table:
 
 
 def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardware, given: Table) -> tuple[Table, str]:
-    """Give trainer and servers half of the GPUs each, or let them share all if a step is then a tenth shorter.
+    """Give trainer and servers half of the GPUs each, or let them share all if a step is then a tenth shorter; with
+    LoRA if neither fits.
 
     Returns:
         Settings, and how the GPUs are used.
@@ -464,14 +484,17 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwa
         UserError: neither fits.
     """
     table, wanted = _with_servers(table, hardware), given.get("rollout", {}).get("placement")
-    problems: list[str] = []
+    lora, problems = _with_lora(table, resolve(load_tables({"": table}), hf_config), given), list[str]()
     halves = shared = None
-    if wanted != "split":
-        with collecting(problems):
-            halves = _halves(table, hf_config, shape, hardware)
-    if wanted != "separate":
-        with collecting(problems):
-            shared = _shared(table, hf_config, hardware)
+    for tried in (table,) if lora is None else (table, lora):
+        if wanted != "split":
+            with collecting(problems):
+                halves = _halves(tried, hf_config, shape, hardware)
+        if wanted != "separate":
+            with collecting(problems):
+                shared = _shared(tried, hf_config, hardware)
+        if halves or shared:
+            break
     num_served = hardware.num_gpus // 2
     split_up = f"{hardware.num_gpus - num_served} + {num_served}"
     if shared and (halves is None or (halves.step_s >= PLANNED_S and shared.step_s < FASTER * halves.step_s)):
@@ -482,8 +505,10 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwa
         other = f"shared ones take {time_text(shared.step_s)}" if shared else "shared ones do not fit"
     else:
         raise UserError(
-            f"{table['model']['path']} does not fit {hardware.num_gpus} x {hardware.gpu_name}: {'; '.join(problems)}"
+            f"{table['model']['path']} does not fit {hardware.num_gpus} x {hardware.gpu_name}: "
+            f"{'; '.join(dict.fromkeys(problems))}"
         )
+    use += ", with LoRA, because training all weights does not fit" if tried is lora else ""
     if chosen.step_s >= PLANNED_S:
         use += f", with an expected step of {time_text(chosen.step_s)}"
         use += f"; {other}" if wanted is None else ""

@@ -160,9 +160,9 @@ def _passes(run: Resolved, scoring_passes: int, recomputed: float) -> float:
     return run.config.train.epochs_per_step * (2 + again) + scoring_passes
 
 
-def gradient_bytes(config: Config, held: Held) -> float:
+def gradient_bytes(config: Config, trained: Held) -> float:
     """Count the bytes one rank sends per update: gradients are summed over the ranks with copies in float32."""
-    summed = ((held.dense, num_copies(config.parallel)), (held.expert, num_expert_copies(config.parallel)))
+    summed = ((trained.dense, num_copies(config.parallel)), (trained.expert, num_expert_copies(config.parallel)))
     return sum(2 * (copies - 1) / copies * count * MASTER_BYTES for count, copies in summed if count)
 
 

@@ -48,6 +48,7 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     recompute: bool | dict[str, Any] = False  # or [train] recompute_layers, recompute_modules
     distributed: bool = False
+    lora: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Config:
         return Config.model_validate(
@@ -61,6 +62,7 @@ class Case:
                     "max_response_tokens": RESPONSE_TOKENS,
                 },
                 "optimizer": {"distributed": self.distributed},
+                "lora": self.lora,
                 "train": {
                     "logprob_chunk_tokens": 256,
                     "recompute": bool(self.recompute),

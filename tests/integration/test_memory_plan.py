@@ -56,6 +56,20 @@ HYBRIDS_IN_PAIRS = [
     Case("linear and full attention, PP2", HYBRID, parallel={"pipeline": 2}),
 ]
 
+LORA: dict[str, Any] = {"rank": 32}
+SEQUENCE: dict[str, Any] = {"tensor": 2, "sequence": True}
+ADAPTERS_ALONE = [
+    Case("adapters", lora=LORA),
+    Case("adapters, recompute", lora=LORA, recompute=True),
+    Case("adapters of q and v, qwen2", "qwen2", lora={**LORA, "targets": ["q_proj", "v_proj"]}),
+]
+ADAPTERS_IN_PAIRS = [
+    Case("adapters, TP2 + SP", lora=LORA, parallel=SEQUENCE),
+    Case("adapters, TP2 + SP, recompute", lora=LORA, parallel=SEQUENCE, recompute=True),
+    Case("adapters, TP2", lora=LORA, parallel={"tensor": 2}),
+    Case("adapters, DP2, distributed optimizer", lora=LORA, parallel={"data": 2}, distributed=True),
+]
+
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
@@ -109,3 +123,9 @@ def test_mixtures(models: Path) -> None:
 def test_linear_attention(models: Path) -> None:
     check_cases(models, HYBRIDS_ALONE, 1)
     check_cases(models, HYBRIDS_IN_PAIRS, 2)
+
+
+@pytest.mark.slow
+def test_adapters(models: Path) -> None:
+    check_cases(models, ADAPTERS_ALONE, 1)
+    check_cases(models, ADAPTERS_IN_PAIRS, 2)

@@ -168,6 +168,92 @@ def test_a_reference_policy_costs_its_weights() -> None:
     assert with_kl.total - without.total == without.weights
 
 
+LORA_SIZES = {  # inputs and outputs of a layer's linears in DeepSeek-R1-Distill-Qwen-7B
+    "q_proj": (3584, 3584),
+    "k_proj": (3584, 512),
+    "v_proj": (3584, 512),
+    "o_proj": (3584, 3584),
+    "gate_proj": (3584, 18944),
+    "up_proj": (3584, 18944),
+    "down_proj": (18944, 3584),
+}
+
+
+@given(st.integers(1, 512), st.sets(st.sampled_from(sorted(LORA_SIZES)), min_size=1))
+def test_gradients_and_adam_have_the_elements_of_the_adapters(rank: int, targets: set[str]) -> None:
+    lora = [f"lora.rank={rank}", f"lora.targets={sorted(targets)}", "parallel.sequence=false"]
+    one = ["parallel.tensor=1", "parallel.num_ranks=1", "optimizer.distributed=false"]
+    memory = trainer_memory(resolve(recipe(*lora, *one), HF_CONFIG), gpu_bytes=GPU_BYTES)
+    elements = 28 * sum(rank * sum(LORA_SIZES[target]) for target in targets)
+    assert memory.trained == Held(elements)
+    assert (memory.gradients, memory.optimizer) == (4 * elements, 12 * elements)
+    assert memory.weights == 2 * (model_parameters(SHAPE) + elements)
+
+
+def test_adapters_are_split_along_their_longer_side() -> None:
+    """B of q, k, v, gate and up, and A of o and down are split; tensor ranks have copies of the others."""
+    memory = trainer_memory(resolve(recipe("lora.rank=16", "optimizer.distributed=false"), HF_CONFIG))
+    columns, rows = (
+        [LORA_SIZES[n] for n in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")],
+        [LORA_SIZES[n] for n in ("o_proj", "down_proj")],
+    )
+    of_layer = sum(i + o // 4 for i, o in columns) + sum(i // 4 + o for i, o in rows)
+    assert memory.trained.total == 28 * 16 * of_layer
+
+
+def test_a_reference_is_the_model_without_adapters_or_a_copy_of_the_first_ones() -> None:
+    def reference(*overrides: str) -> int:
+        return trainer_memory(resolve(recipe("lora.rank=16", *overrides), HF_CONFIG), gpu_bytes=GPU_BYTES).reference
+
+    trained = trainer_memory(resolve(recipe("lora.rank=16"), HF_CONFIG)).trained.total
+    assert reference("loss.kl_coef=0.1") == 0
+    assert reference("loss.kl_coef=0.1", "lora.init_from=adapters") == 2 * trained
+    without = trainer_memory(shaped(recipe(), SHAPE), gpu_bytes=GPU_BYTES).weights
+    assert reference("loss.kl_coef=0.1", "loss.reference_path=models/other") == without
+
+
+def test_a_push_merges_the_largest_weight_with_adapters() -> None:
+    def buckets(*overrides: str) -> int:
+        return trainer_memory(resolve(recipe(*overrides), HF_CONFIG), gpu_bytes=GPU_BYTES).sync
+
+    assert buckets("lora.rank=16") - buckets() == 2 * 18944 * 3584 // 4 * (3 * 4 + 2), "gate and up"
+    assert buckets("lora.rank=16", 'lora.targets=["o_proj"]') - buckets() == 3584 * 3584 // 4 * (3 * 4 + 2)
+
+
+def test_gradients_of_adapters_alone_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[Held] = []
+
+    def keep(config: Config, trained: Held) -> float:
+        summed.append(trained)
+        return 0.0
+
+    monkeypatch.setattr(work, "gradient_bytes", keep)
+    found = make_plan(resolve(recipe("lora.rank=16"), HF_CONFIG))
+    assert summed == [found.trainer.trained]
+    assert found.trainer.trained.total < 0.02 * found.trainer.held.total
+
+
+def test_the_plan_says_how_many_parameters_are_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "algorithms/lora", "clusters/1x1-h100"]
+    elements = 28 * 16 * sum(map(sum, LORA_SIZES.values()))
+    assert main(["plan", *files]) == 0
+    shown = capsys.readouterr().out
+    assert f"\nadapters   LoRA of rank 16 trains {elements:,} parameters, 0.53% of the model's, in q_proj, " in shown
+    assert f" parameters, of which {elements:,} are trained\n" in shown
+    assert main(["check", *files]) == 0
+    assert f" parameters, of which {elements:,} are trained\n" in capsys.readouterr().out
+
+
+def test_adapters_are_proposed_if_they_alone_make_a_trainer_fit() -> None:
+    def problem(*overrides: str) -> str:
+        return check_memory(resolve(recipe(*overrides), HF_CONFIG))[0].message
+
+    assert check_memory(resolve(recipe("cluster.gpu_memory_gib=20", "lora.rank=16"), HF_CONFIG)) == []
+    assert "set lora.rank=16 to train adapters alone, or " in problem("cluster.gpu_memory_gib=20")
+    assert "lora" not in problem("cluster.gpu_memory_gib=9")
+    assert "lora" not in problem("cluster.gpu_memory_gib=9", "lora.rank=16")
+
+
 def test_a_critic_costs_nearly_as_much_as_the_policy() -> None:
     """It has the same layers, without the output layer."""
     config = recipe("advantage.kind=gae")

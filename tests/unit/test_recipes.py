@@ -32,7 +32,9 @@ from bapo_megatron.preflight.plan import (
 from bapo_megatron.preflight.suggest import fitting_splits
 from bapo_megatron.resolved import Resolved, resolve
 
-COMBINATIONS = [(model, algorithm, cluster) for model, cluster in combinations() for algorithm in algorithms(model)]
+COMBINATIONS = [
+    (model, algorithm, cluster) for model, cluster in combinations() for algorithm in algorithms(model, cluster)
+]
 
 FP8 = "precision/fp8"
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -45,12 +47,12 @@ def test_every_shipped_file_is_part_of_a_combination() -> None:
 
 @pytest.mark.parametrize(("model", "cluster"), combinations())
 def test_it_passes_the_check_on_its_cluster_without_a_warning(model: str, cluster: str) -> None:
-    files_of = [ALGORITHMS[algorithm] for algorithm in algorithms(model)]
+    files_of = [ALGORITHMS[algorithm] for algorithm in algorithms(model, cluster)]
     configs = [load_config([model, *files, cluster]) for files in files_of]
     hf_config = KNOWN_MODELS[Path(configs[0].model.path).name]
     if (shape := model_shape(hf_config)).experts is None and shape.linear is None:
         configs += [load_config([model, *files, FP8, cluster]) for files in files_of]
-        configs.append(load_config([model, "algorithms/bapo", FP8, cluster], ["precision.recipe=blockwise"]))
+        configs.append(load_config([model, *files_of[-1], FP8, cluster], ["precision.recipe=blockwise"]))
     for config in configs:
         gpus = config.cluster.nodes * config.cluster.gpus_per_node
         assert check_settings(resolve(config, hf_config), num_gpus=gpus, given=()) == []

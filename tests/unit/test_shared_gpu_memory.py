@@ -102,19 +102,19 @@ h100    7B         tp2,dp4:8x1 23        41.80   45.76  29.39  0.5355 0.954    1
 h100    14B        tp4,dp2:2x4 all       56.38   58.16  16.99  0.6923 0.979    121820  256    8192    -
 h100    Qwen3.5-9B tp4,dp2:2x4 none      44.20   49.80  25.35  0.5866 0.974    1119613 256    8192    640
 """
-# GiB. Trainer: weights with their state, context, a step. Server: weights, one response, the rest. The last column is
-# the size of a model that would fit, in billions of parameters.
+# GiB. Trainer: weights with their state, context, a step. Server: weights, one response, the rest. The last two columns
+# are the size of a model that would fit, in billions of parameters, and whether LoRA makes this one fit.
 REFUSED = """
-gpu     model need  have  trainer state context step server weights response rest smaller
-rtx4090 1.5B  42.4  22.3  35.1    25.9  3.4     5.8  7.3    2.9     0.1      4.3  0.6
-rtx4090 3B    77.3  22.3  66.7    51.7  3.4     11.6 10.6   5.7     0.2      4.7  0.6
-rtx4090 7B    179.6 22.3  159.5   127.7 3.4     28.4 20.1   14.2    0.3      5.6  0.5
-l40s    1.5B  43.7  42.2  35.9    25.9  3.4     6.7  7.7    2.9     0.1      4.7  1.4
-l40s    3B    77.8  42.2  66.7    51.7  3.4     11.6 11.0   5.7     0.2      5.1  1.4
-l40s    7B    180.4 42.2  159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  1.4
-h100    3B    77.8  75.1  66.7    51.7  3.4     11.6 11.0   5.7     0.2      5.1  2.9
-h100    7B    180.4 75.1  159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  2.9
-h200    7B    180.4 132.8 159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  5.4
+gpu     model need  have  trainer state context step server weights response rest smaller lora
+rtx4090 1.5B  42.4  22.3  35.1    25.9  3.4     5.8  7.3    2.9     0.1      4.3  0.6     yes
+rtx4090 3B    77.3  22.3  66.7    51.7  3.4     11.6 10.6   5.7     0.2      4.7  0.6     no
+rtx4090 7B    179.6 22.3  159.5   127.7 3.4     28.4 20.1   14.2    0.3      5.6  0.5     no
+l40s    1.5B  43.7  42.2  35.9    25.9  3.4     6.7  7.7    2.9     0.1      4.7  1.4     yes
+l40s    3B    77.8  42.2  66.7    51.7  3.4     11.6 11.0   5.7     0.2      5.1  1.4     yes
+l40s    7B    180.4 42.2  159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  1.4     no
+h100    3B    77.8  75.1  66.7    51.7  3.4     11.6 11.0   5.7     0.2      5.1  2.9     yes
+h100    7B    180.4 75.1  159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  2.9     yes
+h200    7B    180.4 132.8 159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  5.4     yes
 """
 
 
@@ -172,6 +172,10 @@ def test_a_split_that_fits(row: dict[str, str], tmp_path: Path, monkeypatch: pyt
 def test_a_split_that_cannot_fit_says_what_each_part_needs(row: dict[str, str], tmp_path: Path) -> None:
     run = planned(row["gpu"], row["model"], ONE, tmp_path)
     (found,) = check_memory(run)
+    lora = run.config.lora.model_copy(update={"rank": 16})
+    fits = check_memory(run.changed(run.config.model_copy(update={"lora": lora}))) == []
+    assert fits == (row["lora"] == "yes")
+    advice = "set lora.rank=16 to train adapters alone, " if fits else ""
     assert found.severity == "error"
     assert found.settings[0] == "rollout.placement"
     memory = f"{GPUS[row['gpu']].memory_gib:.1f}"
@@ -179,7 +183,8 @@ def test_a_split_that_cannot_fit_says_what_each_part_needs(row: dict[str, str], 
         f'rollout.placement="split": a trainer rank and a server need {row["need"]} GiB of each GPU, and 95% of its '
         f"{memory} is {row['have']}: the trainer {row['trainer']} (weights and their state {row['state']}, context "
         f"{row['context']}, a step {row['step']}), the server {row['server']} (weights {row['weights']}, one response "
-        f"{row['response']}, graphs, work and context {row['rest']}); use a model of at most about {row['smaller']} "
+        f"{row['response']}, graphs, work and context {row['rest']}); {advice}use a model of at most about "
+        f"{row['smaller']} "
         "billion parameters with this layout, split the model over more GPUs (parallel.tensor and "
         'rollout.server_tensor_parallel), or set rollout.placement="separate", which needs more GPUs; `bapo plan` '
         "shows its parts, and with --best finds a split of the GPUs that fits, or the smallest cluster"

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tomllib
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +186,11 @@ def test_a_placement_that_does_not_fit_is_named(data: Path, model: Any) -> None:
     _, use = written_for(machine(8, "NVIDIA B200", 178.0), model("DeepSeek-R1-Distill-Qwen-32B"), data)
     assert use.endswith("; 4 + 4 GPUs do not fit")
     cards = machine(8, "NVIDIA GeForce RTX 4090", 23.5)
-    config, use = written_for(cards, folder := model("OctoThinker-3B-Long-Zero"), data)
+    config, use = written_for(cards, model("OctoThinker-3B-Long-Zero"), data)
     assert use.endswith("; shared ones do not fit")
     assert config.rollout.placement == "separate"
     with pytest.raises(UserError, match=r'does not fit 8 x .* 4090: no layout fits with rollout.placement="split"$'):
-        written_for(cards, folder, data, "rollout.placement=split")
+        written_for(cards, model("Qwen3-32B"), data, "rollout.placement=split")
 
 
 def test_a_step_that_is_too_short_to_plan_decides_nothing(data: Path) -> None:
@@ -225,16 +226,52 @@ def test_trainer_and_server_share_one_gpu(
     assert (apart.rollout.engine, use) == ("embedded", "the trainer has it")
 
 
-def test_a_gpu_that_does_not_hold_both_is_the_trainers(data: Path, model: Any) -> None:
-    here = machine(1, "NVIDIA L40S", 44.4)
-    config, use = written_for(here, folder := model("Qwen2.5-1.5B-Instruct"), data)
-    assert (config.rollout.engine, config.rollout.placement, config.cluster.gpu) == ("embedded", "separate", None)
-    assert re.match(
-        r"the trainer has it, and the engine samples on CPUs, which is slow; "
-        r'rollout.placement="split": a trainer rank and a server need .* GiB of each GPU, and 95% of its 44.4 is 42.2',
+@pytest.mark.parametrize(
+    ("name", "kind", "gib"),
+    [
+        ("Qwen2.5-Math-7B", "NVIDIA H100 80GB HBM3", 79.1),
+        ("Qwen2.5-1.5B-Instruct", "NVIDIA GeForce RTX 4090", 23.5),
+        ("Qwen2.5-1.5B-Instruct", "NVIDIA L40S", 44.4),
+    ],
+)
+def test_a_gpu_that_does_not_hold_all_state_trains_adapters(
+    data: Path, model: Any, name: str, kind: str, gib: float
+) -> None:
+    here = machine(1, kind, gib)
+    config, use = written_for(here, folder := model(name), data)
+    assert (config.rollout.placement, config.lora.rank, config.optimizer.lr) == ("split", 16, 1e-5)
+    run = planned(config)
+    shared = shared_gpu(with_choices(run), gib)
+    assert shared.fits
+    needs = f"{shared.trainer.total / GIB:.1f} and {shared.server_bytes / GIB:.1f} of {FULL * gib:.1f} GiB"
+    told = re.fullmatch(
+        f"trainer and server share it with LoRA, and need {needs}; to train all weights, they would need (.*) at least",
         use,
     )
-    with pytest.raises(UserError, match=r"a trainer rank and a server need .*; use a model of at most about 1\."):
+    assert told is not None
+    without = run.changed(config.model_copy(update={"lora": type(config.lora)()}))
+    assert abs(float(told[1]) - make_plan(without).trainer_needs / GIB) < 1
+    assert float(told[1]) > FULL * gib
+    own, use = written_for(here, folder, data, "lora.rank=8", "optimizer.lr=3e-5")
+    assert (own.lora.rank, own.optimizer.lr) == (8, 3e-5)
+    assert use.startswith("trainer and server share it, and need ")
+
+
+def test_a_gpu_that_does_not_hold_both_is_the_trainers(data: Path, model: Any) -> None:
+    """Models with linear attention can have no adapters."""
+    here, folder = machine(1), model("Qwen3.5-9B")
+    hf_config = deepcopy(KNOWN_MODELS["Qwen3.5-9B"])
+    hf_config["text_config"] |= {"num_hidden_layers": 4, "layer_types": None}
+    Path(folder, "config.json").write_text(json.dumps(hf_config))
+    config, use = written_for(here, folder, data)
+    assert (config.rollout.engine, config.rollout.placement, config.cluster.gpu) == ("embedded", "separate", None)
+    assert config.lora.rank is None
+    assert re.match(
+        r"the trainer has it, and the engine samples on CPUs, which is slow; "
+        r'rollout.placement="split": a trainer rank and a server need .* GiB of each GPU, and 95% of its 79.1 is 75.1',
+        use,
+    )
+    with pytest.raises(UserError, match=r"a trainer rank and a server need .*; use a model of at most about 2\."):
         written_for(here, folder, data, "rollout.placement=split")
 
 
@@ -249,10 +286,20 @@ def test_a_gpu_that_does_not_hold_the_trainer_is_refused(data: Path, model: Any)
     assert not data.with_name("new.toml").exists()
 
 
+def test_of_several_gpus_adapters_are_the_last_resort(data: Path, model: Any) -> None:
+    cards = machine(8, "NVIDIA GeForce RTX 4090", 23.5)
+    config, use = written_for(cards, folder := model("Qwen2.5-Math-7B"), data)
+    assert (config.lora.rank, config.optimizer.lr) == (16, 1e-5)
+    assert "with LoRA, because training all weights does not fit" in use
+    config, use = written_for(machine(8), folder, data)
+    assert config.lora.rank is None
+    assert "LoRA" not in use
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path, data: Path, model: Any) -> None:
     folder = model("Qwen3-32B")
-    with pytest.raises(UserError, match=r"does not fit 2 x NVIDIA H100 80GB HBM3: a trainer rank needs .* GiB"):
-        write_config(folder, data, tmp_path / "new.toml", machine(2))
+    with pytest.raises(UserError, match=r"does not fit 2 x NVIDIA L40S: a trainer rank needs .* GiB"):
+        write_config(folder, data, tmp_path / "new.toml", machine(2, "NVIDIA L40S", 44.4))
     with pytest.raises(UserError, match=r"does not fit this machine: the trainer needs .* GiB and the engine"):
         write_config(folder, data, tmp_path / "new.toml", CPU)
     assert not (tmp_path / "new.toml").exists()
