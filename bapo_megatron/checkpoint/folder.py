@@ -55,11 +55,11 @@ _T = TypeVar("_T")
 Manifest = dict[str, Any]  # JSON: {"files": {file: [bytes, digest]}, "tensors": {part: {name: Saved}}} of one rank
 
 
-class Base(TypedDict):
-    """The Hugging Face folder of the weights that are not trained, and stay there."""
+class Origin(TypedDict):
+    """A folder with tensors that a saved model needs and does not hold."""
 
     path: str
-    digest: str  # `hf.reader.digest_of` these weights, hexadecimal
+    digest: str  # `hf.reader.digest_of` the tensors, hexadecimal
 
 
 class Facts(TypedDict):
@@ -69,7 +69,8 @@ class Facts(TypedDict):
     skipped_updates: Natural  # updates that the moments have not seen
     model: dict[str, Any]  # ModelShape.to_json
     skipped_in_a_row: NotRequired[Natural]  # only in a critic's facts
-    base: NotRequired[Base]  # only if not all weights are trained
+    base: NotRequired[Origin]  # the model's folder, only if not all weights are trained
+    initial: NotRequired[Origin]  # the adapters that the run began with, only if lora.init_from names them
 
 
 def _stays_inside(name: str) -> str:

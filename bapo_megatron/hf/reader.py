@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -146,7 +146,7 @@ class HFReader:
                 )
 
 
-def digest_of(read: HFReader, names: Iterable[str]) -> int:
+def digest_of(read: Callable[[str], Tensor], names: Iterable[str]) -> int:
     """Return a digest of tensors with 128 bits: the sum of each one's, so that several processes can share the work.
 
     It tells models apart, and guards against mix-ups, not an adversary.

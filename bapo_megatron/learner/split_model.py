@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
-from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Facts, read_index
+from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT, Facts, Origin, read_index
 from bapo_megatron.checkpoint.shard_reader import ShardReader
 from bapo_megatron.checkpoint.shards import Piece, Snapshot
 from bapo_megatron.config.schema import Config
@@ -104,6 +104,7 @@ class TrainedModel(SplitModel):
         self.hf_path = hf_path
         self.version = 0
         self.num_skipped_updates = 0
+        self._initial: Origin | None = None  # the adapters of lora.init_from
         self.merged: MergedWeights | None = None  # with adapters: the latest push
         load = partial(load_weights, self.model, stored or shape, self.layout, hf_path)
         load()
@@ -144,6 +145,8 @@ class TrainedModel(SplitModel):
         with failing_together(CheckpointError), PeftReader(Path(folder).expanduser()) as read:
             read.check(self.shape)
             fill(read)
+            mine = digest_of(read, list(adapter_tensors(self.shape))[dist.get_rank() :: dist.get_world_size()])
+        self._initial = {"path": folder, "digest": f"{sum_of_digests(mine):032x}"}
         for adapter in adapters_of(self.model):
             adapter.keep_initial()
 
@@ -227,6 +230,8 @@ class TrainedModel(SplitModel):
         facts = self.facts() | {"model": self.shape.to_json()}
         if self._base_digest is not None:
             facts["base"] = {"path": str(self.hf_path.absolute()), "digest": self._base_digest}
+        if self._initial is not None:
+            facts["initial"] = self._initial
         return Snapshot(list(self._pieces()), facts, rank=self.layout.rank, hf_path=self.hf_path)
 
     @cached_property
@@ -263,14 +268,21 @@ class TrainedModel(SplitModel):
     def load(self, folder: Path) -> None:
         """Load a snapshot of any layout: see `Learner.load`."""
         self._finish_gathering()
+        digest = self._base_digest  # collective, so it comes before errors of this rank alone
         with failing_together(CheckpointError):
             index = read_index(folder)
             index.check_model(self.shape)
             facts = index.facts
-            if (base := facts.get("base")) is not None and base["digest"] != self._base_digest:
+            if (base := facts.get("base")) is not None and base["digest"] != digest:
                 raise CheckpointError(
                     f"{folder} holds adapters of the weights that were in {base['path']}, and those in {self.hf_path} "
                     "differ: set model.path to the folder with the same weights"
+                )
+            initial = facts.get("initial")
+            if initial is not None and self._initial is not None and initial["digest"] != self._initial["digest"]:
+                raise CheckpointError(
+                    f"{folder} began with the adapters that were in {initial['path']}, and lora.init_from has others: "
+                    "put the former ones back, because the reference policy has them"
                 )
             for part in PARTS:
                 if part in index.tensors or part == WEIGHT or facts["version"] > 0:

@@ -89,10 +89,10 @@ def save_random_model(family: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def save_adapters(model: Path, adapters: Adapters, folder: Path) -> None:
+def save_adapters(model: Path, adapters: Adapters, folder: Path, seed: int = 3) -> None:
     """Save random adapters, B too, so that every gradient is other than zero."""
     folder.mkdir()
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     tensors = adapter_tensors(model_shape(load_hf_config(model)).with_adapters(adapters))
     named = [(name, 0.1 * torch.randn(size, generator=generator)) for name, size in tensors.items()]
     write_peft(folder, named, adapters, str(model))

@@ -209,6 +209,13 @@ def check_another_layout(rank: int, world_size: int, root: Path) -> None:
     for name, expected in torch.load(root / "straight.pt").items():
         assert difference(weights[name], expected.double()) < 2e-7, name
     parallel_state.destroy_model_parallel()
+    save_adapters(root / "qwen2", ADAPTERS, root / "others", seed=4)
+    run = resolved(root, "qwen2", {})
+    lora = run.config.lora.model_copy(update={"init_from": str(root / "others")})
+    learner = MegatronLearner(run.changed(run.config.model_copy(update={"lora": lora})))
+    with pytest.raises(CheckpointError, match=r"were in .*qwen2-adapters, and lora\.init_from has others"):
+        learner.load(root / "saved" / "step-000002" / "learner")
+    parallel_state.destroy_model_parallel()
     shutil.copytree(root / "qwen2", root / "other")
     weights = load_file(root / "qwen2" / "model.safetensors")
     save_file(
