@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -31,7 +31,7 @@ from bapo_megatron.engines.processes import loopback_variables, reserved_ports
 from bapo_megatron.engines.start import started_engines
 from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import EngineError, UserError, escaped, plural
-from bapo_megatron.machine.shared_gpu import this_share
+from bapo_megatron.machine.shared_gpu import node_share
 from bapo_megatron.monitor.console import Screen, header, outputs, shown_path
 from bapo_megatron.monitor.stall import hanging_ranks, last_words
 from bapo_megatron.resolved import Resolved, resolve
@@ -192,13 +192,10 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
             screen.facts(outputs(config, run_dir))
         is_complete = False  # nothing was cut off by a second signal
         try:
-            here = run.placement.on()
-            if (shared := this_share(run)) is not None:
-                here = replace(here, part=shared.part)
             num_standby = run.placement.num_ranks if config.run.standby and config.run.max_restarts else 0
             with (
                 kept_weights_folder(config, run_dir),
-                started_engines(run, run_dir.log_dir, here, key := new_key()) as engines,
+                started_engines(run, run_dir.log_dir, node_share(run), key := new_key()) as engines,
                 StandbyRanks(run_dir.path, num_standby, _threads_of_a_rank(run)) as standby,
             ):
                 attempt = partial(_train, run, run_dir, engines, key, stop, screen, standby)

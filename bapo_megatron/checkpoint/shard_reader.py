@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bapo_megatron.checkpoint.folder import SQUARES, WEIGHT, Index, Saved, StoredBox, stored_key
 from bapo_megatron.errors import CheckpointError, TornCheckpointError
-from bapo_megatron.hf.reader import EVERYTHING, check_finite, list_some
+from bapo_megatron.hf.reader import EVERYTHING, check_finite, in_words, misfits
 from bapo_megatron.hf.shape import ModelShape, entries, tensors_of
 from bapo_megatron.hf.splits import is_kept, is_trained
 
@@ -77,17 +77,9 @@ class ShardReader:
             CheckpointError: lists missing, unexpected and mis-shaped tensors.
         """
         wanted = tensors_of(filter(is_kept if self._part == WEIGHT else is_trained, entries(shape)))
-        complaints = {
-            "missing": [name for name in wanted if name not in self._tensors],
-            "unexpected": [name for name in self._tensors if name not in wanted],
-            "of another shape": [
-                f"{name} is {list(self._tensors[name].shape)}, config.json says {list(size)}"
-                for name, size in wanted.items()
-                if name in self._tensors and self._tensors[name].shape != size
-            ],
-        }
-        if found := [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]:
-            raise CheckpointError(f"{self._part} in {self._index.folder} does not fit its model; " + "; ".join(found))
+        held = {name: saved.shape for name, saved in self._tensors.items()}
+        if found := in_words(misfits(wanted, held, "config.json says")):
+            raise CheckpointError(f"{self._part} in {self._index.folder} does not fit its model; {found}")
 
     def _read(self, name: str, saved: Saved, box: StoredBox, index: tuple[slice, ...]) -> Tensor:
         file, key = self._index.folder / box.file, stored_key(self._part, name, box, saved.boxes)

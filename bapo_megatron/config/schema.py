@@ -436,6 +436,11 @@ class RolloutConfig(Section):
     take turns on all cores; with `overlap`, each side has half of them."""
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether trainer ranks and servers use the same GPUs."""
+        return self.placement == "split"
+
+    @property
     def is_cut(self) -> bool:
         """Whether `top_p` or `top_k` may exclude tokens."""
         return self.top_p < 1 or self.top_k is not None
@@ -1019,11 +1024,11 @@ class Config(Section):
     @property
     def shares_gpus(self) -> bool:
         """Whether trainer ranks and servers use the same GPUs."""
-        return self.rollout.placement == "split"
+        return self.rollout.shares_gpus
 
     @property
     def sync_channel(self) -> Literal["broadcast", "disk"]:
-        """How weights travel: as the user says, or what the placement allows."""
+        """The channel that weights take: the user's choice, or else the one that the placement allows."""
         return self.sync.channel or ("disk" if self.shares_gpus else "broadcast")
 
     @property

@@ -212,7 +212,7 @@ def http_client(url: str, config: RolloutConfig, vocab_size: int, key: str | Non
         request_timeout_s=config.request_timeout_s,
         vocab_size=vocab_size,
         key=key,
-        whole_cache=config.placement == "split",
+        whole_cache=config.shares_gpus,
     )
 
 

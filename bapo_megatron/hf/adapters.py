@@ -39,11 +39,6 @@ def with_adapters(block: Block, targets: Collection[str]) -> Block:
     return replace(block, parameters=(*frozen(block.parameters), *_adapters(block, targets)))
 
 
-def targets_of(block: Block) -> list[str]:
-    """List the linear layers of a block that can have adapters, by PEFT's names."""
-    return [name for name in TARGETS if any(_adapters(block, (name,)))]
-
-
 def _adapters(block: Block, targets: Collection[str]) -> Iterator[Parameter]:
     """Yield adapters. Ranks split their longer side as they split the linear layer's weight, and hold copies of r.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.adapters import PEFT_PREFIX, Adapters
 from bapo_megatron.hf.peft_config import CONFIG
-from bapo_megatron.hf.reader import EVERYTHING, FLOATS, check_finite, list_some
+from bapo_megatron.hf.reader import EVERYTHING, FLOATS, check_finite, in_words, misfits
 from bapo_megatron.hf.shape import ModelShape, entries, tensors_of
 from bapo_megatron.hf.writer import save_tensors, write_durably
 
@@ -52,20 +52,12 @@ class PeftReader:
         wanted = {PEFT_PREFIX + name: size for name, size in adapter_tensors(shape).items()}
         slices = {name: self._handle.get_slice(name) for name in self._handle.keys()}  # noqa: SIM118
         held = {name: tuple(one.get_shape()) for name, one in slices.items()}
-        complaints = {
-            "missing": [name for name in wanted if name not in held],
-            "unexpected": [name for name in held if name not in wanted],
-            "of another shape": [
-                f"{name} is {list(held[name])}, the model needs {list(size)}"
-                for name, size in wanted.items()
-                if held.get(name, size) != size
-            ],
-            "of a type that is not supported": [
-                f"{name} is {one.get_dtype()}" for name, one in slices.items() if one.get_dtype() not in FLOATS
-            ],
-        }
-        if found := [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]:
-            raise CheckpointError(f"adapters in {self._file} do not fit the model; " + "; ".join(found))
+        complaints = misfits(wanted, held, "the model needs")
+        complaints["of a type that is not supported"] = [
+            f"{name} is {one.get_dtype()}" for name, one in slices.items() if one.get_dtype() not in FLOATS
+        ]
+        if found := in_words(complaints):
+            raise CheckpointError(f"adapters in {self._file} do not fit the model; {found}")
 
     def __call__(self, name: str, index: tuple[slice, ...] = EVERYTHING) -> Tensor:
         """Read one tensor, or a slice of it. Raises CheckpointError if it holds nan or infinity, or is torn."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.shape import ModelShape, hf_tensors
+from bapo_megatron.hf.splits import Size
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 
 log = logging.getLogger(__name__)
@@ -122,9 +123,8 @@ class HFReader:
                 if name in slices and slices[name].get_dtype() not in FLOATS
             ],
         }
-        found = [f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names]
-        if found:
-            raise CheckpointError(f"weights in {self.path} do not fit its config.json; " + "; ".join(found))
+        if found := in_words(complaints):
+            raise CheckpointError(f"weights in {self.path} do not fit its config.json; {found}")
         if shape.tied_embeddings and "lm_head.weight" in slices:
             self._check_tied(shape)
         if unread:
@@ -201,6 +201,28 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     if strange := sorted(str(name) for name in names if not isinstance(name, str) or Path(name).name != name):
         raise CheckpointError(f"{index} names {strange[0]!r}, which is not a file of this folder")
     return weight_map
+
+
+def misfits(wanted: Mapping[str, Size], held: Mapping[str, Size], source: str) -> dict[str, list[str]]:
+    """List missing, unexpected and mis-shaped tensors by kind.
+
+    Args:
+        source: who wants the shapes, such as "config.json says".
+    """
+    return {
+        "missing": [name for name in wanted if name not in held],
+        "unexpected": [name for name in held if name not in wanted],
+        "of another shape": [
+            f"{name} is {list(held[name])}, {source} {list(size)}"
+            for name, size in wanted.items()
+            if held.get(name, size) != size
+        ],
+    }
+
+
+def in_words(complaints: Mapping[str, list[str]]) -> str:
+    """Join what is wrong with tensors, by kind; empty if nothing is."""
+    return "; ".join(f"{len(names)} {what}: {list_some(names)}" for what, names in complaints.items() if names)
 
 
 def list_some(names: list[str], limit: int = 8) -> str:

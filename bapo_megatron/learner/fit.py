@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bapo_megatron.config.base import Violation
-from bapo_megatron.config.schema import Config, ParallelConfig
+from bapo_megatron.config.schema import Config, LoraConfig, ParallelConfig
 from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.facts import ModelFacts
@@ -131,9 +131,9 @@ def _sizes_with_adapters(shape: ModelShape, layer: LayerShape, adapters: Adapter
                 yield size
 
 
-def check_init_from(config: Config) -> Iterator[Violation]:
+def check_init_from(lora: LoraConfig) -> Iterator[Violation]:
     """Check that `lora.init_from` has the adapters of `[lora]`."""
-    adapters, folder = config.lora.adapters, config.lora.init_from
+    adapters, folder = lora.adapters, lora.init_from
     if adapters is None or folder is None:
         return
     try:

@@ -61,7 +61,7 @@ class MegatronLearner(TrainedModel):
         config, model = run.config, run.model
         assert model is not None, "a learner begins with a model"
         fits = (check_split(config, model, "model.path"), check_replay(config, model), check_adapters(config, model))
-        refuse([*check_extra(config), *chain(*fits), *check_init_from(config)])
+        refuse([*check_extra(config), *chain(*fits), *check_init_from(config.lora)])
         check_machine(config, run.shape, this_machine())
         apply_cpu_compat()
         apply_engine_compat()
@@ -75,7 +75,7 @@ class MegatronLearner(TrainedModel):
         self._scored: ForwardPasses | None = None  # forward passes of the mini-batch whose step comes next
         self.reference: ReferencePolicy | OwnReference | None = None
         if config.loss.kl_coef:
-            is_own = self.shape.adapters is not None and config.loss.reference_path is None
+            is_own = run.uses_own_reference
             self.reference = OwnReference(self) if is_own else ReferencePolicy(config, model, self.local_time)
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)

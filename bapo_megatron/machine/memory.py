@@ -52,7 +52,7 @@ class TrainerMemory:
 
     stage: int
     held: Held
-    trained: Held  # of which have gradients: all, or the adapters
+    trained: Held  # those with gradients: all, or the adapters
     # permanent
     weights: int
     gradients: int
@@ -124,14 +124,9 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
 
 def _of_reference(run: Resolved, of_model: int, of_adapters: int) -> int:
     """Count the parameters that a rank keeps for a reference: a second model's, or the adapters of lora.init_from."""
-    if uses_own_reference(run):
+    if run.uses_own_reference:
         return of_adapters if run.config.lora.init_from is not None else 0
     return of_model if run.config.loss.kl_coef else 0
-
-
-def uses_own_reference(run: Resolved) -> bool:
-    """Return whether the policy computes the reference's log-probs, with the adapters that its run began with."""
-    return run.shape.adapters is not None and run.config.loss.reference_path is None
 
 
 def fullest_rank(run: Resolved, gpu_bytes: int | None = None) -> TrainerMemory:

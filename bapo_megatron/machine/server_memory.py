@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import Config, RolloutConfig
 from bapo_megatron.hf.streams import routes
 from bapo_megatron.machine.gpus import GIB
 from bapo_megatron.machine.memory import ITEM_BYTES, routes_bytes
@@ -101,11 +101,10 @@ def concurrent_responses(config: Config, memory: ServerMemory, length: int) -> i
     fitting = memory.kv_tokens // length
     if memory.state_bytes:
         fitting = min(fitting, memory.num_states // _STATES_PER_REQUEST)
-    return min(fitting, most_responses(config))
+    return min(fitting, most_responses(config.rollout))
 
 
-def most_responses(config: Config) -> int:
+def most_responses(r: RolloutConfig) -> int:
     """Count the responses that one server has at the same time if its memory holds them."""
-    r = config.rollout
     waiting = -(-(r.groups_in_flight or r.prompts_per_step) * r.samples_per_prompt // r.num_servers)
     return min(r.max_concurrent_requests, waiting)

@@ -10,13 +10,14 @@ Start at `shared_gpu`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bapo_megatron.machine.gpus import FULL, GIB, gpu_memory_gib
 from bapo_megatron.machine.memory import ITEM_BYTES, TrainerMemory, fullest_rank
 from bapo_megatron.machine.server_memory import ServerMemory, most_responses, server_in, static_bytes_for
 from bapo_megatron.resolved import Resolved
-from bapo_megatron.resolved.placement import ServerPart
+from bapo_megatron.resolved.placement import NodeShare, ServerPart
+from bapo_megatron.runtime import LOOPBACK
 
 CONTEXT_BYTES = int(1.9 * GIB)  # what a dense trainer held on one H200, rounded up: docs/measured/gpu.toml
 GRAPHS_BYTES = int(1.0 * GIB)  # assumed: CUDA graphs of all batch sizes, and SGLang's own buffers
@@ -30,11 +31,11 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ServerRest:
-    """What a server holds of a GPU besides weights and caches, and the sizes that decide it."""
+    """The rest that a server holds besides weights and caches, and the sizes that decide it."""
 
     work: int  # bytes of a forward pass
     max_batch: int  # responses in the largest CUDA graph
-    prefill_tokens: int  # of prompts in one forward pass
+    prefill_tokens: int  # prompt tokens in one forward pass
 
     @property
     def total(self) -> int:
@@ -93,13 +94,13 @@ def shared_gpu(run: Resolved, gpu_memory_gib: float) -> SharedGPU:
     trainer = fullest_rank(run, gpu_bytes)
     room = int(FULL * gpu_bytes) - trainer.total - rest.total
     margin = min(_MARGIN * trainer.total, _MARGIN_OF_CACHES * max(0, room - static_bytes_for(run, 1)))
-    static_bytes = min(room - int(margin), static_bytes_for(run, most_responses(run.config)))
+    static_bytes = min(room - int(margin), static_bytes_for(run, most_responses(run.config.rollout)))
     return SharedGPU(trainer, server_in(run, static_bytes), rest, gpu_bytes)
 
 
 def wanted_server_bytes(run: Resolved, gpu_memory_gib: float) -> int:
     """Return the bytes of a server with room for all responses that it samples at the same time."""
-    return static_bytes_for(run, most_responses(run.config)) + server_rest(run, gpu_memory_gib).total
+    return static_bytes_for(run, most_responses(run.config.rollout)) + server_rest(run, gpu_memory_gib).total
 
 
 def server_rest(run: Resolved, gpu_memory_gib: float) -> ServerRest:
@@ -120,6 +121,12 @@ def this_share(run: Resolved) -> SharedGPU | None:
         return None
     memory_gib = gpu_memory_gib(run.config.cluster)
     return None if memory_gib is None else shared_gpu(run, memory_gib)
+
+
+def node_share(run: Resolved, node: int = 0, host: str = LOOPBACK) -> NodeShare:
+    """Return what one node runs: see `Placement.on`. Its servers know their part of a GPU that they share."""
+    shared = this_share(run)
+    return replace(run.placement.on(node, host), part=None if shared is None else shared.part)
 
 
 def limit_rank(run: Resolved, local_rank: int) -> None:

@@ -95,7 +95,7 @@ def _initial_adapters(run: Resolved, here: bool) -> Iterator[Violation]:
         problem = f"lora.init_from={folder} is not on this machine, and was not read"
         yield warning(("lora.init_from",), problem, "the run needs it")
         return
-    found = [*check_init_from(config)]
+    found = [*check_init_from(config.lora)]
     yield from found
     if found or any(check_adapters(config, model)):
         return

@@ -32,7 +32,7 @@ from bapo_megatron.machine.memory import (
 )
 from bapo_megatron.machine.parameters import Held, active_parameters, model_parameters
 from bapo_megatron.machine.server_memory import ServerMemory, server_memory
-from bapo_megatron.machine.shared_gpu import SharedGPU, shared_gpu, this_share, wanted_server_bytes
+from bapo_megatron.machine.shared_gpu import SharedGPU, this_share, wanted_server_bytes
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.checks.layout import RANKS
 from bapo_megatron.preflight.known_models import planned_config
@@ -129,11 +129,11 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
     memory_gib = gpu_memory_gib(run.config.cluster)
     assert memory_gib is not None
     tokens = work.StepTokens.of(run.config, response_tokens)
-    trainer = fullest_rank(run, int(memory_gib * GIB))
+    shared = this_share(run)
+    trainer = fullest_rank(run, int(memory_gib * GIB)) if shared is None else shared.trainer
     passes = work.num_scoring_passes(run.config, plans_forwards_first(run, int(memory_gib * GIB)))
     flops = work.step_flops(run, tokens, passes)
-    shared = this_share(run)
-    server = _server_memory(run)
+    server = _server_memory(run) if shared is None else shared.server
     rollout = None
     if server is not None:
         least = decode_seconds(run, gpu, server, tokens)
@@ -402,11 +402,9 @@ def _trainer_memory(run: Resolved) -> TrainerMemory:
 
 
 def _server_memory(run: Resolved) -> ServerMemory | None:
-    """Return the memory of a server on GPUs: what it has of its own, or its part of shared ones."""
-    memory_gib = gpu_memory_gib(run.config.cluster)
-    if not run.engine.on_gpus or memory_gib is None:
-        return None
-    return shared_gpu(run, memory_gib).server if run.placement.shares_gpus else server_memory(run, memory_gib)
+    """Return the memory of a server on GPUs of its own; None on CPUs."""
+    memory_gib = gpu_memory_gib(run.config.cluster) if run.engine.on_gpus else None
+    return None if memory_gib is None else server_memory(run, memory_gib)
 
 
 def _train_seconds(

@@ -51,7 +51,7 @@ _ASKED = ("question", "problem")  # columns with bare questions, which do not sa
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .,'-]+[^\W\d_]+)*[.]?")
 _MAX_MEASURED = 10_000  # prompts to measure; a run skips longer ones after them
 _SAME_MEMORY = 0.02  # difference from the table that a driver explains; a board with 40 GB in place of 80 differs more
-_FEW_ROWS = 512  # of logits in a chunk, where memory is short
+_FEW_ROWS = 512  # rows of logits in a chunk where memory is short
 _LR, _LORA_LR = 1e-6, 1e-5  # adapters start from zero, and take larger steps
 _CPU_SHARE = 0.8  # usable share of the memory without GPUs
 

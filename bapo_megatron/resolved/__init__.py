@@ -40,6 +40,11 @@ class Resolved:
         adapters = self.config.lora.adapters
         return self.model.shape if adapters is None else self.model.shape.with_adapters(adapters)
 
+    @property
+    def uses_own_reference(self) -> bool:
+        """Whether the policy itself computes the reference's log-probs, with the adapters that its run began with."""
+        return self.config.lora.adapters is not None and self.config.loss.reference_path is None
+
     @cached_property
     def critic_shape(self) -> ModelShape:
         """The critic's, which trains all its weights. Raises CheckpointError if it is not supported."""

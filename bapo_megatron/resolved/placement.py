@@ -19,16 +19,16 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class ServerPart:
-    """What a server may take of each GPU that it shares with a trainer rank, in the units of SGLang's arguments.
+    """The part of each shared GPU that a server may take, in the units of SGLang's arguments.
 
     Example: ServerPart(mem_fraction=0.985, kv_tokens=1_086_000, max_batch=256, prefill_tokens=8192)
     """
 
-    mem_fraction: float  # of what is free at its start: the most for weights and caches
+    mem_fraction: float  # share of the memory that is free at its start: the most for weights and caches
     kv_tokens: int  # in its key-value cache; bounds it also if more is free
     max_batch: int  # responses in the largest CUDA graph
-    prefill_tokens: int  # of prompts in one forward pass
-    num_states: int = 0  # of linear attention
+    prefill_tokens: int  # prompt tokens in one forward pass
+    num_states: int = 0  # states of linear attention in its cache
 
 
 @dataclass(frozen=True, slots=True)

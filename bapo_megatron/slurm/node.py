@@ -30,7 +30,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -41,7 +41,7 @@ from bapo_megatron.engines.key import KEY_VARIABLE, new_key
 from bapo_megatron.engines.processes import loopback_variables, reserved_ports
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError, plural
-from bapo_megatron.machine.shared_gpu import this_share
+from bapo_megatron.machine.shared_gpu import node_share
 from bapo_megatron.monitor.console import Screen, header, outputs
 from bapo_megatron.resolved import resolve
 from bapo_megatron.runs.folder import RunDir
@@ -293,9 +293,7 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
         if "is_over" in told:
             return 0
         run = resolve(config, resolve_model_path(config.model.path))
-        here = run.placement.on(run.placement.first_server_node + node, node_address(config))
-        if (shared := this_share(run)) is not None:
-            here = replace(here, part=shared.part)
+        here = node_share(run, run.placement.first_server_node + node, node_address(config))
         log_dir = RunDir.attach(Path(told["run_dir"])).log_dir
         with running_engines(run, log_dir, here, meeting.shared_key()) as urls:
             meeting.tell(_engines(node), {"urls": urls})
