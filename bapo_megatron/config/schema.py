@@ -365,9 +365,10 @@ class RolloutConfig(Section):
     """recorded: the `rollouts` folder of a run with record = true."""
     urls: tuple[str, ...] = ()
     """attach: base URLs of the servers, such as "http://127.0.0.1:30000"."""
-    placement: Literal["separate", "split"] = "separate"
+    placement: Literal["separate", "split", "turns"] = "separate"
     """separate: trainer ranks and servers have GPUs of their own; split: both use the same GPUs, and the plan gives
-    each a part of the memory; see docs/one-card.md."""
+    each a part of the memory; turns: each has the memory to itself while it works, and what the other holds moves to
+    the machine's memory or is dropped; see docs/one-card.md."""
     num_servers: Processes = 1
     """embedded, sglang: how many servers to start."""
     server_tensor_parallel: Processes = 1
@@ -438,7 +439,12 @@ class RolloutConfig(Section):
     @property
     def shares_gpus(self) -> bool:
         """Whether trainer ranks and servers use the same GPUs."""
-        return self.placement == "split"
+        return self.placement != "separate"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether trainer ranks and servers give each other the memory of the GPUs that they share."""
+        return self.placement == "turns"
 
     @property
     def is_cut(self) -> bool:
@@ -822,11 +828,11 @@ class SyncConfig(Section):
 
     channel: Literal["broadcast", "disk"] | None = None
     """broadcast: over one process group with all engines, NCCL if the trainer has a GPU and the engines are SGLang's,
-    otherwise gloo; disk: through files that every engine can read. Unset: disk with rollout.placement = "split",
+    otherwise gloo; disk: through files that every engine can read. Unset: disk if rollout.placement shares GPUs,
     otherwise broadcast."""
     folder: PathText | None = None
     """disk: where to keep the two latest versions of the weights, in a folder that only you can read and that ends with
-    the run. Every engine must see it. Unset: with rollout.placement = "split" in memory, /dev/shm; otherwise in the
+    the run. Every engine must see it. Unset: if rollout.placement shares GPUs, in memory, /dev/shm; otherwise in the
     run's own folder."""
     bucket_mib: float = Field(64.0, gt=0, le=1_000_000)
     """broadcast: size of a bucket of weights, gathered and sent together. Two are held: one being sent, one being
@@ -1025,6 +1031,11 @@ class Config(Section):
     def shares_gpus(self) -> bool:
         """Whether trainer ranks and servers use the same GPUs."""
         return self.rollout.shares_gpus
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether trainer ranks and servers give each other the memory of the GPUs that they share."""
+        return self.rollout.takes_turns
 
     @property
     def sync_channel(self) -> Literal["broadcast", "disk"]:
