@@ -195,7 +195,7 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
             num_standby = run.placement.num_ranks if config.run.standby and config.run.max_restarts else 0
             with (
                 kept_weights_folder(config, run_dir),
-                started_engines(run, run_dir.log_dir, node_share(run), key := new_key()) as engines,
+                started_engines(run, run_dir.log_dir, node_share(run), key := new_key(), run_dir.turn_file) as engines,
                 StandbyRanks(run_dir.path, num_standby, _threads_of_a_rank(run)) as standby,
             ):
                 attempt = partial(_train, run, run_dir, engines, key, stop, screen, standby)

@@ -15,7 +15,8 @@ A step waits for its rollouts; the next step resumes, with new weights, the part
 With rollout.overlap, the engines keep sampling during everything below the first line.
 """
 
-from functools import partial
+import os
+from functools import cache, partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Discriminator, Tag
@@ -27,14 +28,16 @@ from bapo_megatron.checkpoint.store import CheckpointStore, Saveable
 from bapo_megatron.learner.base import Learner, UpdatesState
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.learner.offload import Offload
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, scorers_of, with_scores
+from bapo_megatron.machine.room import wait_for_room
 from bapo_megatron.monitor.console import evaluation_lines
 from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.rollout.book import samples_fit
-from bapo_megatron.rollout.manager import ManagerState, connect_rollouts
+from bapo_megatron.rollout.manager import ManagerState, RolloutManager, connect_rollouts
 from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState, kind_of_rollouts
 from bapo_megatron.rollout.shared import NEEDS_WEIGHTS, SharedRollouts
 from bapo_megatron.rollout.shares import BatchShares
@@ -45,8 +48,10 @@ from bapo_megatron.runtime.phases import Phases, SeparateDevices
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
+from bapo_megatron.runtime.turn import Turn
 from bapo_megatron.sync import open_channel
 from bapo_megatron.sync.folder import weights_folder
+from bapo_megatron.sync.turns import ServerTurns, Turns
 from bapo_megatron.types import Natural
 
 
@@ -65,46 +70,58 @@ class RunState(TypedDict):
 
 def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | SilentRecorder, stop: StopFile) -> None:
     """Train from the run's latest checkpoint, or the start, to `train.num_steps` or `stop`. Rank 0 has a `Recorder`."""
-    config = run.config
-    phases: Phases = SeparateDevices()
-    HEARTBEAT.beat(TRAINER, "building the model")
-    learner = MegatronLearner(run)
-    layout = learner.layout
-    advantages = ValueAdvantages(run, learner)
-    finder = BoundsFinder(config, learner)
-    scorers = scorers_of(config, learner, learner.reference)
-    HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
-    samples, sampler = run.engine.samples, None
-    if layout.rank == 0:
-        connect = partial(connect_rollouts, urls=urls, may_have_failed=restart_of(run_dir) is not None)
-        sampler = connect(run) if samples else RecordedRollouts(run)
-    engines = sampler.engines if sampler else None
-    shares = BatchShares(layout.data_rank, layout.pipeline_rank, layout.layers_of_stage, config.parallel.timeout_s)
-    rollouts = SharedRollouts(config, sampler, recorder.keep_samples, shares)
+    config, samples = run.config, run.engine.samples
     store = CheckpointStore(
         run_dir.checkpoints_dir,
         config.checkpoint,
         warn=recorder.note,
         state_type=RunState,
         run_id=run_dir.run_id,
-        vocab_size=learner.shape.vocab_size,
+        vocab_size=run.shape.vocab_size,
         streams=run.kept_streams,
     )
-    models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
-    HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
-    first_step = _restore(store.resume(models), learner, rollouts, finder)
+
+    @cache
+    def sampler() -> RolloutManager | RecordedRollouts | None:
+        """Connect prompts, judge and engines, on rank 0."""
+        if int(os.environ.get("RANK", "0")) > 0:
+            return None
+        HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
+        may_have_failed = restart_of(run_dir) is not None
+        return connect_rollouts(run, urls, may_have_failed=may_have_failed) if samples else RecordedRollouts(run)
+
+    turns = _turns(run, run_dir, sampler(), store) if config.takes_turns and samples else None
+    phases: Phases = turns or SeparateDevices()
+    with phases.training():
+        HEARTBEAT.beat(TRAINER, "building the model")
+        learner = MegatronLearner(run)
+        layout = learner.layout
+        advantages = ValueAdvantages(run, learner)
+        finder = BoundsFinder(config, learner)
+        scorers = scorers_of(config, learner, learner.reference)
+        shares = BatchShares(layout.data_rank, layout.pipeline_rank, layout.layers_of_stage, config.parallel.timeout_s)
+        first = sampler()
+        rollouts = SharedRollouts(config, first, recorder.keep_samples, shares)
+        models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
+        HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
+        first_step = _restore(store.resume(models), learner, rollouts, finder)
+    if turns:
+        turns.trainer = Offload(learner, advantages.critic, learner.reference)
+    engines = first.engines if first else None
     callees = (engines.pool, engines.loop.submit) if engines else None
     weights_dir = weights_folder(config, run_dir)
     kind = partial(open_channel, channel=config.sync_channel, folder=weights_dir, hf_path=learner.hf_path)
     channel = kind(config.sync, callees) if samples else None
-    if channel:
-        channel.connect(learner.weights())
 
     def push() -> dict[str, float]:
         """Send the weights to every engine, if there are any, as a new version."""
         with phases.pushing():
             rollouts.before_push()
-            return channel.push(learner.weights()).metrics() if channel else {}
+            sent = channel.send(learner.weights()) if channel else None
+        if channel is None or sent is None:
+            return {}
+        channel.resume(sent)
+        return sent.metrics()
 
     def evaluate(num_done: int) -> dict[str, float]:
         """Evaluate the weights that were just pushed, if an evaluation is due after `num_done` steps."""
@@ -113,9 +130,12 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
                 push()
         return metrics
 
-    recorder.begin(first_step, sampler)
-    HEARTBEAT.beat(TRAINER, "sending the first weights to the engines")
-    push()
+    with phases.pushing():
+        if channel:
+            channel.connect(learner.weights())
+        recorder.begin(first_step, first)
+        HEARTBEAT.beat(TRAINER, "sending the first weights to the engines")
+        push()
     if first_step == 0 and (baseline := evaluate(0)):
         for line in evaluation_lines(baseline, "before training"):
             recorder.note(line)
@@ -146,7 +166,7 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
             sync = push()
         with watch.span("eval"):
             evaluation = evaluate(step + 1)
-        times = watch.lap() | learner.take_times() | compare_ranks(learner.local_time)
+        times = watch.lap() | learner.take_times() | compare_ranks(learner.local_time) | phases.take_times()
         recorder.record(step + 1, learner.version, batch.metrics, updates.result(), sync, evaluation, times)
         updates.stop_on_mismatch(step + 1, store)
         with phases.saving(), watch.span("checkpoint"):
@@ -159,6 +179,27 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
     if channel:
         channel.close()
     rollouts.close()
+
+
+def _turns(
+    run: Resolved, run_dir: RunDir, sampler: RolloutManager | RecordedRollouts | None, store: CheckpointStore
+) -> Turns:
+    """Return the phases of `rollout.placement = "turns"`, with the engines on rank 0."""
+    config, servers = run.config, None
+    if sampler is not None and (engines := sampler.engines) is not None:
+        servers = ServerTurns(
+            engines.pool,
+            engines.loop.submit,
+            Turn(run_dir.turn_file),
+            timeout_s=config.sync.timeout_s,
+            startup_limit_s=run.engine.startup_limit_s(config.rollout.startup_timeout_s),
+        )
+    return Turns(
+        servers,
+        until_saved=store.close,
+        until_free=partial(wait_for_room, run),
+        sign_of_life_s=config.parallel.timeout_s / 4,
+    )
 
 
 def _restore(state: dict[str, Any] | None, learner: Learner, rollouts: SharedRollouts, finder: BoundsFinder) -> int:

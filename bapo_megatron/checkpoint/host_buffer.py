@@ -1,5 +1,6 @@
 """Reusable CPU memory for copies of a model; page-locked for copies from a GPU."""
 
+import mmap
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,8 +14,8 @@ _ALIGN = 64  # tensors start at multiples of this many bytes, itself a multiple 
 class HostBuffer:
     """One block of memory that holds the latest copies, grows as needed, and lives as long as this object.
 
-    For a GPU the block is registered with CUDA: torch's allocator of page-locked memory would round its size up to a
-    power of two and never release it.
+    The block is mapped as shared memory, so that tools count it apart from a process's own. For a GPU it is registered
+    with CUDA: torch's allocator of page-locked memory would round its size up to a power of two and never release it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,8 @@ class HostBuffer:
         if self._unlock is not None:
             self._unlock()
         self._bytes, self._is_copied, self._unlock = torch.empty(0, dtype=torch.uint8), None, None  # freed first
-        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            self._bytes = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
         if page_locked and num_bytes:
             address = self._bytes.data_ptr()
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)))

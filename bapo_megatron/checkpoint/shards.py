@@ -44,16 +44,24 @@ class Snapshot:
         pieces: consumed once, by `write`; several of one tensor come in the order of their rows.
         facts: `folder.Facts`, the same on every rank.
         hf_path: Hugging Face folder whose config.json and tokenizer are saved too.
+        is_detached: training does not change the pieces before `write`.
     """
 
     def __init__(
-        self, pieces: Iterable[Piece], facts: Mapping[str, Any], *, rank: int = 0, hf_path: Path | None = None
+        self,
+        pieces: Iterable[Piece],
+        facts: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        hf_path: Path | None = None,
+        is_detached: bool = False,
     ) -> None:
         self.facts = facts
         self.pieces = pieces
         self._rank = rank
         self._hf_path = hf_path
         self._buffer: HostBuffer | None = None
+        self._is_detached = is_detached
 
     def detach(self, buffer: HostBuffer | None = None) -> None:
         """Copy the pieces to the CPU, so that training can change the originals before `write`.
@@ -63,6 +71,8 @@ class Snapshot:
         Args:
             buffer: destination, reserved for this snapshot until `write` returns; None means a new one.
         """
+        if self._is_detached:
+            return
         self._buffer = buffer or HostBuffer()
         pieces = list(self.pieces)
         copies = self._buffer.copy([piece.values for piece in pieces])

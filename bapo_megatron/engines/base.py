@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from bapo_megatron.engines.update_group import GroupBackend
 from bapo_megatron.engines.wire import Bucket, TensorSpec
@@ -18,7 +18,12 @@ PauseMode = Literal["abort", "retract", "in_place"]
 Extra = Literal["weight_manifest", "weight_digests", "score", "release"]
 """What a server can do beyond sampling. "weight_manifest": `WeightTransport.manifest` answers. "weight_digests":
 `WeightTransport.digests` returns the digest of each weight as sent (engines/wire.py), and `take` the digest of each as
-received. "score" and "release": `Engine.score` and `Engine.release` answer."""
+received. "score" and "release": `Engine.score` and `Engine.hold` answer."""
+
+Memory = Literal["weights", "kv_cache", "cuda_graph"]
+"""What a server can release, by SGLang's tags (srt/constants.py)."""
+
+ALL_MEMORY: frozenset[Memory] = frozenset(get_args(Memory))
 
 Transport = Literal["gloo", "nccl", "disk"]
 """How weights reach a server: through a process group with this backend, or a folder that both sides see."""
@@ -212,12 +217,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def release(self) -> None:
-        """Free the memory of weights and cache; needs the extra "release" and a pause that keeps no cache."""
-        ...
+    async def hold(self, memory: Set[Memory]) -> None:
+        """Hold this memory, and release the rest; needs the extra "release" and a pause that keeps no cache.
 
-    async def restore(self) -> None:
-        """Allocate the memory again. The weights are lost: push them before `resume`."""
+        Weights are lost with their memory: push them before `resume`.
+        """
         ...
 
     async def abort(self, rid: str | None = None) -> None:

@@ -6,7 +6,7 @@ Retrying is up to the dispatcher.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,9 +14,11 @@ import aiohttp
 import msgspec
 
 from bapo_megatron.engines.base import (
+    ALL_MEMORY,
     Capabilities,
     GenerateRequest,
     GenerateResult,
+    Memory,
     PauseMode,
     TokenScores,
 )
@@ -45,6 +47,7 @@ from bapo_megatron.errors import (
 )
 from bapo_megatron.hf.streams import ROUTES
 
+RELEASED_ROUTE = "/released_memory"  # ours, on the embedded engine and on SGLang (engines/sglang_memory.py)
 _HEALTH_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 20.0
 IDLE_S = 1.0  # an idle connection is not reused after this time: uvicorn closes it after 5 s, and would lose a request
@@ -226,20 +229,20 @@ class HttpEngine:
         except BadReplyError as problem:
             raise EngineError(f"{self.url}, {what}: {problem}") from None
 
-    async def release(self) -> None:
-        await self._check_release()
-        await self._call("POST", "/release_memory_occupation", {})
+    async def hold(self, memory: Set[Memory]) -> None:
+        """Hold memory as `Engine.hold`. The server says what its process has released: a restarted one has nothing.
 
-    async def restore(self) -> None:
-        await self._check_release()
-        await self._call("POST", "/resume_memory_occupation", {})
-
-    async def _check_release(self) -> None:
+        SGLang ends when it is told to release what is released, or to restore what is not.
+        """
         if "release" not in (await self.capabilities()).extras:
-            raise EngineError(
-                f"{self.url} cannot release its memory; an SGLang server can with --enable-memory-saver "
-                "(sglang.extra.enable_memory_saver=true)"
-            )
+            raise EngineError(f"{self.url} cannot release its memory; SGLang can with --enable-memory-saver, on a GPU")
+        released = as_dict(await self._call("GET", RELEASED_ROUTE)).get("released")
+        if not isinstance(released, list) or not ALL_MEMORY.issuperset(released):
+            raise EngineError(f"{self.url}{RELEASED_ROUTE}: the reply does not say what is released")
+        if more := sorted(ALL_MEMORY - memory - {*released}):
+            await self._call("POST", "/release_memory_occupation", {"tags": more})
+        if missing := sorted(memory & {*released}):
+            await self._call("POST", "/resume_memory_occupation", {"tags": missing})
 
     async def abort(self, rid: str | None = None) -> None:
         body = {"abort_all": True} if rid is None else {"rid": rid}

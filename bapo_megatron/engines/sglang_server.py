@@ -2,8 +2,8 @@
 
 It is SGLang's own entry point, plus compatibility with CPUs and with a torch that its kernels were not built for, and
 stacks on SIGUSR1, in this process and in the schedulers that SGLang spawns (multiprocessing imports a parent's main
-module again in its children); a store on loopback where the schedulers meet; the run's key; and an exit when standard
-input closes.
+module again in its children); a store on loopback where the schedulers meet; the run's key; refusals of calls that
+would end it (sglang_memory.py); and an exit when standard input closes.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from bapo_megatron_patches.sglang import apply_cpu_compat, apply_gpu_compat
 
 from bapo_megatron.engines import sglang_kernels
 from bapo_megatron.engines.key import take_key
+from bapo_megatron.engines.sglang_memory import ReleasedMemory
 from bapo_megatron.engines.update_group import host_store
 from bapo_megatron.errors import UserError
 from bapo_megatron.runtime import LOOPBACK, raise_open_files, starting
@@ -60,6 +61,9 @@ def main() -> None:
         print(serving.line, flush=True)
     try:
         with _store_on_loopback(arguments):
+            from sglang.srt.entrypoints.http_server import app
+
+            app.add_middleware(ReleasedMemory)
             if key is not None:
                 _ask_for_key(key)
             run_server(arguments)

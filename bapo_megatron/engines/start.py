@@ -16,15 +16,19 @@ from bapo_megatron.runtime import LOOPBACK, num_cores, python_module
 
 
 @contextlib.contextmanager
-def running_engines(run: Resolved, log_dir: Path, here: NodeShare, key: str) -> Iterator[list[str]]:
+def running_engines(
+    run: Resolved, log_dir: Path, here: NodeShare, key: str, turn_file: Path | None = None
+) -> Iterator[list[str]]:
     """Yield the URLs of engines as `started_engines` does, once they are healthy. Raises UserError, EngineError."""
-    with started_engines(run, log_dir, here, key) as engines:
+    with started_engines(run, log_dir, here, key, turn_file) as engines:
         engines.wait()
         yield engines.urls
 
 
 @contextlib.contextmanager
-def started_engines(run: Resolved, log_dir: Path, here: NodeShare, key: str) -> Iterator[StartedEngines]:
+def started_engines(
+    run: Resolved, log_dir: Path, here: NodeShare, key: str, turn_file: Path | None = None
+) -> Iterator[StartedEngines]:
     """Yield a run's engines: the ones at rollout.urls, or this machine's share, which this starts.
 
     Started engines are supervised until the block ends, and end with this process. They answer only clients that send
@@ -43,6 +47,7 @@ def started_engines(run: Resolved, log_dir: Path, here: NodeShare, key: str) -> 
             startup_timeout_s=run.engine.startup_limit_s(r.startup_timeout_s),
             max_restarts=r.max_restarts,
             hang_timeout_s=r.hang_timeout_s,
+            turn_file=turn_file if run.config.takes_turns else None,
             tell=lambda text: tell_user(text, log_dir / "supervisor.log"),
         ) as engines,
     ):

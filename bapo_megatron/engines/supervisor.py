@@ -22,6 +22,7 @@ from pathlib import Path
 
 from bapo_megatron.engines import processes
 from bapo_megatron.errors import UserError
+from bapo_megatron.runtime.turn import Turn
 
 _POLL_S = 0.2
 _PROBE_INTERVAL_S = 5.0
@@ -54,6 +55,7 @@ def supervised(
     startup_timeout_s: float,
     max_restarts: int = 0,
     hang_timeout_s: float = math.inf,
+    turn_file: Path | None = None,
     tell: Tell = lambda text: print(text, file=sys.stderr),
 ) -> Iterator[StartedEngines]:
     """Start engines and yield them immediately; supervise them once all are healthy, and end them with the block.
@@ -62,13 +64,19 @@ def supervised(
         startup_timeout_s: how long each start may take.
         max_restarts: how often each engine is started again.
         hang_timeout_s: an engine that has not answered for this long is killed and started again.
+        turn_file: engines are started again only while the trainer is not on their GPUs (runtime/turn.py).
         tell: gets one line for each restart and each engine given up; called from the supervisor's threads.
 
     Raises:
         UserError: raised by the block; the engines that are down are added to it.
     """
     ended = threading.Event()
-    engines = [_Engine(spec, startup_timeout_s, max_restarts, hang_timeout_s, tell, ended) for spec in specs]
+
+    def described(spec: EngineSpec) -> _Engine:
+        turn = None if turn_file is None else Turn(turn_file)
+        return _Engine(spec, startup_timeout_s, max_restarts, hang_timeout_s, turn, tell, ended)
+
+    engines = [described(spec) for spec in specs]
     running: list[_Engine] = []
     started = StartedEngines([spec.url for spec in specs], engines)
     try:
@@ -154,6 +162,7 @@ class _Engine:
     startup_timeout_s: float
     max_restarts: int
     hang_timeout_s: float
+    turn: Turn | None  # held from a restart until the engine answers or is gone
     tell: Tell
     run_ended: threading.Event
     process: subprocess.Popen[bytes] = field(init=False)
@@ -177,6 +186,8 @@ class _Engine:
             self.tell(f"{self} {self.problem} (its log: {old_log}); {restart}")
             if self.run_ended.wait(min(FIRST_DELAY_S * 2 ** (attempt - 1), _MAX_DELAY_S)):
                 return
+            if self.turn is not None and not self.turn.take(shared=True, is_over=self.run_ended.is_set):
+                return
             try:
                 self.start()
             except OSError as problem:  # no memory or process left: the next attempt may succeed
@@ -187,6 +198,16 @@ class _Engine:
 
     def _wait_for_a_problem(self) -> bool:
         """Return True once there is a `problem` and the process is gone, or False at the end of the run."""
+        try:
+            return self._watch()
+        finally:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self.turn is not None:
+            self.turn.give()
+
+    def _watch(self) -> bool:
         # This asks the scheduler. Unlike SGLang's /health, it is answered while generation is paused.
         probe = f"{self.spec.url}/server_info"
         limit_s, name = self.startup_timeout_s, "rollout.startup_timeout_s"
@@ -203,6 +224,7 @@ class _Engine:
                 limit_s, name = self.hang_timeout_s, "rollout.hang_timeout_s"
                 answered_at = time.monotonic()
                 self.problem = None
+                self._end_turn()
             elif time.monotonic() - answered_at > limit_s:
                 processes.ask_for_stacks(self.process)
                 processes.kill(self.process)

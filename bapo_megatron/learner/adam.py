@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT
 from bapo_megatron.hf.splits import Axis
+from bapo_megatron.learner.host_copies import HostCopies
 from bapo_megatron.learner.parallel import ParallelLayout
 
 
@@ -27,15 +28,17 @@ class AdamState:
     Args:
         optimizer: one optimizer of Megatron's chain.
         group: the ranks that hold the same parameters; the optimizer may be split over them.
+        copies: read where a tensor's storage is empty.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, group: dist.ProcessGroup) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, group: dist.ProcessGroup, copies: HostCopies) -> None:
         self._optimizer = optimizer
         self._is_split = isinstance(self._optimizer, DistributedOptimizer)
         if isinstance(self._optimizer.optimizer, torch.optim.Adam):  # not Transformer Engine's, nor Apex's
             for options in self._optimizer.optimizer.param_groups:
                 options["fused"] = True  # one pass over weights, gradients and moments instead of ten
         self._group = group
+        self._copies = copies
 
     def gather(self, parameter: Parameter, name: str) -> Tensor:
         """Return the tensor `name` (WEIGHT or one of MOMENTS), float32; collective over data ranks if split."""
@@ -76,7 +79,7 @@ class AdamState:
         if not self._owns(parameter):
             return None
         weight = self._weight(parameter)
-        return weight.detach() if name == WEIGHT else self._state(weight)[name]
+        return self._copies.at(weight.detach() if name == WEIGHT else self._state(weight)[name])
 
     def gather_gradient(self, parameter: Parameter) -> Tensor:
         """Return the last update's gradient, float32; collective over data ranks if split."""
@@ -127,7 +130,7 @@ class AdamState:
         if not self._is_split:
             assert part is not None
             return part
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._copies.device(parameter))
         if part is not None:
             whole[self._range(parameter)] = part
         dist.all_reduce(whole, group=self._group)  # every value has one owner: x + 0 + ... is exact
@@ -141,16 +144,17 @@ class ChainedAdam:
 
     Args:
         chain: from `get_megatron_optimizer`.
+        copies: see `AdamState`.
     """
 
-    def __init__(self, chain: MegatronOptimizer, layout: ParallelLayout) -> None:
+    def __init__(self, chain: MegatronOptimizer, layout: ParallelLayout, copies: HostCopies) -> None:
         assert isinstance(chain, ChainedOptimizer)
         self._states: dict[Axis, AdamState] = {}
         for optimizer in chain.chained_optimizers:
             groups = optimizer.optimizer.param_groups
             axis: Axis = "expert" if any(group.get("is_expert_parallel") for group in groups) else "dense"
             assert axis not in self._states, f"two optimizers have {axis} parameters"
-            self._states[axis] = AdamState(optimizer, layout.axes[axis].copies)
+            self._states[axis] = AdamState(optimizer, layout.axes[axis].copies, copies)
 
     def _of(self, parameter: Parameter) -> AdamState:
         return self._states[_axis(parameter)]

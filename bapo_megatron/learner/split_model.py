@@ -34,6 +34,7 @@ from bapo_megatron.learner.exchange import (
     placed_entries,
     take_held,
 )
+from bapo_megatron.learner.host_copies import HostCopies
 from bapo_megatron.learner.lora import InitialAdapters, MergedWeights, adapters_of
 from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device, sum_of_digests
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
@@ -120,7 +121,8 @@ class TrainedModel(SplitModel):
         self.optimizer = get_megatron_optimizer(
             self._optimizer_config(), self.wrapped, use_gloo_process_groups=torch.cuda.is_available()
         )
-        self.adam = ChainedAdam(self.optimizer, self.layout)
+        self.copies = HostCopies()
+        self.adam = ChainedAdam(self.optimizer, self.layout, self.copies)
         if any(map(is_float8tensor, self.model.parameters())):
             # Megatron made its float32 weights from what the parameters held before they were read
             load(fill=partial(self._fill, WEIGHT))
@@ -223,16 +225,18 @@ class TrainedModel(SplitModel):
     def snapshot(self) -> Snapshot:
         """Return the pieces that this rank writes: see `Learner.snapshot`.
 
-        They are views of the live tensors, except for parameters across a border of the distributed optimizer, which
-        are copied to the CPU. `Snapshot.detach` copies the rest.
+        They are views of the live tensors, or of their copies while these are away, except for parameters across a
+        border of the distributed optimizer, which are copied to the CPU. `Snapshot.detach` copies the live ones.
         """
-        self._finish_gathering()
+        if not self.copies:  # the push before they left has gathered them
+            self._finish_gathering()
         facts = self.facts() | {"model": self.shape.to_json()}
         if self._base_digest is not None:
             facts["base"] = {"path": str(self.hf_path.absolute()), "digest": self._base_digest}
         if self._initial is not None:
             facts["initial"] = self._initial
-        return Snapshot(list(self._pieces()), facts, rank=self.layout.rank, hf_path=self.hf_path)
+        pieces, is_detached = list(self._pieces()), bool(self.copies)
+        return Snapshot(pieces, facts, rank=self.layout.rank, hf_path=self.hf_path, is_detached=is_detached)
 
     @cached_property
     def _base_digest(self) -> str | None:
@@ -254,7 +258,9 @@ class TrainedModel(SplitModel):
             if is_mine and entry.trained:
                 mine.append((entry, axis, held[0]))
             elif is_mine and is_kept(entry) and number % axis.copies.size() == axis.copies.rank():  # it has no moments
-                yield from place_shard(entry, WEIGHT, held[0].detach().cpu().float(), axis.rank, axis.size)
+                yield from place_shard(
+                    entry, WEIGHT, self.copies.at(held[0].detach()).cpu().float(), axis.rank, axis.size
+                )
         assert not parameters, f"the name map does not know {sorted(parameters)}"
         writers = self.adam.writers([parameter for *_, parameter in mine])
         for (entry, axis, parameter), (is_writer, is_cut) in zip(mine, writers, strict=True):

@@ -165,6 +165,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def turn_file(self) -> Path:
+        """File whose lock tells who may take the memory of shared GPUs, in all attempts (runtime/turn.py)."""
+        return self.path / ".turn"
+
+    @property
     def config_path(self) -> Path:
         return self.path / "config.toml"
 

@@ -28,6 +28,12 @@ class BadRequestError(UserError):
     code: ClassVar[str | None] = None
 
 
+class NotNowError(BadRequestError):
+    """A request that the server's state does not allow."""
+
+    status = 409
+
+
 class RequestBody(BaseModel):
     """The fields of a request."""
 

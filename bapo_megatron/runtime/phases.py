@@ -1,4 +1,7 @@
-"""The phases of a training step, for placements that must free in one phase the room that another one needs."""
+"""The phases of a training step, for placements that must free in one phase the room that another one needs.
+
+`sync/turns.py` has such a placement.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -26,6 +29,10 @@ class Phases(Protocol):
         """Hold the weights and the optimizer state that a checkpoint reads."""
         ...
 
+    def take_times(self) -> dict[str, float]:
+        """Return the seconds spent on changes of phase since the last call, as metrics."""
+        ...
+
 
 class SeparateDevices:
     """Implements `Phases` for trainer and engines on separate devices: every phase always holds."""
@@ -35,3 +42,6 @@ class SeparateDevices:
 
     # All four are this one function: there is nothing to free and nothing to bring back.
     training = pushing = saving = sampling
+
+    def take_times(self) -> dict[str, float]:
+        return {}

@@ -294,8 +294,8 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
             return 0
         run = resolve(config, resolve_model_path(config.model.path))
         here = node_share(run, run.placement.first_server_node + node, node_address(config))
-        log_dir = RunDir.attach(Path(told["run_dir"])).log_dir
-        with running_engines(run, log_dir, here, meeting.shared_key()) as urls:
+        run_dir = RunDir.attach(Path(told["run_dir"]))
+        with running_engines(run, run_dir.log_dir, here, meeting.shared_key(), run_dir.turn_file) as urls:
             meeting.tell(_engines(node), {"urls": urls})
             while not meeting.end_file.exists():  # no deadline: SLURM ends this process with the job
                 time.sleep(_END_POLL_S)

@@ -102,14 +102,26 @@ class Channel(Protocol):
         """Check that the engines can take these weights. Raises EngineError naming the URL and first difference."""
         ...
 
-    def push(self, source: WeightSource) -> SyncStats:
+    def send(self, source: WeightSource) -> SyncStats:
         """Send the whole policy until every live engine holds it, or none is left and one is expected back.
 
+        The engines stay paused until `resume`.
+
         Raises:
-            EngineError: all engines refuse, and stay paused; or no engine is left, and none is expected back.
+            EngineError: all engines refuse; or no engine is left, and none is expected back.
             UserError: a rank failed (the message names it); the engines sample nothing from what they have received.
         """
         ...
+
+    def resume(self, stats: SyncStats) -> None:
+        """Let the engines sample with the weights sent, and complete the stats of `send`. Raises as `send` does."""
+        ...
+
+    def push(self, source: WeightSource) -> SyncStats:
+        """Send the whole policy, and let the engines sample with it."""
+        stats = self.send(source)
+        self.resume(stats)
+        return stats
 
     def close(self) -> None:
         """Leave the engines."""
@@ -123,26 +135,37 @@ class Sender(Protocol):
         """See `Channel.connect`."""
         ...
 
-    def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        """Send the whole policy once.
+    def send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+        """Send the whole policy once; the engines stay paused.
 
         Args:
             weights: Hugging Face names and whole tensors, in the order of the manifest.
             version: the weight version that the engines report from then on.
 
-        Returns the stats. If they are not `is_whole`, an engine failed midway and is fenced, and the push must be
+        Returns the stats. If they are not `is_whole`, an engine failed midway and is fenced, and `send` must be
         repeated.
 
         Raises:
-            EngineError: see `Channel.push`.
+            EngineError: see `Channel.send`.
             UserError: from `weights`.
         """
         ...
 
+    def resume(self, stats: SyncStats) -> None:
+        """See `Channel.resume`."""
+        ...
+
+    def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+        """Send the whole policy once; if that is whole, let the engines sample with it."""
+        stats = self.send(weights, version)
+        if stats.is_whole:
+            self.resume(stats)
+        return stats
+
     def close(self) -> None: ...
 
 
-class RankZeroChannel:
+class RankZeroChannel(Channel):
     """Implements `Channel`: all ranks gather whole weights on rank 0, which sends them."""
 
     def __init__(self, sender: Sender | None, pause_mode: PauseMode = "retract") -> None:
@@ -156,20 +179,26 @@ class RankZeroChannel:
             if self._sender is not None:
                 self._sender.connect(source.manifest())
 
-    def push(self, source: WeightSource) -> SyncStats:
-        """See `Channel.push`. An incomplete push fences an engine and a repeated one admits none, so the loop ends."""
+    def send(self, source: WeightSource) -> SyncStats:
+        """See `Channel.send`. An incomplete one fences an engine and a repeated one admits none, so the loop ends."""
         stats = SyncStats()
         while True:
             with failing_together():
                 weights = source.whole()
                 try:
                     if self._sender is not None:
-                        stats = self._sender.push(weights, source.version).after(stats)
+                        stats = self._sender.send(weights, source.version).after(stats)
                 finally:
                     for _ in weights:  # no other rank may wait for this one
                         pass
             if share_flag(None if self._sender is None else stats.is_whole):
                 return stats
+
+    def resume(self, stats: SyncStats) -> None:
+        """See `Channel.resume`."""
+        with failing_together():
+            if self._sender is not None:
+                self._sender.resume(stats)
 
     def close(self) -> None:
         """See `Channel.close`."""

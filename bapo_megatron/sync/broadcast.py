@@ -27,7 +27,7 @@ from bapo_megatron.engines.update_group import GroupBackend, UpdateGroup, connec
 from bapo_megatron.engines.wire import Bucket, TensorSpec, digest, in_order, pack_bucket, plan_buckets
 from bapo_megatron.errors import BroadcastLostError, EngineError, NoEngineLeftError, UserError
 from bapo_megatron.runtime.nccl import refuses_sharing, sharing_problem, sharing_remedy
-from bapo_megatron.sync.base import Submit, SyncStats
+from bapo_megatron.sync.base import Sender, Submit, SyncStats
 from bapo_megatron.sync.session import Infos, Members, Replies, Session
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -36,7 +36,7 @@ _POLL_S = 0.0005  # a broadcast has no event to wait for
 RELEASE_S = 5.0  # time for engines to report that a rendezvous was cancelled
 
 
-class BroadcastChannel:
+class BroadcastChannel(Sender):
     """Implements `Sender`."""
 
     def __init__(
@@ -61,14 +61,18 @@ class BroadcastChannel:
         self.session.connect(manifest)
         self.plan = plan_buckets(manifest, int(self._config.bucket_mib * 2**20))
 
-    def push(self, weights: Weights, version: int) -> SyncStats:
-        """See `Sender.push`."""
-        assert self.plan, "connect() comes before push()"
+    def send(self, weights: Weights, version: int) -> SyncStats:
+        """See `Sender.send`."""
+        assert self.plan, "connect() comes before send()"
         try:
-            return self._push(in_order(weights, self.session.manifest), version)
+            return self._send(in_order(weights, self.session.manifest), version)
         except NoEngineLeftError:
             self._abandon_group()
             return self.session.abandon()
+
+    def resume(self, stats: SyncStats) -> None:
+        """See `Sender.resume`."""
+        self.session.resume(stats)
 
     def close(self) -> None:
         """Dissolve the group."""
@@ -76,7 +80,7 @@ class BroadcastChannel:
             self._leave_group(Members(live, self.session))
         self.group = None
 
-    def _push(self, weights: Weights, version: int) -> SyncStats:
+    def _send(self, weights: Weights, version: int) -> SyncStats:
         stats = SyncStats()
         members, infos, new = self.session.pause(version)
         members.all("begin the weight update", lambda engine: engine.transport.begin())
@@ -98,7 +102,7 @@ class BroadcastChannel:
         finally:
             stats.lap(None)
         members.all("end the weight update", lambda engine: engine.transport.end())
-        self.session.finish(members, sender.digests, version, stats)
+        self.session.verify(members, sender.digests, version, stats)
         return stats
 
     def _join(self, members: Members, infos: Infos, new: set[str]) -> UpdateGroup:

@@ -18,11 +18,11 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec, digest, in_order
 from bapo_megatron.errors import NoEngineLeftError
 from bapo_megatron.hf.writer import copy_companions, write_safetensors
-from bapo_megatron.sync.base import Submit, SyncStats
+from bapo_megatron.sync.base import Sender, Submit, SyncStats
 from bapo_megatron.sync.session import Session
 
 
-class DiskChannel:
+class DiskChannel(Sender):
     """Implements `Sender`."""
 
     def __init__(
@@ -46,17 +46,21 @@ class DiskChannel:
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a dead trainer
         self._folder.mkdir(parents=True)
 
-    def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        """See `Sender.push`. A push is never incomplete, since no engine's failure affects another."""
+    def send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+        """See `Sender.send`. It is never incomplete, since no engine's failure affects another."""
         try:
-            return self._push(in_order(weights, self._session.manifest), version)
+            return self._send(in_order(weights, self._session.manifest), version)
         except NoEngineLeftError:
             return self._session.abandon()
+
+    def resume(self, stats: SyncStats) -> None:
+        """See `Sender.resume`."""
+        self._session.resume(stats)
 
     def close(self) -> None:
         """Keep the last version: an engine may be loading it."""
 
-    def _push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
         stats = SyncStats(num_tensors=len(self._session.manifest), num_buckets=1)
         stats.num_bytes = sum(spec.num_bytes for spec in self._session.manifest)
         folder = self._folder / f"v-{version}"
@@ -70,7 +74,7 @@ class DiskChannel:
             lambda engine: engine.transport.take(Folder(folder), version=version, keeps_cache=keeps_cache),
         )
         stats.lap("broadcast")
-        self._session.finish(members, digests, version, stats)
+        self._session.verify(members, digests, version, stats)
         for other in self._folder.iterdir():
             if other != folder:
                 shutil.rmtree(other)

@@ -43,6 +43,7 @@ class Session:
         self.timeout_s = timeout_s
         self._transports = transports
         self._version: int | None = None  # last version pushed
+        self._verified: list[Engine] = []  # hold it, and are paused
         self._paused_at: float | None = None
 
     @property
@@ -80,8 +81,8 @@ class Session:
         members.all("say what it serves", self._check, only=new)
         return members, infos, new & {engine.url for engine in members.engines}
 
-    def finish(self, members: Members, digests: Mapping[str, str], version: int, stats: SyncStats) -> None:
-        """Resume the engines that hold the weights sent, and fence the others."""
+    def verify(self, members: Members, digests: Mapping[str, str], version: int, stats: SyncStats) -> None:
+        """Remember the engines that hold the weights sent for `resume`, and fence the others."""
 
         async def verify(engine: Engine) -> dict[str, Any]:
             info, checksum = await engine.server_info(), await engine.transport.digests()
@@ -90,14 +91,30 @@ class Session:
 
         members.fence(minority(members.all("confirm its weights", verify)))
         stats.lap("verify")
-        members.all("continue", lambda engine: engine.resume())
+        self._verified = members.engines
+        self._version, self.is_torn = version, False
+
+    def resume(self, stats: SyncStats) -> None:
+        """Let the verified engines sample again, and complete the stats; nothing after a push that was abandoned.
+
+        An engine that fails is fenced; see `abandon` for the last one.
+        """
+        if self._paused_at is None:
+            return
+        stats.lap(None)
+        unfenced = {*self.pool.live(), *self.pool.back()}
+        try:
+            members = Members([engine for engine in self._verified if engine in unfenced], self)
+            members.all("continue", lambda engine: engine.resume())
+        except NoEngineLeftError:
+            self.abandon()
+            return
         stats.lap("resume")
         for engine in members.engines:
             if not self.pool.is_live(engine):
                 self.pool.admit(engine)
-        assert self._paused_at is not None
         stats.generation_pause_s = time.monotonic() - self._paused_at
-        self._paused_at, self._version, self.is_torn = None, version, False
+        self._paused_at = None
 
     def abandon(self) -> SyncStats:
         """End a push that lost its last engine; call it while handling `NoEngineLeftError`.

@@ -24,14 +24,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bapo_megatron.engines.base import PauseMode, TokenScores
+from bapo_megatron.engines.base import Memory, PauseMode, TokenScores
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
 from bapo_megatron.engines.embedded.stream_rows import FedRows, Streams, sampled_rows
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.streams import ServedTokens
-from bapo_megatron.runtime.bodies import BadRequestError
+from bapo_megatron.runtime.bodies import BadRequestError, NotNowError
 from bapo_megatron.runtime.trace import Trace
 from bapo_megatron.tokens import TokenStream, encoded_rows
 
@@ -197,7 +197,7 @@ class BatchingEngine:
         self.version = version
         self.paused: PauseMode | None = None
         self.is_torn = False  # an update is only partly in place: nothing is sampled until it is whole
-        self.is_released = False  # weights and cache have no memory
+        self.released: set[Memory] = set()
         self.lost: set[str] = set()  # names of weights not received again since their memory was released
         self.failure: BaseException | None = None  # the error that ended the engine thread
         self.ended: Future[None] = Future()  # resolves when the engine thread has ended
@@ -304,6 +304,11 @@ class BatchingEngine:
             self._rows = []
 
     def resume(self) -> None:
+        """Sample again. Raises NotNowError while memory is released."""
+        if self.released:
+            raise NotNowError(
+                f"the memory of {_listed(self.released)} is released: call resume_memory_occupation first"
+            )
         self.paused = None
 
     def flush_cache(self) -> None:
@@ -323,27 +328,32 @@ class BatchingEngine:
         logprobs_N, top_ids_NK, top_logprobs_NK = (tensor.numpy() for tensor in scores)
         return TokenScores(logprobs_N, top_ids_NK, top_logprobs_NK)
 
-    def release(self) -> None:
-        """Free the memory of cache and weights, when still. After `restore` the weights must be pushed again.
+    def release(self, memory: Set[Memory]) -> None:
+        """Free memory, when still. Weights must be pushed again after `restore`. On a CPU there are no CUDA graphs.
 
         Raises:
-            BadRequestError: a pause in place holds requests that need the cache.
+            NotNowError: some is released already, or a pause in place holds requests that need the cache.
         """
         if self._rows:
-            raise BadRequestError(
+            raise NotNowError(
                 f"the pause holds {plural(len(self._rows), 'request')} in the cache: pause with mode=retract first"
             )
-        self.is_torn = self.is_released = True
-        self.lost = set(self.model.named_weights)
-        self._kept.clear()
-        self.cache.release()
-        self.model.release()
+        if again := self.released & memory:
+            raise NotNowError(f"the memory of {_listed(again)} is released already")
+        self.released |= memory
+        if "kv_cache" in memory:
+            self._kept.clear()
+            self.cache.release()
+        if "weights" in memory:
+            self.is_torn = True
+            self.lost = set(self.model.named_weights)
+            self.model.release()
 
-    def restore(self) -> None:
-        """Allow weights to be written again. Raises BadRequestError if their memory was not released."""
-        if not self.is_released:
-            raise BadRequestError("memory was not released")
-        self.is_released = False
+    def restore(self, memory: Set[Memory]) -> None:
+        """Use memory again. Raises NotNowError if some was not released."""
+        if held := memory - self.released:
+            raise NotNowError(f"the memory of {_listed(held)} is not released")
+        self.released -= memory
 
     def set_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy checked weights into place, when still; nothing is sampled until `publish`."""
@@ -618,3 +628,7 @@ def _similar_lengths(sequences: list[Sequence]) -> Iterator[list[Sequence]]:
         group.append(sequence)
     if group:
         yield group
+
+
+def _listed(memory: Set[Memory]) -> str:
+    return " and ".join(sorted(memory))

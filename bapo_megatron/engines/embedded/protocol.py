@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, StrictInt, Tag, field_validator, model_validator
 
-from bapo_megatron.engines.base import PauseMode
+from bapo_megatron.engines.base import ALL_MEMORY, Memory, PauseMode
 from bapo_megatron.runtime.bodies import RequestBody
 
 MAX_SEQUENCES = 4096  # per request: prompts x n
@@ -127,9 +127,13 @@ class EmptyBody(RequestBody):
 
 
 class MemoryBody(RequestBody):
-    """/release_memory_occupation and /resume_memory_occupation, always for everything."""
+    """/release_memory_occupation and /resume_memory_occupation; without tags, for everything."""
 
-    tags: None = None
+    tags: list[Memory] | None = None
+
+    @property
+    def memory(self) -> frozenset[Memory]:
+        return frozenset(self.tags or ALL_MEMORY)
 
 
 class InitGroupBody(RequestBody):

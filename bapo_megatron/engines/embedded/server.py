@@ -104,6 +104,7 @@ class Server:
                 web.post("/weights_checker", self.weights_checker),
                 web.post("/release_memory_occupation", self.release_memory_occupation),
                 web.post("/resume_memory_occupation", self.resume_memory_occupation),
+                web.get("/released_memory", self.released_memory),
                 web.post("/start_profile", self.start_profile),
                 web.post("/stop_profile", self.stop_profile),
             ]
@@ -185,14 +186,18 @@ class Server:
         return web.json_response({"success": True, "message": "Success"} | await asyncio.to_thread(answer))
 
     async def release_memory_occupation(self, request: web.Request) -> web.Response:
-        parse(protocol.MemoryBody, await request.read())
-        await asyncio.to_thread(self.updater.release)
+        body = parse(protocol.MemoryBody, await request.read())
+        await asyncio.to_thread(self.updater.release, body.memory)
         return _success("Success")
 
     async def resume_memory_occupation(self, request: web.Request) -> web.Response:
-        parse(protocol.MemoryBody, await request.read())
-        await asyncio.to_thread(self.updater.restore)
+        body = parse(protocol.MemoryBody, await request.read())
+        await asyncio.to_thread(self.updater.restore, body.memory)
         return _success("Success")
+
+    async def released_memory(self, request: web.Request) -> web.Response:
+        """Say what this process has released; SGLang gets the same route from engines/sglang_memory.py."""
+        return web.json_response({"released": sorted(self.engine.released)})
 
     async def start_profile(self, request: web.Request) -> web.Response:
         body = parse(protocol.ProfileBody, await request.read())
@@ -360,7 +365,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except BadRequestError as problem:
-        return web.json_response({"success": False, "message": str(problem)}, status=400)
+        return web.json_response({"success": False, "message": str(problem)}, status=problem.status)
     except web.RequestPayloadError as problem:  # cut off, or not in the encoding that its header names
         message = f"body: {' '.join(str(problem).split())}"
         return web.json_response({"success": False, "message": message}, status=400)

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from bapo_megatron.engines.base import Memory
 from bapo_megatron.engines.embedded.engine import BatchingEngine
 from bapo_megatron.engines.embedded.protocol import InitGroupBody, UpdateFromDiskBody, UpdateWeightsBody
 from bapo_megatron.engines.update_group import UpdateGroup, reach_store
 from bapo_megatron.engines.wire import DIGEST, TensorSpec, digest, unpack_bucket
 from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.reader import weight_files
-from bapo_megatron.runtime.bodies import BadRequestError
+from bapo_megatron.runtime.bodies import BadRequestError, NotNowError
 
 _MAX_WEIGHT = 1e15  # products of two such values can be summed within float32
 
@@ -153,16 +154,17 @@ class WeightUpdater:
             "per_engine_checksum": hashlib.sha256(whole.encode()).hexdigest(),
         }
 
-    def release(self) -> None:
-        """Free the memory of weights and cache; see `BatchingEngine.release`. Calling it twice changes nothing."""
+    def release(self, memory: Set[Memory]) -> None:
+        """See `BatchingEngine.release`."""
         with self._lock:
-            self._digests.clear()
-            self._run_when_still(self._engine.release)
+            if "weights" in memory:
+                self._digests.clear()
+            self._run_when_still(lambda: self._engine.release(memory))
 
-    def restore(self) -> None:
-        """Allocate the memory again. Nothing is sampled until all weights have been received."""
+    def restore(self, memory: Set[Memory]) -> None:
+        """See `BatchingEngine.restore`. Nothing is sampled until all lost weights have been received."""
         with self._lock:
-            self._engine.call(self._engine.restore).result(self._timeout_s)
+            self._engine.call(lambda: self._engine.restore(memory)).result(self._timeout_s)
 
     def manifest(self) -> dict[str, Any]:
         """Return the name, type and shape of each weight."""
@@ -170,8 +172,8 @@ class WeightUpdater:
         return {"weights": [(spec.name, spec.dtype, spec.shape) for spec in specs]}
 
     def _check_memory(self) -> None:
-        if self._engine.is_released:
-            raise BadRequestError("the memory of the weights is released: call resume_memory_occupation first")
+        if "weights" in self._engine.released:
+            raise NotNowError("the memory of the weights is released: call resume_memory_occupation first")
 
     def _abort_all(self) -> None:
         self._engine.call(lambda: self._engine.abort(None)).result(self._timeout_s)

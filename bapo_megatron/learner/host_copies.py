@@ -1,0 +1,34 @@
+"""Where a model's values are: on its device, or in copies in the machine's memory while its storages are empty."""
+
+import torch
+from torch import Tensor, UntypedStorage
+
+
+class HostCopies:
+    """The copies of a model's empty storages. `learner/offload.py` adds and removes them."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, Tensor] = {}  # bytes, by the address of a storage's object
+
+    def __bool__(self) -> bool:
+        """Whether a storage is empty."""
+        return bool(self._places)
+
+    def add(self, storage: UntypedStorage, place: Tensor) -> None:
+        """Note that `place`, uint8, holds the bytes of a storage that is now empty."""
+        self._places[storage._cdata] = place
+
+    def remove(self, storage: UntypedStorage) -> None:
+        del self._places[storage._cdata]
+
+    def at(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or the same view of its storage's copy."""
+        place = self._places.get(tensor.untyped_storage()._cdata)
+        if place is None:
+            return tensor
+        values = place.view(tensor.dtype)
+        return values.as_strided(tensor.shape, tensor.stride(), values.storage_offset() + tensor.storage_offset())
+
+    def device(self, tensor: Tensor) -> torch.device:
+        """Return the device that the values of a model with this tensor are on."""
+        return torch.device("cpu") if self else tensor.device
