@@ -25,6 +25,7 @@ import torch.distributed as dist
 from bapo_megatron.engines.base import ALL_MEMORY, Engine, Memory
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, UserError
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.runtime.together import failing_together, share_json
 from bapo_megatron.runtime.turn import Turn
 from bapo_megatron.sync.base import Submit
@@ -113,9 +114,15 @@ class ServerTurns:
 
     def _await_starting(self) -> None:
         """Take the turn, once no server is starting."""
-        deadline = time.monotonic() + self._startup_limit_s + self._timeout_s
-        if not self._turn.take(shared=False, is_over=lambda: time.monotonic() > deadline):
-            raise EngineError(f"waited {self._startup_limit_s + self._timeout_s:g} s for a server that is starting")
+        timeout_s = self._startup_limit_s + self._timeout_s
+        deadline = time.monotonic() + timeout_s
+
+        def is_late() -> bool:
+            HEARTBEAT.beat(TRAINER, "waiting for a server that is starting")
+            return time.monotonic() > deadline
+
+        if not self._turn.take(shared=False, is_over=is_late):
+            raise EngineError(f"waited {timeout_s:g} s for a server that is starting; its log says how far it is")
 
     def _ask(self, what: str, calls: dict[Engine, Coroutine[Any, Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return results and failures by URL."""
@@ -182,8 +189,7 @@ class Turns:
             return
         if self.trainer is not None:
             with self._timed("to_host"):
-                if self._phase == "training":
-                    self._until_saved()
+                self._until_saved()
                 with failing_together():
                     self.trainer.keep(_OF_TRAINER[phase])
         with self._timed("servers"):
