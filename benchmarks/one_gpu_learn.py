@@ -3,11 +3,13 @@
     python benchmarks/one_gpu_learn.py --steps 30 --output learn.jsonl                     SGLang and trainer on one GPU
     python benchmarks/one_gpu_learn.py --steps 4 --engine embedded --output learn.jsonl    on a CPU
     python benchmarks/one_gpu_learn.py --config smollm2_135m KEY=VALUE                       another run
+    python benchmarks/one_gpu_learn.py rollout.placement=turns                               each has it in its phase
 
 Lines of JSON, printed and appended to --output: the server's start, every ten steps, and at the end
 {"steps": 30, "first_third": 0.4, "last_third": 0.6, "mismatch": 0.004, "step_s": 1.9, "tokens_per_s": 5100} with
-rewards, the mean |trainer - engine| in nats, and medians. On a GPU, GiB of memory as the driver counts them, for all
-processes: with the server alone, and the most in the run, next to the plan of both. Exit code: 0; 1 if the run failed.
+rewards, the mean |trainer - engine| in nats, and medians; also the seconds of turns and pushes. On a GPU, GiB of memory
+as the driver counts them, for all processes: with the server alone, and the most in the run, next to the plan of both.
+Exit code: 0; 1 if the run failed.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from bapo_megatron.resolved import resolve
 from bapo_megatron.runtime.files import read_jsonl
 
 EVERY_STEPS = 10
+OF_TURNS = ("turns/to_host_s", "turns/servers_s", "turns/to_device_s", "sync/seconds")
 POLL_S = 0.5
 END_S = 30.0
 
@@ -65,7 +68,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "mismatch": statistics.median(row["mismatch/logprob_mean"] for row in rows),
         "step_s": statistics.median(row["time/step_s"] for row in rows),
         "tokens_per_s": round(statistics.median(row["rollout/tokens_per_s"] for row in rows)),
-    }
+    } | {name: statistics.median(row[name] for row in rows) for name in rows[-1] if name in OF_TURNS}
 
 
 def learn(engine: str, config_name: str, settings: Sequence[str], steps: int, lines: Lines) -> int:

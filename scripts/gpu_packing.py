@@ -133,6 +133,7 @@ OF_PROJECT = (*declared("BASE", "TRAIN", "SGLANG"), *listed_in(ROOT / "requireme
 CONTENTS = (
     Content(("serve",), (*OF_PROJECT, "opentelemetry-api")),  # fastapi imports it
     Content(("kernels",), ("sglang-kernel==0.4.5",)),  # the newest for torch 2.11
+    Content(("saver",), ("torch-memory-saver==0.0.10",)),  # SGLang releases memory with it
     Content(("te",), ("transformer-engine", TE_LIBRARY, TORCH_PART, *WITH_SOURCE)),
     Content(("nccl",), (f"{NCCL_PACKAGE}==2.30.7",)),  # torch 2.11's does not have NCCL_MULTI_RANK_GPU_ENABLE
     Content(("fla",), tuple(declared("FLA"))),

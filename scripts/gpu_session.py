@@ -164,6 +164,7 @@ OF_7B = "te 'te tensorwise' 'te chunk 4096' 'te triton'"
 SHARED = "mem_fraction_static=0.3, log_level='warning'"  # a trainer uses the GPU, too
 QUICK_START = "log_level='warning', disable_prefill_cuda_graph=true"
 SPLIT = f'"sglang.extra={{{QUICK_START}}}"'  # the plan decides the server's part of the GPU
+TURNS = "rollout.placement=turns"
 GRAPHS = f'"sglang.extra={{{SHARED}, disable_prefill_cuda_graph=true}}"'
 FEW = "rollout.prompts_per_step=4 rollout.samples_per_prompt=4 rollout.groups_in_flight=6"
 WITHOUT_KERNELS = {"BAPO_SGLANG_KERNELS": "off"}
@@ -209,6 +210,21 @@ STAGES: dict[str, Stage] = {
         (one_gpu("learn", "learn", f"--steps 30 {SPLIT}", f"--engine embedded --steps 2 {FEW}", 420),),
         packs=("serve",),
         modules=SERVING,
+    ),
+    "turns": Stage(
+        "first",
+        150,
+        (
+            one_gpu(
+                "learn",
+                "turns",
+                f"--steps 30 {TURNS} {SPLIT}",
+                f"--engine embedded --steps 2 {TURNS} {FEW}",
+                420,
+            ),
+        ),
+        packs=("serve", "saver"),
+        modules=(*SERVING, "torch_memory_saver"),
     ),
     "c1": ranks("c1", 240),
     "c2": ranks("c2", 200, BUILD),  # the compiler runs next to ranks that nobody times

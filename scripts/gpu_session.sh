@@ -7,6 +7,7 @@
 #
 #   scripts/gpu_session.sh a             first: SGLang and trainer on one GPU: three pushes, and log-probs compared
 #   scripts/gpu_session.sh b             first: 30 steps of the demo, with SGLang and trainer on one GPU
+#   scripts/gpu_session.sh turns         first: the same, and each has the GPU's memory in its phase
 #   scripts/gpu_session.sh c1            first: several NCCL ranks on one GPU: TP2, DP2, a weight push to SGLang
 #   scripts/gpu_session.sh c2            second: PP2, CP2, EP2, TP2 x PP2
 #   scripts/gpu_session.sh c3            second: two servers, a broadcast that one never joins, a rank killed

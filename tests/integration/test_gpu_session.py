@@ -120,20 +120,23 @@ def test_the_dry_run_needs_neither_gpu_nor_network(tmp_path: Path, monkeypatch: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="a step of stage a serves with SGLang")
 def test_the_dry_run_of_a_trainer_and_an_engine_on_one_device(tmp_path: Path) -> None:
-    """Stages a and b; the second step of a with SGLang, if it is installed. Each line of a result is passed on."""
-    done = session(tmp_path, "--dry-run", "a", "b")
+    """The second step of a with SGLang, if it is installed. Each line of a result is passed on."""
+    stages = ("a", "b", "turns")
+    done = session(tmp_path, "--dry-run", *stages)
     assert done.returncode == 0, done.stdout + done.stderr
-    of_a, of_b = (json.loads((tmp_path / f"{stage}.json").read_text())["steps"] for stage in "ab")
-    steps = of_a | of_b
+    of_a, of_b, of_turns = (json.loads((tmp_path / f"{stage}.json").read_text())["steps"] for stage in stages)
+    steps = of_a | of_b | of_turns
     for name in ("serve", "graphs", "kernels"):
         start, *versions = steps[name]["rows"]
         assert (start["device"], [row["version"] for row in versions]) == ("cpu", [0, 1, 2])
         assert all(row["ok"] and row["moved"] > 100 * row["mean_abs"] for row in versions)
     assert steps["graphs"]["rows"][0]["engine"] == "sglang"
-    *_, last = steps["learn"]["rows"]
-    assert (last["ok"], last["steps"]) == (True, 2)
-    passed_on = [json.loads(line) for stage in "ab" for line in (tmp_path / f"{stage}.jsonl").read_text().splitlines()]
-    assert len(passed_on) == 4 + 4 + 4 + 2
+    for name in ("learn", "turns"):
+        *_, last = steps[name]["rows"]
+        assert (last["ok"], last["steps"]) == (True, 2)
+    assert last["turns/to_device_s"] > 0
+    passed_on = [json.loads(line) for one in stages for line in (tmp_path / f"{one}.jsonl").read_text().splitlines()]
+    assert len(passed_on) == 4 + 4 + 4 + 2 + 2
     assert all(f"{line['step']}: {line['line']}" in done.stdout for line in passed_on)
 
 
