@@ -52,6 +52,7 @@ SGLANG = (
     "sglang.srt.server_args",
     "sglang.srt.utils",
     "sglang.srt.utils.auth",
+    "torch_memory_saver",
 )
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
 

@@ -131,9 +131,9 @@ def listed_in(file: Path) -> list[str]:
 
 OF_PROJECT = (*declared("BASE", "TRAIN", "SGLANG"), *listed_in(ROOT / "requirements" / "sglang-cpu.txt"))
 CONTENTS = (
-    Content(("serve",), (*OF_PROJECT, "opentelemetry-api")),  # fastapi imports it
+    # fastapi imports the former, and SGLang releases memory with the latter
+    Content(("serve",), (*OF_PROJECT, "opentelemetry-api", "torch-memory-saver==0.0.10")),
     Content(("kernels",), ("sglang-kernel==0.4.5",)),  # the newest for torch 2.11
-    Content(("saver",), ("torch-memory-saver==0.0.10",)),  # SGLang releases memory with it
     Content(("te",), ("transformer-engine", TE_LIBRARY, TORCH_PART, *WITH_SOURCE)),
     Content(("nccl",), (f"{NCCL_PACKAGE}==2.30.7",)),  # torch 2.11's does not have NCCL_MULTI_RANK_GPU_ENABLE
     Content(("fla",), tuple(declared("FLA"))),

@@ -223,7 +223,7 @@ STAGES: dict[str, Stage] = {
                 420,
             ),
         ),
-        packs=("serve", "saver"),
+        packs=("serve",),
         modules=(*SERVING, "torch_memory_saver"),
     ),
     "c1": ranks("c1", 240),
