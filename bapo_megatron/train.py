@@ -15,8 +15,7 @@ A step waits for its rollouts; the next step resumes, with new weights, the part
 With rollout.overlap, the engines keep sampling during everything below the first line.
 """
 
-import os
-from functools import cache, partial
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Discriminator, Tag
@@ -31,14 +30,14 @@ from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.offload import Offload
 from bapo_megatron.learner.values import ValueAdvantages
 from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, scorers_of, with_scores
-from bapo_megatron.machine.room import wait_for_room
+from bapo_megatron.machine.turns import open_turns
 from bapo_megatron.monitor.console import evaluation_lines
 from bapo_megatron.monitor.profile import StepProfiler
 from bapo_megatron.monitor.record import Recorder, SilentRecorder, UpdateMetrics
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.rollout.book import samples_fit
-from bapo_megatron.rollout.manager import ManagerState, RolloutManager, connect_rollouts
-from bapo_megatron.rollout.recorded import RecordedRollouts, RecordedState, kind_of_rollouts
+from bapo_megatron.rollout.manager import ManagerState, open_rollouts
+from bapo_megatron.rollout.recorded import RecordedState, kind_of_rollouts
 from bapo_megatron.rollout.shared import NEEDS_WEIGHTS, SharedRollouts
 from bapo_megatron.rollout.shares import BatchShares
 from bapo_megatron.runs.folder import RunDir
@@ -48,10 +47,9 @@ from bapo_megatron.runtime.phases import Phases, SeparateDevices
 from bapo_megatron.runtime.ranks import StopFile
 from bapo_megatron.runtime.stopwatch import Stopwatch
 from bapo_megatron.runtime.straggler import compare_ranks
-from bapo_megatron.runtime.turn import Turn
 from bapo_megatron.sync import open_channel
+from bapo_megatron.sync.base import SyncStats
 from bapo_megatron.sync.folder import weights_folder
-from bapo_megatron.sync.turns import ServerTurns, Turns
 from bapo_megatron.types import Natural
 
 
@@ -80,17 +78,11 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
         vocab_size=run.shape.vocab_size,
         streams=run.kept_streams,
     )
-
-    @cache
-    def sampler() -> RolloutManager | RecordedRollouts | None:
-        """Connect prompts, judge and engines, on rank 0."""
-        if int(os.environ.get("RANK", "0")) > 0:
-            return None
-        HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
-        may_have_failed = restart_of(run_dir) is not None
-        return connect_rollouts(run, urls, may_have_failed=may_have_failed) if samples else RecordedRollouts(run)
-
-    turns = _turns(run, run_dir, sampler(), store) if config.takes_turns and samples else None
+    connect = partial(open_rollouts, run, urls, may_have_failed=restart_of(run_dir) is not None)
+    first, turns = None, None  # rollouts on rank 0; with turns, servers make room before the model is built
+    if config.takes_turns and samples:
+        first = connect()
+        turns = open_turns(run, run_dir.turn_file, first.engines if first else None, store.close)
     phases: Phases = turns or SeparateDevices()
     with phases.training():
         HEARTBEAT.beat(TRAINER, "building the model")
@@ -100,7 +92,7 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
         finder = BoundsFinder(config, learner)
         scorers = scorers_of(config, learner, learner.reference)
         shares = BatchShares(layout.data_rank, layout.pipeline_rank, layout.layers_of_stage, config.parallel.timeout_s)
-        first = sampler()
+        first = first or connect()
         rollouts = SharedRollouts(config, first, recorder.keep_samples, shares)
         models: dict[str, Saveable] = {"learner": learner, **advantages.parts}
         HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
@@ -109,19 +101,15 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
         turns.trainer = Offload(learner, advantages.critic, learner.reference)
     engines = first.engines if first else None
     callees = (engines.pool, engines.loop.submit) if engines else None
-    weights_dir = weights_folder(config, run_dir)
-    kind = partial(open_channel, channel=config.sync_channel, folder=weights_dir, hf_path=learner.hf_path)
-    channel = kind(config.sync, callees) if samples else None
+    kind = partial(open_channel, config.sync, channel=config.sync_channel, folder=weights_folder(config, run_dir))
+    channel = kind(callees, hf_path=learner.hf_path) if samples else None
 
     def push() -> dict[str, float]:
         """Send the weights to every engine, if there are any, as a new version."""
         with phases.pushing():
             rollouts.before_push()
-            sent = channel.send(learner.weights()) if channel else None
-        if channel is None or sent is None:
-            return {}
-        channel.resume(sent)
-        return sent.metrics()
+            sent = channel.send(learner.weights()) if channel else SyncStats()
+        return channel.resume(sent).metrics() if channel else {}
 
     def evaluate(num_done: int) -> dict[str, float]:
         """Evaluate the weights that were just pushed, if an evaluation is due after `num_done` steps."""
@@ -179,27 +167,6 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
     if channel:
         channel.close()
     rollouts.close()
-
-
-def _turns(
-    run: Resolved, run_dir: RunDir, sampler: RolloutManager | RecordedRollouts | None, store: CheckpointStore
-) -> Turns:
-    """Return the phases of `rollout.placement = "turns"`, with the engines on rank 0."""
-    config, servers = run.config, None
-    if sampler is not None and (engines := sampler.engines) is not None:
-        servers = ServerTurns(
-            engines.pool,
-            engines.loop.submit,
-            Turn(run_dir.turn_file),
-            timeout_s=config.sync.timeout_s,
-            startup_limit_s=run.engine.startup_limit_s(config.rollout.startup_timeout_s),
-        )
-    return Turns(
-        servers,
-        until_saved=store.close,
-        until_free=partial(wait_for_room, run),
-        sign_of_life_s=config.parallel.timeout_s / 4,
-    )
 
 
 def _restore(state: dict[str, Any] | None, learner: Learner, rollouts: SharedRollouts, finder: BoundsFinder) -> int:

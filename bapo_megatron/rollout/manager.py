@@ -1,6 +1,7 @@
 """Rollouts for the training loop: a blocking `next_batch` on trainer rank 0, with the engines' event loop behind it."""
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -28,8 +29,11 @@ from bapo_megatron.rollout.book import BookState
 from bapo_megatron.rollout.dispatch import RolloutStats
 from bapo_megatron.rollout.drivers import Driver, JudgeOnce, StepDriver, TextJudge
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
+from bapo_megatron.rollout.recorded import RecordedRollouts
 from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.rollout.shared import Rollouts
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
+from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch, Group, Prompt
 
 RewardSource = RewardScorer | StepDriver | AgentDriver
@@ -193,6 +197,16 @@ class RolloutManager:
             "data/skipped": float(self.prompts.num_skipped),
             **{f"ledger/{state}": float(n) for state, n in self.scheduler.ledger.counts().items()},
         }
+
+
+def open_rollouts(run: Resolved, urls: Sequence[str], *, may_have_failed: bool) -> Rollouts | None:
+    """Return the rollouts of a run on its first rank, None elsewhere: recorded ones, or see `connect_rollouts`."""
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    HEARTBEAT.beat(TRAINER, "connecting prompts, judge and engines")
+    if not run.engine.samples:
+        return RecordedRollouts(run)
+    return connect_rollouts(run, urls, may_have_failed=may_have_failed)
 
 
 def connect_rollouts(run: Resolved, urls: Sequence[str], *, may_have_failed: bool = False) -> RolloutManager:

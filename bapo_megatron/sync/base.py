@@ -113,15 +113,13 @@ class Channel(Protocol):
         """
         ...
 
-    def resume(self, stats: SyncStats) -> None:
-        """Let the engines sample with the weights sent, and complete the stats of `send`. Raises as `send` does."""
+    def resume(self, stats: SyncStats) -> SyncStats:
+        """Let the engines sample with the weights sent; return the completed stats of `send`. Raises as `send` does."""
         ...
 
     def push(self, source: WeightSource) -> SyncStats:
         """Send the whole policy, and let the engines sample with it."""
-        stats = self.send(source)
-        self.resume(stats)
-        return stats
+        return self.resume(self.send(source))
 
     def close(self) -> None:
         """Leave the engines."""
@@ -152,7 +150,7 @@ class Sender(Protocol):
         ...
 
     def resume(self, stats: SyncStats) -> None:
-        """See `Channel.resume`."""
+        """Let the engines sample with the weights sent, and complete the stats; see `Channel.resume`."""
         ...
 
     def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
@@ -194,11 +192,12 @@ class RankZeroChannel(Channel):
             if share_flag(None if self._sender is None else stats.is_whole):
                 return stats
 
-    def resume(self, stats: SyncStats) -> None:
+    def resume(self, stats: SyncStats) -> SyncStats:
         """See `Channel.resume`."""
         with failing_together():
             if self._sender is not None:
                 self._sender.resume(stats)
+        return stats
 
     def close(self) -> None:
         """See `Channel.close`."""
