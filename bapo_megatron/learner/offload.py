@@ -8,8 +8,8 @@ Whole storages move. An empty storage (`resize_(0)`) keeps its tensors and their
 shards of the distributed optimizer, so that nobody who holds one notices. Gradients are dropped, because an update
 begins with zeros. What is never trained is copied once.
 
-A snapshot reads the copies (host_copies.py), and may still be written while training goes on: they stay as they are
-until the next `keep`.
+A snapshot reads the copies (host_copies.py). They do not change before the next `keep`, so training may continue while
+the snapshot is written.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ class _Group:
     how: Literal["copy", "copy once", "drop"]
     copies: HostCopies
     buffer: HostBuffer = field(default_factory=HostBuffer)
-    away: list[tuple[UntypedStorage, int, Tensor | None]] | None = None  # with bytes and copy; None: on the device
+    away: list[tuple[UntypedStorage, int, Tensor | None]] | None = None  # with bytes and copy; None means on the device
     once: list[Tensor] | None = None  # the copies of "copy once"
 
     def leave(self) -> None:
@@ -145,7 +145,7 @@ def _training_state(model: TrainedModel) -> list[_Group]:
                 yield buffer.grad_data
 
     def adam() -> Iterator[Tensor]:
-        """Yield moments and float32 weights; those of a float32 model are its parameters, or shards of them."""
+        """Yield moments, and float32 weights unless they are the parameters themselves, or shards of them."""
         own = {parameter.untyped_storage()._cdata for parameter in model.model.parameters()}
         for one in model.optimizer.chained_optimizers:
             tensors = [weight for group in one.optimizer.param_groups for weight in group["params"]]
