@@ -4,7 +4,7 @@ SGLang's schedulers end on an assertion if memory is released while requests run
 not released is restored (srt/managers/scheduler_components/weight_updater.py). Kernels that touch released memory end
 them too. Each process of a server begins with nothing released, so it knows best.
 
-Only a pause with mode=retract stops the schedulers at once: one with mode=abort ends when the server has told its
+Only a pause with mode=retract stops the schedulers: one with mode=abort ends when the server has told its
 clients, and leaves the last batch to the schedulers.
 """
 
@@ -40,7 +40,7 @@ class ReleasedMemory:
         self._app = app
         self._released: set[Memory] = set()
         self._is_still = False  # paused without a request in the cache
-        self._lock = asyncio.Lock()  # one such call at a time: a client may have given up on one that goes on
+        self._lock = asyncio.Lock()  # one such call at a time: its client may have stopped waiting for an earlier one
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")

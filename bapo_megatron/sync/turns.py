@@ -123,7 +123,9 @@ class ServerTurns:
         if not self._turn.take(shared=False, is_over=lambda: time.monotonic() > deadline):
             raise EngineError(f"waited {self._startup_limit_s + self._timeout_s:g} s for a server that is starting")
 
-    def _ask(self, what: str, calls: dict[Engine, Coroutine[Any, Any, Any]]) -> tuple[dict[str, Any], dict[str, EngineError]]:
+    def _ask(
+        self, what: str, calls: dict[Engine, Coroutine[Any, Any, Any]]
+    ) -> tuple[dict[str, Any], dict[str, EngineError]]:
         """Return results and failures by URL."""
         futures = {engine.url: self._submit(call) for engine, call in calls.items()}
         return Replies(what, futures, self._timeout_s).collect()

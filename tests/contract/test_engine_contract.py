@@ -788,7 +788,7 @@ def test_released_memory_comes_back_with_a_push(servers: Servers, held: frozense
         for _ in range(2):
             run(one.hold(held))
         assert set(servers.get("/released_memory")["released"]) == ALL_MEMORY - held
-    with pytest.raises(EngineError, match="HTTP 409.*call resume_memory_occupation first"):
+    with pytest.raises(EngineError, match=r"HTTP 409.*call resume_memory_occupation first"):
         run(engine.resume())
     if "weights" in held:
         run(engine.hold(ALL_MEMORY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -184,7 +185,12 @@ def test_a_call_waits_for_the_one_before_even_if_nobody_waits_for_that() -> None
         server = FakeServer()
         await server.pause()
         server.may_answer.clear()
-        calls = [server.post(RELEASE), server.post(RELEASED_ROUTE), server.post("/weights_checker"), server.post(RELEASE)]
+        calls = [
+            server.post(RELEASE),
+            server.post(RELEASED_ROUTE),
+            server.post("/weights_checker"),
+            server.post(RELEASE),
+        ]
         tasks = [asyncio.ensure_future(call) for call in calls]
         other = asyncio.ensure_future(server.post("/server_info"))
         for _ in range(20):
@@ -236,7 +242,7 @@ def test_any_body_reaches_the_server_as_it_came_or_not_at_all(
         server.received.clear()
         server.status = 400
         ends = [0, *sorted(cut for cut in cuts if cut < len(body)), len(body)]
-        parts = [body[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+        parts = [body[start:end] for start, end in itertools.pairwise(ends)]
         before = await server.released()
         status, _ = await server.post_parts(path, parts)
         assert server.received == ([(path, body)] if status == 400 else [])

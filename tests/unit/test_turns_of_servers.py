@@ -1,8 +1,8 @@
 """Turns on a card against strict servers: nobody takes a GPU that another still holds, and no call ends a server.
 
-Real are `Turns`, `ServerTurns`, `EnginePool`, `Session`, `HttpEngine`, `ReleasedMemory` and the lock. A server's process
-ends, and is noted, whenever SGLang would end. Between two calls, and at each call, a seeded world may let servers die,
-hang, lose calls, and restart when the lock allows it.
+`Turns`, `ServerTurns`, `EnginePool`, `Session`, `HttpEngine`, `ReleasedMemory` and the lock are real. A server notes
+each call that would end SGLang. At each call and between calls, a seeded world lets servers die, hang, lose calls, and
+restart when the lock allows it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import time
 import types
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Set
+from collections.abc import Coroutine, Iterator, Sequence, Set
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +45,7 @@ OF_SERVERS: dict[Phase, frozenset[Memory]] = {
     "sampling": ALL_MEMORY,
 }
 
-# At a call: the process ends before, within or after it; the call or its answer is lost, or it fails; the process hangs.
+# At a call, the process ends before, within or after it, or hangs; or the call fails; or it or its answer is lost.
 Fault = Literal["die before", "die within", "die after", "lose call", "lose answer", "fail", "hang"]
 FAULTS: tuple[Fault, ...] = ("die before", "die within", "die after", "lose call", "lose answer", "fail", "hang")
 PASSING = ("lose call", "lose answer", "fail")  # the same server has one of them per change of phase at most
@@ -64,8 +64,8 @@ class Process:
         self.running: dict[str, str] = {}  # requests being decoded -> version at their start
         self.waiting: list[str] = []
         self.app = ReleasedMemory(self.serve)
-        self.goes_on = asyncio.Event()
-        self.goes_on.set()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.pending: dict[asyncio.Task[Any], str] = {}  # calls that a client may have given up
 
     @property
@@ -74,7 +74,7 @@ class Process:
 
     @property
     def is_hung(self) -> bool:
-        return self.is_alive and not self.goes_on.is_set()
+        return self.is_alive and not self.may_answer.is_set()
 
     def end(self) -> None:
         self.is_alive = False
@@ -87,7 +87,7 @@ class Process:
 
     async def serve(self, scope: Any, receive: Any, send: Any) -> None:
         body = json.loads((await receive())["body"] or b"{}")
-        await self.goes_on.wait()
+        await self.may_answer.wait()
         reply = self.obey(scope["path"], body)
         self.world.check()
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -188,16 +188,16 @@ class Server:
                 process.is_ready = True
                 self.turn.give()
         elif process.is_hung and world.random.random() < 0.3:
-            self.go_on_or_die()
+            self.recover_or_die()
         world.check()
 
-    def go_on_or_die(self) -> None:
-        """A server that hangs goes on, or is killed if it would keep memory that it was not told to release."""
+    def recover_or_die(self) -> None:
+        """Let a server that hangs answer, or kill it if it would keep memory that it was not told to release."""
         process = self.process
         late = {path for path in process.pending.values() if "memory" in path}
         if process.held <= self.world.allowed or "/release_memory_occupation" in late:
-            self.world.seen["went on after a hang"] += 1
-            process.goes_on.set()
+            self.world.seen["answered after a hang"] += 1
+            process.may_answer.set()
         else:
             self.die("killed while it hung")
 
@@ -229,7 +229,7 @@ class Client(HttpEngine):
         if fault == "die within" and path == "/update_weights_from_disk":
             process.weights = None
         if fault in ("hang", "die within"):
-            process.goes_on.clear()
+            process.may_answer.clear()
         task = asyncio.ensure_future(self._ask(process, method, path, body))
         process.pending[task] = path
         task.add_done_callback(process.pending.pop)
@@ -259,7 +259,7 @@ class Client(HttpEngine):
             answers.append(message)
 
         if path == RELEASED_ROUTE:
-            await process.goes_on.wait()
+            await process.may_answer.wait()
         await process.app({"type": "http", "method": method, "path": path}, receive, send)
         return answers[0]["status"], answers[1]["body"]
 
@@ -296,7 +296,9 @@ class FolderOfOneWeight(DiskChannel):
 class Pool(EnginePool):
     """It remembers which engines were fenced."""
 
-    fenced: set[Engine] = set()
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        super().__init__(engines)
+        self.fenced: set[Engine] = set()
 
     def fence(self, engine: Engine, reason: str) -> None:
         self.fenced.add(engine)
@@ -317,6 +319,7 @@ class World:
         self.trainer = Trainer(self)
         self.servers = [Server(self, number) for number in range(self.random.choice([1, 2, 3]))]
         self.pool = Pool([server.engine for server in self.servers])
+        self.is_connected = False
         self._in_step = False
         config = SyncConfig(timeout_s=30.0)
         mode = self.random.choice(["retract", "in_place"])
@@ -475,7 +478,7 @@ class World:
             rate, self.rate = self.rate, 0.0
             self.until(lambda: not any(s.process.is_hung for s in self.servers), "no server hangs")
             self.channel.connect(self.trainer)  # type: ignore[arg-type]
-            self.rate = rate
+            self.rate, self.is_connected = rate, True
             self.push()
         for step in range(1, self.random.randrange(2, 6)):
             if not self.sample(step):
@@ -515,8 +518,10 @@ def run_worlds(count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cou
         try:
             world.run()
         except EngineError as error:
-            assert any(server.num_troubles for server in world.servers), error
-            assert world.pool.is_hopeless() or world.trainer.version == 0, error
+            if not any(server.num_troubles for server in world.servers):
+                raise AssertionError(f"seed {seed}: no server has failed") from error
+            if world.is_connected and not world.pool.is_hopeless():
+                raise AssertionError(f"seed {seed}: a server is left") from error
             seen["ended without a server"] += 1
         except BaseException as error:
             raise AssertionError(f"seed {seed}") from error
@@ -532,7 +537,7 @@ def test_no_call_ends_a_server_and_nobody_takes_what_another_holds(
     seen = run_worlds(NUM_WORLDS, tmp_path, monkeypatch)
     rare = (
         *FAULTS,
-        *("killed", "killed while it hung", "ended while starting", "died while released", "went on after a hang"),
+        *("killed", "killed while it hung", "ended while starting", "died while released", "answered after a hang"),
         *("restarted", "waited for its turn to restart", "waited for room", "retracted", "sampled"),
         *("pushed", "pushed while sampling", "abandoned", "taken back", "finished", "ended without a server"),
     )
