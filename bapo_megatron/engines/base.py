@@ -218,7 +218,7 @@ class Engine(Protocol):
         ...
 
     async def hold(self, memory: Set[Memory]) -> None:
-        """Hold this memory, and release the rest; needs the extra "release" and a pause that keeps no cache.
+        """Hold this memory, and release the rest; needs the extra "release" and the pause mode "retract".
 
         Weights are lost with their memory: push them before `resume`.
         """

@@ -33,6 +33,7 @@ class EnginePool:
         self.return_limit_s = return_limit_s  # how long an engine may take to be back
         self.num_fenced = 0  # fences since the attempt began
         self.newest_version = -1  # newest weights that an engine may hold: their push may be in progress
+        self.verified: list[Engine] = []  # hold the last push, and have not been fenced since
         self._status: dict[str, EngineStatus] = {engine.url: "live" for engine in engines}
         self._live = self.engines
         self._reasons: dict[str, str] = {}
@@ -76,6 +77,7 @@ class EnginePool:
                 self.num_failures[engine.url] += 1
             self._status[engine.url] = "lost" if self.num_failures[engine.url] >= _MAX_FAILURES else "fenced"
             self._reasons[engine.url] = reason
+            self.verified = [other for other in self.verified if other is not engine]
             self._live = self._that_are("live")
 
     def replied(self, engine: Engine) -> None:

@@ -3,6 +3,9 @@
 SGLang's schedulers end on an assertion if memory is released while requests run, and with a KeyError if memory that is
 not released is restored (srt/managers/scheduler_components/weight_updater.py). Kernels that touch released memory end
 them too. Each process of a server begins with nothing released, so it knows best.
+
+Only a pause with mode=retract stops the schedulers: one with mode=abort ends when the server has told its
+clients, and leaves the last batch to the schedulers.
 """
 
 import asyncio
@@ -20,8 +23,14 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _PAUSE, _CONTINUE = "/pause_generation", "/continue_generation"
 _RELEASE, _RESTORE = "/release_memory_occupation", "/resume_memory_occupation"
-_OF_WEIGHTS = ("/update_weights_from_distributed", "/update_weights_from_disk", "/weights_checker")
-_STATE = (_PAUSE, _CONTINUE, _RELEASE, _RESTORE)
+_OF_WEIGHTS = (
+    "/begin_weight_update",
+    "/update_weights_from_distributed",
+    "/update_weights_from_disk",
+    "/end_weight_update",
+    "/weights_checker",
+)
+_ROUTES = (RELEASED_ROUTE, _PAUSE, _CONTINUE, _RELEASE, _RESTORE, *_OF_WEIGHTS)
 
 
 class ReleasedMemory:
@@ -31,26 +40,27 @@ class ReleasedMemory:
         self._app = app
         self._released: set[Memory] = set()
         self._is_still = False  # paused without a request in the cache
-        self._lock = asyncio.Lock()  # one such call at a time
+        self._lock = asyncio.Lock()  # one such call at a time: its client may have stopped waiting for an earlier one
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        if path == RELEASED_ROUTE:
-            await _answer(send, 200, {"released": sorted(self._released)})
-        elif path in _STATE:
-            body = await _body(receive)
-            async with self._lock:
-                if (problem := self._problem(path, body)) is not None:
-                    await _refuse(send, problem)
-                elif await self._pass_on(scope, body, receive, send) == 200:
-                    self._note(path, body)
-        elif path in _OF_WEIGHTS and (problem := self._problem(path)) is not None:
-            await _refuse(send, problem)
-        else:
+        if path not in _ROUTES:
             await self._app(scope, receive, send)
+            return
+        if (body := await _body(receive)) is None:
+            return
+        async with self._lock:
+            if path == RELEASED_ROUTE:
+                await _answer(send, 200, {"released": sorted(self._released)})
+            elif (problem := self._problem(path, body)) is not None:
+                await _answer(send, 409, {"success": False, "message": problem})
+            elif await self._pass_on(scope, body, receive, send) == 200:
+                self._note(path, body)
 
-    def _problem(self, path: str, body: bytes = b"") -> str | None:
+    def _problem(self, path: str, body: bytes) -> str | None:
         """Return why a call would end the server, or None."""
+        if path in (_RELEASE, _RESTORE) and not _are_known(_json(body).get("tags")):
+            return f"tags must be some of {', '.join(sorted(ALL_MEMORY))}, each once"
         if path == _RELEASE:
             if not self._is_still:
                 return "memory can be released while generation is paused: call pause_generation with mode=retract"
@@ -65,11 +75,11 @@ class ReleasedMemory:
 
     def _note(self, path: str, body: bytes) -> None:
         if path == _RELEASE:
-            self._released |= _tags(body)  # type: ignore[arg-type]  # SGLang has checked them
+            self._released |= _tags(body)
         elif path == _RESTORE:
             self._released -= _tags(body)
         elif path == _PAUSE:
-            self._is_still = _json(body).get("mode", "abort") != "in_place"
+            self._is_still |= _json(body).get("mode") == "retract"
         elif path == _CONTINUE:
             self._is_still = False
 
@@ -90,8 +100,13 @@ class ReleasedMemory:
         return status
 
 
-def _tags(body: bytes) -> frozenset[str]:
-    """Return the tags that a call names; SGLang takes none for all."""
+def _are_known(tags: Any) -> bool:
+    """Return whether SGLang knows the tags, if any. It would end when it restores one twice."""
+    return not tags or (isinstance(tags, list) and len(ALL_MEMORY.intersection(map(str, tags))) == len(tags))
+
+
+def _tags(body: bytes) -> frozenset[Memory]:
+    """Return the memory that a call names; SGLang takes no tags for all."""
     return frozenset(_json(body).get("tags") or ALL_MEMORY)
 
 
@@ -108,17 +123,16 @@ def _listed(memory: Any) -> str:
     return " and ".join(sorted(memory))
 
 
-async def _body(receive: Receive) -> bytes:
+async def _body(receive: Receive) -> bytes | None:
+    """Return the whole body, or None if the client has left."""
     parts, is_whole = [], False
     while not is_whole:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
         parts.append(message.get("body", b""))
         is_whole = not message.get("more_body", False)
     return b"".join(parts)
-
-
-async def _refuse(send: Send, problem: str) -> None:
-    await _answer(send, 409, {"success": False, "message": problem})
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:

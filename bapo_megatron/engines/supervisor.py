@@ -186,11 +186,11 @@ class _Engine:
             self.tell(f"{self} {self.problem} (its log: {old_log}); {restart}")
             if self.run_ended.wait(min(FIRST_DELAY_S * 2 ** (attempt - 1), _MAX_DELAY_S)):
                 return
-            if self.turn is not None and not self.turn.take(shared=True, is_over=self.run_ended.is_set):
-                return
             try:
+                if self.turn is not None and not self.turn.take(shared=True, is_over=self.run_ended.is_set):
+                    return
                 self.start()
-            except OSError as problem:  # no memory or process left: the next attempt may succeed
+            except (OSError, UserError) as problem:  # no memory, file or process left: the next attempt may succeed
                 self.tell(f"{self} could not be started: {problem}")
         if self._wait_for_a_problem():
             self.is_given_up = True

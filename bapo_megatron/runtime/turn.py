@@ -52,6 +52,8 @@ class Turn:
                     continue
                 except OSError as error:
                     log.warning("%s: this file system cannot lock (%s)", self._path, error)
+                else:
+                    stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked child may keep the file open
                 break
             self._held = stack.pop_all()
         self.is_held = True

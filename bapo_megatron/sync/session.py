@@ -43,7 +43,6 @@ class Session:
         self.timeout_s = timeout_s
         self._transports = transports
         self._version: int | None = None  # last version pushed
-        self._verified: list[Engine] = []  # hold it, and are paused
         self._paused_at: float | None = None
 
     @property
@@ -91,7 +90,7 @@ class Session:
 
         members.fence(minority(members.all("confirm its weights", verify)))
         stats.lap("verify")
-        self._verified = members.engines
+        self.pool.verified = members.engines
         self._version, self.is_torn = version, False
 
     def resume(self, stats: SyncStats) -> None:
@@ -102,9 +101,8 @@ class Session:
         if self._paused_at is None:
             return
         stats.lap(None)
-        unfenced = {*self.pool.live(), *self.pool.back()}
         try:
-            members = Members([engine for engine in self._verified if engine in unfenced], self)
+            members = Members(self.pool.verified, self)  # one that was fenced may have restarted without them
             members.all("continue", lambda engine: engine.resume())
         except NoEngineLeftError:
             self.abandon()

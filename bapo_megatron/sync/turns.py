@@ -45,6 +45,8 @@ _OF_SERVERS: dict[Phase, frozenset[Memory]] = {
     "sampling": ALL_MEMORY,
 }
 
+_NUM_TRIES = 2  # a lost call must not leave a server on the trainer's GPU; each says first what it has released
+
 
 class TrainerMemory(Protocol):
     """The models of one rank."""
@@ -102,10 +104,14 @@ class ServerTurns:
                 await engine.pause("retract")
             await engine.hold(frozenset() if engine.url in lost else _OF_SERVERS[phase])
 
-        doubtful = [engine for engine in asked if not self._pool.is_live(engine)]
-        _, silent = self._ask("answer", {engine: engine.check_health() for engine in doubtful})
-        asked = [engine for engine in asked if engine.url not in silent]
-        _, failures = self._ask(f"make room for {phase}", {engine: hold(engine) for engine in asked})
+        failures: dict[str, EngineError] = {}
+        for _ in range(_NUM_TRIES):
+            doubtful = [engine for engine in asked if engine.url in failures or not self._pool.is_live(engine)]
+            _, silent = self._ask("answer", {engine: engine.check_health() for engine in doubtful})
+            answering = [engine for engine in asked if engine.url not in silent]
+            _, failed = self._ask(f"make room for {phase}", {engine: hold(engine) for engine in answering})
+            failures |= failed
+            asked = [engine for engine in asked if engine.url in silent or engine.url in failed]
         for engine in asked:
             if engine.url in failures and engine.url not in lost:
                 self._pool.fence(engine, str(failures[engine.url]))
@@ -124,7 +130,9 @@ class ServerTurns:
         if not self._turn.take(shared=False, is_over=is_late):
             raise EngineError(f"waited {timeout_s:g} s for a server that is starting; its log says how far it is")
 
-    def _ask(self, what: str, calls: dict[Engine, Coroutine[Any, Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _ask(
+        self, what: str, calls: dict[Engine, Coroutine[Any, Any, Any]]
+    ) -> tuple[dict[str, Any], dict[str, EngineError]]:
         """Return results and failures by URL."""
         futures = {engine.url: self._submit(call) for engine, call in calls.items()}
         return Replies(what, futures, self._timeout_s).collect()

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bapo_megatron.config.engines import ENGINES
 from bapo_megatron.config.schema import RolloutConfig, SyncConfig
-from bapo_megatron.engines.base import GenerateRequest, GenerateResult, PauseMode, VersionSpan
+from bapo_megatron.engines.base import ALL_MEMORY, GenerateRequest, GenerateResult, Memory, PauseMode, VersionSpan
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.processes import reserved_ports
@@ -723,23 +723,85 @@ def test_requests_outlive_a_push_as_the_channels_pause_mode_says(servers: Server
     torch.testing.assert_close(logprobs_of(reply), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_released_memory_comes_back_with_a_push(servers: Servers) -> None:
+RELEASE, RESTORE = "/release_memory_occupation", "/resume_memory_occupation"
+
+
+def test_calls_that_would_touch_released_memory_are_refused(servers: Servers) -> None:
+    """SGLang without a GPU frees nothing, but its schedulers would end here as they do with one."""
+
+    def call(path: str, *tags: str) -> None:
+        assert servers.post(path, {"tags": tags})[0] == 200
+
+    def refused(path: str, message: str, **body: Any) -> None:
+        status, reply = servers.post(path, body)
+        assert (status, reply["success"]) == (409, False), reply
+        assert message in reply["message"]
+
+    def released() -> list[str]:
+        return servers.get("/released_memory")["released"]
+
+    refused(RESTORE, "the memory of cuda_graph and kv_cache and weights is not released")
+    refused(RELEASE, "pause_generation with mode=retract", tags=["weights"])
+    (pending,) = servers.held(lambda: [ask_later(servers, "before-release")])
+    refused(RELEASE, "pause_generation with mode=retract")
+    servers.loop.run(servers.engine.pause("retract"))
+    assert servers.post(RELEASE, {"tags": ["nonsense"]})[0] in (400, 409)
+    assert released() == []
+    call(RELEASE, "kv_cache")
+    call(RELEASE, "weights", "cuda_graph")
+    assert released() == ["cuda_graph", "kv_cache", "weights"]
+    refused(RELEASE, "the memory of kv_cache is released already", tags=["kv_cache"])
+    refused(RELEASE, "is released already")
+    refused("/continue_generation", "is released: call resume_memory_occupation first")
+    folder = {"model_path": "/nowhere", "weight_version": "9"}
+    for path, body in (("/weights_checker", {"action": "checksum"}), ("/update_weights_from_disk", folder)):
+        refused(path, "is released: call resume_memory_occupation first", **body)
+    call(RESTORE, "weights")
+    refused(RESTORE, "the memory of weights is not released", tags=["weights", "kv_cache"])
+    assert servers.post("/weights_checker", {"action": "checksum"})[0] == 200
+    refused("/continue_generation", "the memory of cuda_graph and kv_cache is released")
+    call(RESTORE, "cuda_graph", "kv_cache")
+    assert released() == []
+    assert not pending.done()
+    version = servers.push("a")
+    reply = pending.result(HANG_S)[1]
+    assert len(reply["output_ids"]) == servers.num_long
+    assert reply["meta_info"]["weight_versions"][-1]["version"] == str(version)
+
+
+HELD: list[frozenset[Memory]] = [frozenset(), frozenset({"weights"}), frozenset({"kv_cache"})]
+
+
+@pytest.mark.parametrize("held", HELD, ids=lambda held: " ".join(held) or "nothing")
+def test_released_memory_comes_back_with_a_push(servers: Servers, held: frozenset[Memory]) -> None:
     run, engine = servers.loop.run, servers.engine
     if "release" not in run(engine.capabilities()).extras:
-        for call in (engine.release, engine.restore):
-            with pytest.raises(EngineError, match=rf"{servers.url} cannot release its memory.*enable_memory_saver"):
-                run(call())
+        with pytest.raises(EngineError, match=rf"{servers.url} cannot release its memory.*enable-memory-saver"):
+            run(engine.hold(held))
         return
+    run(engine.hold(ALL_MEMORY))  # nothing is released, as in a process that has restarted
     (pending,) = servers.held(lambda: [ask_later(servers, "before-release")])
-    with pytest.raises(EngineError, match="holds 1 request in the cache"):
-        run(engine.release())
+    with pytest.raises(EngineError, match="mode=retract"):
+        run(engine.hold(held))
     for one in servers.engines:
         run(one.pause("retract"))
-        run(one.release())
+        for _ in range(2):
+            run(one.hold(held))
+        assert set(servers.get("/released_memory")["released"]) == ALL_MEMORY - held
+    with pytest.raises(EngineError, match=r"HTTP 409.*call resume_memory_occupation first"):
+        run(engine.resume())
+    if "weights" in held:
+        run(engine.hold(ALL_MEMORY))
+        run(engine.resume())
+        reply = pending.result(HANG_S)[1]
+        expected = reference_logprobs(servers.models["a"], PROMPT, reply["output_ids"])
+        torch.testing.assert_close(logprobs_of(reply), expected, atol=TOLERANCE, rtol=0)
+        run(servers.engines[1].hold(ALL_MEMORY))
+        return
     with pytest.raises(EngineError, match="memory of the weights is released"):
         run(engine.transport.digests())
     for one in servers.engines:
-        run(one.restore())
+        run(one.hold(ALL_MEMORY))
         run(one.resume())  # by mistake: nothing may be sampled from lost weights
     with pytest.raises(EngineError, match="weights are not whole"):
         run(engine.score(PROMPT, 1, 0))

@@ -41,7 +41,7 @@ class Recorder:
         if self.problem:
             raise self.problem
 
-    def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
+    def send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
         received = {}
         self.num_read = 0
         for name, tensor in in_order(weights, self.manifest):
@@ -52,8 +52,11 @@ class Recorder:
         self.num_torn -= 1
         if self.num_torn >= 0:
             return SyncStats(is_whole=False)
-        self.published = received
+        self.received = received
         return SyncStats()
+
+    def resume(self, stats: SyncStats) -> None:
+        self.published = self.received
 
     def close(self) -> None:
         if self.problem:

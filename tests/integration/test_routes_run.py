@@ -45,7 +45,7 @@ def note_requests(path: Path) -> None:
     from bapo_megatron.rollout.manager import RolloutManager
     from bapo_megatron.sync.broadcast import BroadcastChannel
 
-    pause, push, opened = RolloutManager.pause, BroadcastChannel.push, []
+    pause, send, opened = RolloutManager.pause, BroadcastChannel.send, []
 
     def note(what: str) -> None:
         with path.open("a") as file:
@@ -56,11 +56,11 @@ def note_requests(path: Path) -> None:
         opened[:] = [self.scheduler.dispatcher.open_requests]
         note("paused")
 
-    def noted_push(self: BroadcastChannel, *arguments: Any) -> Any:
+    def noted_send(self: BroadcastChannel, *arguments: Any) -> Any:
         note("push")
-        return push(self, *arguments)
+        return send(self, *arguments)
 
-    RolloutManager.pause, BroadcastChannel.push = noted_pause, noted_push  # type: ignore[method-assign]
+    RolloutManager.pause, BroadcastChannel.send = noted_pause, noted_send  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

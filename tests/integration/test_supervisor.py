@@ -28,6 +28,8 @@ from bapo_megatron.engines.supervisor import EngineSpec, supervised
 from bapo_megatron.errors import EngineError, UserError
 from bapo_megatron.resolved import resolve
 from bapo_megatron.resolved.placement import Placement
+from bapo_megatron.runtime import turn as turn_module
+from bapo_megatron.runtime.turn import Turn
 from tests.distributed import HANG_S
 
 
@@ -306,6 +308,104 @@ def test_a_restart_that_finds_no_process_left_is_tried_again(tmp_path: Path, mon
     assert len(told) == 3
     assert "ended with" in told[0]
     assert "could not be started: [Errno 11] Resource temporarily unavailable" in told[1]
+
+
+class Held:
+    """A trainer that holds the turn; `waiting` is set once an engine's supervisor has found that."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = folder / ".turn"
+        self.trainer = Turn(self.file)
+        self.waiting = threading.Event()
+        sleep = time.sleep
+        clock = types.SimpleNamespace(sleep=lambda seconds: (self.waiting.set(), sleep(seconds)))
+        monkeypatch.setattr(turn_module, "time", clock)
+        self.take()
+
+    def take(self) -> None:
+        assert self.trainer.take(shared=False, is_over=lambda: True)
+
+    def until_an_engine_waits(self) -> None:
+        assert self.waiting.wait(HANG_S)
+
+
+def test_an_engine_starts_again_once_the_trainer_has_left_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer then waits until the engine answers: before that, it is taking its memory."""
+    told: list[str] = []
+    held, starts = Held(tmp_path, monkeypatch), []
+    start, answers, may_answer = processes.start, processes.answers, threading.Event()
+
+    def note_start(*spec: Any) -> subprocess.Popen[bytes]:
+        starts.append(held.trainer.is_held)
+        return start(*spec)
+
+    with engines(tmp_path, told, kind=stub, turn_file=held.file) as (url,):
+        monkeypatch.setattr(processes, "start", note_start)
+        monkeypatch.setattr(processes, "answers", lambda *asked: may_answer.is_set() and answers(*asked))
+        monkeypatch.setattr(supervisor, "_PROBE_INTERVAL_S", 0.1)
+        server_of(url).kill()
+        held.until_an_engine_waits()
+        assert find_server(url) is None
+        held.trainer.give()
+        wait_until(lambda: find_server(url), "the engine was started")
+        assert starts == [False]
+        assert not held.trainer.take(shared=False, is_over=lambda: True), "it starts, and has not answered"
+        held.waiting.clear()
+        taking = threading.Thread(target=held.trainer.take, kwargs={"shared": False, "is_over": lambda: False})
+        taking.start()
+        assert held.waiting.wait(HANG_S)
+        may_answer.set()
+        taking.join(HANG_S)
+        assert held.trainer.is_held
+        assert answers(f"{url}/health", HANG_S)
+    assert len(told) == 1
+
+
+def test_an_engine_that_ends_while_it_starts_gives_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    held = Held(tmp_path, monkeypatch)
+    text = f"import os; from pathlib import Path; log = Path({str(tmp_path)!r}); runs = len([*log.glob('run-*')])\n"
+    text += "(log / f'run-{runs}').touch(); runs and os._exit(7)\n" + STUB
+
+    def ends_when_restarted(port: int, log: Path) -> EngineSpec:
+        return EngineSpec(f"http://127.0.0.1:{port}", [sys.executable, "-c", text, str(port)], log)
+
+    with engines(tmp_path, told, kind=ends_when_restarted, max_restarts=1, turn_file=held.file) as (url,):
+        server_of(url).kill()
+        held.until_an_engine_waits()
+        held.trainer.give()
+        wait_until(lambda: len(told) == 2, "the engine was given up")
+        held.take()
+    assert "exit code 7" in told[1]
+
+
+def test_a_run_that_ends_while_an_engine_waits_for_its_turn_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    held = Held(tmp_path, monkeypatch)
+    with engines(tmp_path, told, kind=stub, turn_file=held.file) as (url,):
+        (looking_after,) = [t for t in threading.enumerate() if t.name == "engine-0"]
+        server_of(url).kill()
+        held.until_an_engine_waits()
+    assert not looking_after.is_alive()
+    assert held.trainer.is_held
+    assert len(told) == 1
+    assert find_server(url) is None
+
+
+def test_a_turn_that_cannot_be_taken_uses_up_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    folder = tmp_path / "run"
+    with engines(tmp_path, told, kind=stub, max_restarts=20, turn_file=folder / ".turn") as (url,):
+        first = server_of(url)
+        first.kill()
+        wait_until(lambda: len(told) == 2, "the supervisor had found no folder")
+        folder.mkdir()
+        wait_until(lambda: is_up_again(url, first), "the engine was up again")
+    assert "could not be started: cannot open" in told[1]
 
 
 def _raise(problem: Exception) -> NoReturn:

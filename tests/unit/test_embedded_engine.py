@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.engines.base import ALL_MEMORY
 from bapo_megatron.engines.embedded import protocol
 from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
@@ -525,12 +526,13 @@ def test_released_memory_is_given_back() -> None:
         serve_engine(engine, [([3, 4, 5], SamplingParams(max_new_tokens=4))])
         assert engine.cache.data.any()
         assert all(weight.any() for name, weight in model.named_weights.items() if "proj" in name)
-        engine.call(engine.release, when_still=True).result(HANG_S)
+        for command in (lambda: engine.pause("retract"), lambda: engine.release(ALL_MEMORY)):
+            engine.call(command).result(HANG_S)
         assert not engine.cache.data.any()
         assert not any(weight.any() for weight in model.named_weights.values())
-        engine.call(engine.restore).result(HANG_S)
-        with pytest.raises(BadRequestError, match="memory was not released"):
-            engine.call(engine.restore).result(HANG_S)
+        engine.call(lambda: engine.restore(ALL_MEMORY)).result(HANG_S)
+        with pytest.raises(BadRequestError, match="memory of cuda_graph and kv_cache and weights is not released"):
+            engine.call(lambda: engine.restore(ALL_MEMORY)).result(HANG_S)
         with pytest.raises(BadRequestError, match="not pushed again"):
             engine.call(lambda: engine.publish("2")).result(HANG_S)
     finally:

@@ -332,11 +332,11 @@ class BatchingEngine:
         """Free memory, when still. Weights must be pushed again after `restore`. On a CPU there are no CUDA graphs.
 
         Raises:
-            NotNowError: some is released already, or a pause in place holds requests that need the cache.
+            NotNowError: some is released already; or generation is not paused, or with requests that need the cache.
         """
-        if self._rows:
+        if self.paused is None or self._rows:
             raise NotNowError(
-                f"the pause holds {plural(len(self._rows), 'request')} in the cache: pause with mode=retract first"
+                "memory can be released while generation is paused: call pause_generation with mode=retract"
             )
         if again := self.released & memory:
             raise NotNowError(f"the memory of {_listed(again)} is released already")
