@@ -20,7 +20,7 @@ from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.resolved.placement import NodeShare, ServerPart
 from bapo_megatron.runtime import LOOPBACK, num_cores, python_module
-from bapo_megatron.runtime.environment import nccl_variables
+from bapo_megatron.runtime.environment import ALLOCATOR_VARIABLES, nccl_variables
 from bapo_megatron.runtime.nccl import may_share_gpus
 
 OWN_ARGUMENTS = {
@@ -101,6 +101,8 @@ def command(run: Resolved, here: NodeShare, server: int, port: int, *, has_gpu: 
             "max_mamba_cache_size": _STATES_PER_REQUEST * r.max_concurrent_requests,
             "enable_deterministic_inference": True,  # otherwise seeds have no effect
         }
+    if has_gpu and config.takes_turns:
+        arguments["enable_memory_saver"] = True
     planned = _arguments_of(here.part) if has_gpu and here.part is not None else {}
     # a shipped cluster's mem_fraction_static=0.85 is turned off with false, and the plan's value stays
     own = {name: value for name, value in config.sglang.extra.items() if value is not False or name not in planned}
@@ -136,6 +138,8 @@ def environment(config: Config, here: NodeShare, server: int, visible: Sequence[
     if visible:
         mine = named_gpus(here.gpus[server], visible)
         variables |= nccl_variables(config.sglang.extra) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        if config.takes_turns:
+            variables |= _memory_saver_variables()
         if here.part is not None:
             variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"  # trainer ranks hold unequal memory
         return variables
@@ -149,6 +153,19 @@ def environment(config: Config, here: NodeShare, server: int, visible: Sequence[
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",  # ranks and other processes share this machine's memory
     }
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
+
+
+def _memory_saver_variables() -> dict[str, str]:
+    """Return the variables with which a server releases all of its memory, and gets it back.
+
+    torch_memory_saver does not start with expandable segments, which a user may have set for trainer ranks. NCCL would
+    go on using the old pages of CUDA graphs (sgl-project/sglang#40648).
+    """
+    own = {name: os.environ[name].split(",") for name in ALLOCATOR_VARIABLES if name in os.environ}
+    allowed = {
+        name: ",".join(one for one in options if "expandable_segments" not in one) for name, options in own.items()
+    }
+    return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"} | allowed
 
 
 def model_overrides(run: Resolved) -> dict[str, Any]:

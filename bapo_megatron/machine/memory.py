@@ -68,6 +68,8 @@ class TrainerMemory:
     logits: int  # for one chunk of rows; 0 if a layer needs more
     # other phases
     update: int  # Adam's temporaries
+    moved: int  # of the permanent parts, weights and state: in turns, the machine's memory holds them meanwhile
+    frozen: int  # of these, weights that are not trained: their copies there stay
     sync: int  # buckets, the full tensors gathered for them, and a weight to which its adapters are added
 
     @property
@@ -76,6 +78,11 @@ class TrainerMemory:
         always = self.weights + self.gradients + self.optimizer + self.reference + self.critic
         always += self.fp8 + self.batch + self.context
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
+
+    @property
+    def resting(self) -> int:
+        """What stays on the GPU while a rank that takes turns with a server does not train."""
+        return self.context + self.fp8
 
 
 def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = None) -> TrainerMemory:
@@ -91,11 +98,15 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     count, owned = held.total, trained.owned(run.config)
     of_model = rank_parameters(run.shape, p, stage, is_stored).total
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
+    reference = _of_reference(run, of_model, trained.total) * item
+    moved, frozen = count * item + owned * state + reference, (count - trained.total) * item + reference
     critic = 0
     if not run.config.advantage.compares_responses:
+        num_values = rank_parameters(run.critic_shape, p, stage).total
         of_critic = rank_parameters(run.critic_shape, p, stage, is_trained)
-        critic = rank_parameters(run.critic_shape, p, stage).total * item
-        critic += of_critic.total * MASTER_BYTES + of_critic.owned(run.config) * state
+        kept = num_values * item + of_critic.owned(run.config) * state
+        critic, moved = kept + of_critic.total * MASTER_BYTES, moved + kept
+        frozen += (num_values - of_critic.total) * item
     layers = _Activations(run, gpu_bytes)
     # a parameter's gradient briefly exists outside the gradient buffer; without overlap, the vocabulary's does not
     largest = largest_parameter if p.overlap_communication else largest_in_layer
@@ -109,7 +120,7 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
         weights=count * item,
         gradients=trained.total * MASTER_BYTES,
         optimizer=owned * state,
-        reference=_of_reference(run, of_model, trained.total) * item,
+        reference=reference,
         critic=critic,
         fp8=FP8_BYTES * of_model if run.config.precision.uses_fp8 and not run.config.precision.fp8_params else 0,
         batch=_tokens_of_update(run.config) * (BATCH_BYTES + of_stage * routes_bytes(run) // run.shape.num_layers),
@@ -118,6 +129,8 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
         working=working,
         logits=logits,
         update=owned * MASTER_BYTES if on_gpu else 2 * largest_parameter(run.shape, p) * MASTER_BYTES,
+        moved=moved,
+        frozen=frozen,
         sync=_sync(run, stage),
     )
 
@@ -432,7 +445,15 @@ def checkpoint_bytes(run: Resolved) -> int:
 
 
 def host_bytes(run: Resolved) -> int:
-    """Return the CPU memory for copies of checkpoints on each node that trains; 0 if there are none."""
+    """Return the CPU memory on each node that trains, for copies of checkpoints; 0 if there are none.
+
+    In turns, weights and state wait there, and checkpoints are written from them.
+    """
+    if run.config.takes_turns:
+        p, on_node = run.config.parallel, max(1, run.placement.ranks_per_node)
+        of_stage = [trainer_memory(run, stage=stage).moved for stage in range(p.pipeline)]
+        of_ranks = [num_bytes for num_bytes in of_stage for _ in range(p.size // p.pipeline)]
+        return max(sum(of_ranks[first : first + on_node]) for first in range(0, p.size, on_node))
     if not run.config.checkpoint.asynchronous or run.config.checkpoint.interval_steps is None:
         return 0
     return -(-checkpoint_bytes(run) // run.placement.trainer_nodes)

@@ -33,6 +33,7 @@ from bapo_megatron.preflight.checks.slurm import (
 from bapo_megatron.preflight.inputs import Findings, read_inputs
 from bapo_megatron.preflight.known_models import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_host_memory, check_open_files, check_room
+from bapo_megatron.preflight.packages import MEMORY_SAVER, installed_version
 from bapo_megatron.preflight.plan import check_devices, check_machines, check_memory, check_unused
 from bapo_megatron.preflight.reads import reads
 from bapo_megatron.preflight.software_checks import (
@@ -207,6 +208,7 @@ def violations_of(
     checks = [
         Check(lambda: _absent(config, known is not None) if is_dry else ()),
         Check(lambda: _check_installed(run.engine, bool(num_gpus)) if not (elsewhere or is_job) else ()),
+        Check(lambda: _check_memory_saver(run) if num_gpus and not (elsewhere or is_job) else ()),
         Check(
             lambda: _check_kernels(run.engine, model) if num_gpus and not (elsewhere or is_job) else (),
             needs=("rollout.engine",),
@@ -304,6 +306,16 @@ def _check_installed(engine: EngineKind, has_gpu: bool) -> Iterator[Violation]:
     if megatron.verdict != "ok":
         severity: Severity = "error" if megatron.verdict == "error" else "warning"
         yield Violation(("model.implementation",), f"{megatron.name} {megatron.what}", megatron.advice, severity)
+
+
+def _check_memory_saver(run: Resolved) -> Iterator[Violation]:
+    """Check that the library with which servers of a run in turns release their memory is installed."""
+    if run.config.takes_turns and run.engine.section == "sglang" and installed_version(MEMORY_SAVER) is None:
+        yield Violation(
+            ("rollout.placement",),
+            f'rollout.placement="turns" needs {MEMORY_SAVER}, with which SGLang releases memory; it is not installed',
+            "run scripts/install_gpu.sh packages, which installs what SGLang asks for",
+        )
 
 
 def _check_kernels(engine: EngineKind, model: Path | None) -> Iterator[Violation]:

@@ -112,8 +112,8 @@ def _asked_memory(run: Resolved) -> re.Match[str] | None:
 
 
 def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation]:
-    """Check that CPU memory holds routes, copies of checkpoints, and weights in /dev/shm: a node's share in a job, or
-    this machine's.
+    """Check that CPU memory holds routes, copies of checkpoints, what takes turns on GPUs, and weights in /dev/shm: a
+    node's share in a job, or this machine's.
 
     Args:
         starts_here: whether the run takes place on this machine.
@@ -129,13 +129,19 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
         return
     if copies + routes + weights <= have:
         return
+    if run.config.takes_turns:
+        copying, copied = "rollout.placement", 'rollout.placement="turns" moves'
+        less = 'set lora.rank to train adapters alone, or rollout.placement="split"'
+    else:
+        copying, copied = "checkpoint.asynchronous", "checkpoint.asynchronous=true copies"
+        less = "set checkpoint.asynchronous=false"
     what = {
-        f"checkpoint.asynchronous=true copies {copies / GIB:.2f} GiB to the memory of each node that trains": copies,
+        f"{copied} {copies / GIB:.2f} GiB to the memory of each node that trains": copies,
         f"model.replay_routes=true keeps {routes / GIB:.2f} GiB in the memory of trainer rank 0's node": routes,
         f"two versions of the weights take {weights / GIB:.2f} GiB in {MEMORY}": weights,
     }
     remedies = {
-        "checkpoint.asynchronous": (copies, "set checkpoint.asynchronous=false"),
+        copying: (copies, less),
         "rollout.samples_per_prompt": (routes, "take fewer or shorter samples"),
         "sync.folder": (weights, "set sync.folder to a disk"),
     }

@@ -80,7 +80,9 @@ def _part(run: Resolved) -> Iterator[str]:
     """Describe the rank's part of a GPU, if a server has another one."""
     if torch.cuda.is_available() and (shared := this_share(run)) is not None:
         mine, others = _amount(shared.trainer_bytes), _amount(shared.server_bytes)
-        yield f'rollout.placement="split" gives this rank {mine}, and {others} to the server on the same GPU'
+        when = f"while it trains, and at most {others}" if shared.takes_turns else f"and {others}"
+        server = "the server on the same GPU" + (" while that samples" if shared.takes_turns else "")
+        yield f'rollout.placement="{run.config.rollout.placement}" gives this rank {mine}, {when} to {server}'
 
 
 def part_of(error: BaseException, heartbeat: Heartbeat) -> str:
