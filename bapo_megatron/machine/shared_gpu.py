@@ -90,6 +90,12 @@ class SharedGPU:
         }
 
     @property
+    def bytes_without_caches(self) -> int:
+        """The most that both hold in a phase, if the server's caches are left out."""
+        *others, sampling = map(sum, self.phases.values())
+        return max([*others, sampling - self.server_bytes + self.server.weights + self.rest.total])
+
+    @property
     def fits(self) -> bool:
         return self.server.concurrency > 0 and max(map(sum, self.phases.values())) <= FULL * self.gpu_bytes
 

@@ -100,7 +100,8 @@ def _weights_room(run: Resolved) -> Iterator[Violation]:
 _MEMORY_OPTION = re.compile(r"--mem[= ](\d+)([KMGT]?)")
 
 
-def _copied_bytes(run: Resolved) -> tuple[int, int, int]:
+def copied_bytes(run: Resolved) -> tuple[int, int, int]:
+    """Return the bytes in a node's memory for copies of the trainer's state, routes, and weights in /dev/shm."""
     in_memory = weights_parent(run.config) == MEMORY
     return host_bytes(run), routes_host_bytes(run), _weights_bytes(run) if in_memory else 0
 
@@ -118,7 +119,7 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
     Args:
         starts_here: whether the run takes place on this machine.
     """
-    copies, routes, weights = _copied_bytes(run)
+    copies, routes, weights = copied_bytes(run)
     asked = None if starts_here else _asked_memory(run)
     if starts_here:
         have, where = memory_bytes(), "this machine has"
@@ -147,7 +148,7 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
     }
     setting, remedy = next((setting, remedy) for setting, (num, remedy) in remedies.items() if num)
     yield Violation(
-        reads(run, lambda run: (_copied_bytes(run), starts_here or _asked_memory(run)), first=(setting,)),
+        reads(run, lambda run: (copied_bytes(run), starts_here or _asked_memory(run)), first=(setting,)),
         f"{', and '.join(text for text, num in what.items() if num)}, and {where} {have / GIB:.2f} GiB",
         remedy + ("" if starts_here else ", or ask for more"),
     )

@@ -85,12 +85,8 @@ class RunPlan:
 
     @property
     def trainer_needs(self) -> int:
-        """Bytes of a trainer GPU, with what a server on it has while it trains, but without its caches."""
-        if self.shared is None:
-            return self.trainer.total
-        if self.shared.takes_turns:
-            return sum(self.shared.phases["training"])
-        return self.trainer.total + self.shared.rest.total + self.shared.server.weights
+        """Bytes of a trainer GPU, with the server on it, if they share it, but without its caches."""
+        return self.trainer.total if self.shared is None else self.shared.bytes_without_caches
 
     @property
     def down_bytes(self) -> int:
