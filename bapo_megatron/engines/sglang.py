@@ -159,7 +159,7 @@ def _memory_saver_variables() -> dict[str, str]:
     """Return the variables with which a server releases all of its memory, and gets it back.
 
     torch_memory_saver does not start with expandable segments, which a user may have set for trainer ranks. NCCL would
-    go on using the old pages of CUDA graphs (sgl-project/sglang#40648).
+    keep the old pages of CUDA graphs (sgl-project/sglang#40648).
     """
     own = {name: os.environ[name].split(",") for name in ALLOCATOR_VARIABLES if name in os.environ}
     allowed = {

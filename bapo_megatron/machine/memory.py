@@ -68,7 +68,7 @@ class TrainerMemory:
     logits: int  # for one chunk of rows; 0 if a layer needs more
     # other phases
     update: int  # Adam's temporaries
-    moved: int  # of the permanent parts, weights and state: in turns, the machine's memory holds them meanwhile
+    moved: int  # weights and state, the reference's and critic's too: in turns, they wait in the machine's memory
     frozen: int  # of these, weights that are not trained: their copies there stay
     sync: int  # buckets, the full tensors gathered for them, and a weight to which its adapters are added
 
