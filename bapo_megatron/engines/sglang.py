@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,9 +102,9 @@ def command(run: Resolved, here: NodeShare, server: int, port: int, *, has_gpu: 
             "max_mamba_cache_size": _STATES_PER_REQUEST * r.max_concurrent_requests,
             "enable_deterministic_inference": True,  # otherwise seeds have no effect
         }
-    if has_gpu and config.takes_turns:
-        arguments["enable_memory_saver"] = True
     planned = _arguments_of(here.part) if has_gpu and here.part is not None else {}
+    if planned and config.takes_turns:
+        arguments["enable_memory_saver"] = True
     # a shipped cluster's mem_fraction_static=0.85 is turned off with false, and the plan's value stays
     own = {name: value for name, value in config.sglang.extra.items() if value is not False or name not in planned}
     rendered = [part for name, value in (arguments | planned | own).items() for part in _render(name, value)]
@@ -138,10 +139,9 @@ def environment(config: Config, here: NodeShare, server: int, visible: Sequence[
     if visible:
         mine = named_gpus(here.gpus[server], visible)
         variables |= nccl_variables(config.sglang.extra) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
-        if config.takes_turns:
-            variables |= _memory_saver_variables()
         if here.part is not None:
             variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"  # trainer ranks hold unequal memory
+            variables |= _memory_saver_variables() if config.takes_turns else {}
         return variables
     _, threads = config.divide_cores(num_cores(), here.num_ranks, len(here.servers) * r.server_tensor_parallel)
     cpus = cpu_groups(server, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0)))
@@ -161,11 +161,9 @@ def _memory_saver_variables() -> dict[str, str]:
     torch_memory_saver does not start with expandable segments, which a user may have set for trainer ranks. NCCL would
     keep the old pages of CUDA graphs (sgl-project/sglang#40648).
     """
-    own = {name: os.environ[name].split(",") for name in ALLOCATOR_VARIABLES if name in os.environ}
-    allowed = {
-        name: ",".join(one for one in options if "expandable_segments" not in one) for name, options in own.items()
-    }
-    return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"} | allowed
+    own = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+    fixed = {name: re.sub(r"(expandable_segments\s*:\s*)\w+", r"\1False", value) for name, value in own.items()}
+    return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"} | fixed
 
 
 def model_overrides(run: Resolved) -> dict[str, Any]:

@@ -33,12 +33,12 @@ from bapo_megatron.preflight.checks.slurm import (
 from bapo_megatron.preflight.inputs import Findings, read_inputs
 from bapo_megatron.preflight.known_models import known_config, origin
 from bapo_megatron.preflight.machine_checks import check_host_memory, check_open_files, check_room
-from bapo_megatron.preflight.packages import MEMORY_SAVER, installed_version
 from bapo_megatron.preflight.plan import check_devices, check_machines, check_memory, check_unused
 from bapo_megatron.preflight.reads import reads
 from bapo_megatron.preflight.software_checks import (
     REBUILD_ENGINE,
     check_megatron,
+    check_memory_saver,
     driver_problem,
     read_driver,
     transformer_engine_problem,
@@ -309,13 +309,11 @@ def _check_installed(engine: EngineKind, has_gpu: bool) -> Iterator[Violation]:
 
 
 def _check_memory_saver(run: Resolved) -> Iterator[Violation]:
-    """Check that the library with which servers of a run in turns release their memory is installed."""
-    if run.config.takes_turns and run.engine.section == "sglang" and installed_version(MEMORY_SAVER) is None:
-        yield Violation(
-            ("rollout.placement",),
-            f'rollout.placement="turns" needs {MEMORY_SAVER}, with which SGLang releases memory; it is not installed',
-            "run scripts/install_gpu.sh packages, which installs what SGLang asks for",
-        )
+    """Check that servers that take turns with the trainer can release their memory."""
+    if run.config.takes_turns and run.engine.section == "sglang":
+        found = check_memory_saver()
+        if found.verdict == "error":
+            yield Violation(("rollout.placement",), f"{found.name} {found.what}", found.advice)
 
 
 def _check_kernels(engine: EngineKind, model: Path | None) -> Iterator[Violation]:

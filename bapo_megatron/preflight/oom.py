@@ -80,9 +80,14 @@ def _part(run: Resolved) -> Iterator[str]:
     """Describe the rank's part of a GPU, if a server has another one."""
     if torch.cuda.is_available() and (shared := this_share(run)) is not None:
         mine, others = _amount(shared.trainer_bytes), _amount(shared.server_bytes)
-        when = f"while it trains, and at most {others}" if shared.takes_turns else f"and {others}"
-        server = "the server on the same GPU" + (" while that samples" if shared.takes_turns else "")
-        yield f'rollout.placement="{run.config.rollout.placement}" gives this rank {mine}, {when} to {server}'
+        gives, server = (
+            f'rollout.placement="{run.config.rollout.placement}" gives this rank',
+            "the server on the same GPU",
+        )
+        if shared.takes_turns:
+            yield f"{gives} {mine} while it trains, and at most {others} to {server} while that samples"
+        else:
+            yield f"{gives} {mine}, and {others} to {server}"
 
 
 def part_of(error: BaseException, heartbeat: Heartbeat) -> str:

@@ -12,7 +12,6 @@ from bapo_megatron.preflight.machine_checks import Finding
 if TYPE_CHECKING:
     from packaging.requirements import Requirement  # which may be missing too
 
-MEMORY_SAVER = "torch_memory_saver"
 _NAME = "packages"
 
 

@@ -1,5 +1,6 @@
 """`rollout.placement = "turns"`: what servers are told, what is refused in time, and the host's memory."""
 
+import importlib.util
 import itertools
 import os
 import re
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,9 +19,10 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import sglang
 from bapo_megatron.machine.memory import host_bytes, trainer_memory
-from bapo_megatron.preflight import check
+from bapo_megatron.preflight import check, oom, software_checks
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.placement import check_sharing
+from bapo_megatron.preflight.inputs import server_arguments
 from bapo_megatron.preflight.machine_checks import check_host_memory, copied_bytes
 from bapo_megatron.preflight.plan import make_plan, planned, with_turns
 from bapo_megatron.resolved import Resolved, resolve
@@ -56,26 +59,58 @@ def test_a_server_on_a_gpu_can_release_its_memory() -> None:
     assert command(*ONE, "sglang.extra.enable_memory_saver=true").count(flag) == 1
     assert [word for word in command(*ONE) if word != flag] == command(*ONE, "rollout.placement=split")
     assert flag not in command(*ONE, has_gpu=False)
+    alone = demo(*ONE)
+    assert flag not in sglang.command(alone, alone.placement.on(), 0, 1234, has_gpu=True), "an evaluation"
+
+
+@pytest.mark.skipif(not server_arguments(), reason="SGLang is not installed")
+def test_sglang_knows_the_argument_and_the_variable() -> None:
+    assert "enable_memory_saver" in server_arguments()
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" in Path(spec.origin).with_name("srt").joinpath("environ.py").read_text()
 
 
 @given(st.lists(st.sampled_from(["expandable_segments:True", "expandable_segments:False", "max_split_size_mb:64"])))
 def test_a_server_gets_no_expandable_segments(options: list[str]) -> None:
     """torch_memory_saver does not start with them; the trainer's ranks have them."""
-    kept = ",".join(one for one in options if one.startswith("max"))
-    run = demo(*ONE)
+    kept = ",".join(options).replace("True", "False")
+
+    def told(*settings: str, part: ServerPart | None = PART, gpus: Sequence[str] = ("0",)) -> dict[str, str]:
+        run = demo(*ONE, *settings)
+        return sglang.environment(run.config, replace(run.placement.on(), part=part), 0, gpus)
+
     with pytest.MonkeyPatch.context() as patch:
         for name in ALLOCATOR:
             patch.setenv(name, ",".join(options))
-        told = sglang.environment(run.config, run.placement.on(), 0, ["0"])
-        assert [told[name] for name in ALLOCATOR] == [kept, kept]
-        split = demo(*ONE, "rollout.placement=split")
-        others = sglang.environment(split.config, split.placement.on(), 0, ["0"])
-        assert not {*ALLOCATOR} & others.keys()
+        assert [told()[name] for name in ALLOCATOR] == [kept, kept]
+        split = told("rollout.placement=split")
+        assert not {*ALLOCATOR} & split.keys()
         for name in ALLOCATOR:
             patch.delenv(name)
-        told = sglang.environment(run.config, run.placement.on(), 0, ["0"])
-        assert told == others | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
-        assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in sglang.environment(run.config, run.placement.on(), 0, [])
+        assert told() == split | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
+        for alone in (told(part=None), told(gpus=[])):  # an evaluation, and a machine without GPUs
+            assert not {"SGLANG_MEMORY_SAVER_CUDA_GRAPH", *ALLOCATOR} & alone.keys()
+
+
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [
+        ("split", r"gives this rank 72\.2\d GiB, and 2\.9\d GiB to the server on the same GPU"),
+        (
+            "turns",
+            r"gives this rank 73\.2\d GiB while it trains, and at most 2\.9\d GiB to the server on the same GPU while "
+            "that samples",
+        ),
+    ],
+)
+def test_a_rank_that_runs_out_of_memory_is_told_its_part(
+    placement: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (line,) = oom._part(demo(*ONE, f"rollout.placement={placement}"))
+    assert re.fullmatch(f'rollout\\.placement="{placement}" {told}', line), line
 
 
 REFUSED: dict[tuple[str, ...], str] = {
@@ -178,7 +213,7 @@ def test_servers_of_several_ranks_are_a_warning() -> None:
 def test_the_library_that_releases_memory_must_be_there(
     installed: str | None, num_messages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "installed_version", lambda name: installed)
+    monkeypatch.setattr(software_checks, "installed_version", lambda name: installed)
     found = [*check._check_memory_saver(demo(*ONE))]
     assert [v.severity for v in found] == ["error"] * num_messages
     assert all("torch_memory_saver" in v.problem for v in found)
