@@ -84,6 +84,11 @@ class TrainerMemory:
         """What stays on the GPU while a rank that takes turns with a server does not train."""
         return self.context + self.fp8
 
+    @property
+    def pushing(self) -> int:
+        """What such a rank has on the GPU while weights are pushed."""
+        return self.resting + self.weights + self.sync
+
 
 def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = None) -> TrainerMemory:
     """Estimate the memory of a stage's fullest rank.
@@ -144,8 +149,12 @@ def _of_reference(run: Resolved, of_model: int, of_adapters: int) -> int:
 
 def fullest_rank(run: Resolved, gpu_bytes: int | None = None) -> TrainerMemory:
     """Return the memory of the rank that runs out first."""
-    stages = range(run.config.parallel.pipeline)
-    return max((trainer_memory(run, stage=s, gpu_bytes=gpu_bytes) for s in stages), key=lambda m: m.total)
+    return max(rank_memories(run, gpu_bytes), key=lambda m: m.total)
+
+
+def rank_memories(run: Resolved, gpu_bytes: int | None = None) -> list[TrainerMemory]:
+    """Return the memory of the fullest rank of each stage."""
+    return [trainer_memory(run, stage=s, gpu_bytes=gpu_bytes) for s in range(run.config.parallel.pipeline)]
 
 
 def plans_forwards_first(run: Resolved, gpu_bytes: int | None) -> bool:
@@ -451,8 +460,7 @@ def host_bytes(run: Resolved) -> int:
     """
     if run.config.takes_turns:
         p, on_node = run.config.parallel, max(1, run.placement.ranks_per_node)
-        of_stage = [trainer_memory(run, stage=stage).moved for stage in range(p.pipeline)]
-        of_ranks = [num_bytes for num_bytes in of_stage for _ in range(p.size // p.pipeline)]
+        of_ranks = [one.moved for one in rank_memories(run) for _ in range(p.size // p.pipeline)]
         return max(sum(of_ranks[first : first + on_node]) for first in range(0, p.size, on_node))
     if not run.config.checkpoint.asynchronous or run.config.checkpoint.interval_steps is None:
         return 0

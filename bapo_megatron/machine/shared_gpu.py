@@ -22,14 +22,15 @@ import math
 from dataclasses import dataclass, replace
 
 from bapo_megatron.machine.gpus import FULL, GIB, gpu_memory_gib
-from bapo_megatron.machine.memory import ITEM_BYTES, TrainerMemory, fullest_rank
+from bapo_megatron.machine.memory import ITEM_BYTES, TrainerMemory, rank_memories
 from bapo_megatron.machine.server_memory import ServerMemory, most_responses, server_in, static_bytes_for
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.resolved.placement import NodeShare, ServerPart
 from bapo_megatron.runtime import LOOPBACK
 
-CONTEXT_BYTES = int(1.9 * GIB)  # what a dense trainer held on one H200, rounded up: docs/measured/gpu.toml. In turns a
-# server that has released everything is planned to keep the same.
+# What a dense trainer held on one H200, rounded up (docs/measured/gpu.toml). A server that takes turns is planned to
+# release all but this: caches, weights and graphs by their tags, and what torch reserves as it flushes the cache.
+CONTEXT_BYTES = int(1.9 * GIB)
 GRAPHS_BYTES = int(1.0 * GIB)  # assumed: CUDA graphs of all batch sizes, and SGLang's own buffers
 _MAX_GRAPH_BATCH = 256
 _MARGIN = 0.05  # share of the trainer's plan, which is an estimate
@@ -60,7 +61,11 @@ class SharedGPU:
     server: ServerMemory
     rest: ServerRest
     gpu_bytes: int
-    takes_turns: bool = False
+    pusher: TrainerMemory | None = None  # in turns, the rank that holds most while weights are pushed; None in a split
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.pusher is not None
 
     @property
     def server_bytes(self) -> int:
@@ -80,13 +85,12 @@ class SharedGPU:
     @property
     def phases(self) -> dict[str, tuple[int, int]]:
         """The most that the rank and the server hold in each phase; a split has one phase."""
-        t = self.trainer
-        if not self.takes_turns:
-            return {"sharing": (t.total, self.server_bytes)}
+        if self.pusher is None:
+            return {"sharing": (self.trainer.total, self.server_bytes)}
         return {
-            "training": (t.total, CONTEXT_BYTES),
-            "pushing": (t.resting + t.weights + t.sync, CONTEXT_BYTES + self.server.weights),
-            "sampling": (t.resting, self.server_bytes),
+            "training": (self.trainer.total, CONTEXT_BYTES),
+            "pushing": (self.pusher.pushing, CONTEXT_BYTES + self.server.weights),
+            "sampling": (self.pusher.resting, self.server_bytes),
         }
 
     @property
@@ -125,12 +129,15 @@ class SharedGPU:
 def shared_gpu(run: Resolved, gpu_memory_gib: float) -> SharedGPU:
     """Divide a GPU between a rank and a server, or plan their turns. The result need not fit."""
     gpu_bytes, rest = int(gpu_memory_gib * GIB), server_rest(run, gpu_memory_gib)
-    trainer, takes_turns = fullest_rank(run, gpu_bytes), run.config.takes_turns
-    room, margin = int(FULL * gpu_bytes) - rest.total - (trainer.resting if takes_turns else trainer.total), 0.0
-    if not takes_turns:
-        margin = min(_MARGIN * trainer.total, _MARGIN_OF_CACHES * max(0, room - static_bytes_for(run, 1)))
-    static_bytes = min(room - int(margin), static_bytes_for(run, most_responses(run.config.rollout)))
-    return SharedGPU(trainer, server_in(run, static_bytes), rest, gpu_bytes, takes_turns)
+    ranks, wanted = rank_memories(run, gpu_bytes), static_bytes_for(run, most_responses(run.config.rollout))
+    trainer, room = max(ranks, key=lambda one: one.total), int(FULL * gpu_bytes) - rest.total
+    if run.config.takes_turns:
+        pusher = max(ranks, key=lambda one: one.pushing)
+        server = server_in(run, min(room - pusher.resting, wanted))
+        return SharedGPU(trainer, server, rest, gpu_bytes, pusher)
+    room -= trainer.total
+    margin = min(_MARGIN * trainer.total, _MARGIN_OF_CACHES * max(0, room - static_bytes_for(run, 1)))
+    return SharedGPU(trainer, server_in(run, min(room - int(margin), wanted)), rest, gpu_bytes)
 
 
 def wanted_server_bytes(run: Resolved, gpu_memory_gib: float) -> int:

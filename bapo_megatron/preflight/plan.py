@@ -89,14 +89,20 @@ class RunPlan:
         return self.trainer.total if self.shared is None else self.shared.bytes_without_caches
 
     @property
-    def down_bytes(self) -> int:
-        """What a rank that takes turns copies to the machine's memory in each step; 0 without turns."""
-        return self.up_bytes - self.trainer.frozen if self.up_bytes else 0
+    def up_bytes(self) -> int:
+        """What a rank that takes turns copies to its GPU in each step; 0 without turns."""
+        return max((one.moved for one in self._moving), default=0)
 
     @property
-    def up_bytes(self) -> int:
-        """What a rank that takes turns copies back to its GPU in each step; 0 without turns."""
-        return self.trainer.moved if self.shared is not None and self.shared.takes_turns else 0
+    def down_bytes(self) -> int:
+        """What such a rank copies back to the machine's memory."""
+        return max((one.moved - one.frozen for one in self._moving), default=0)
+
+    @property
+    def _moving(self) -> tuple[TrainerMemory, ...]:
+        """The ranks that may have most to move: the fullest while training, and while weights are pushed."""
+        pusher = None if self.shared is None else self.shared.pusher
+        return () if pusher is None else (self.trainer, pusher)
 
     @property
     def moves_s(self) -> float:
@@ -380,14 +386,14 @@ def _sharing_problem(run: Resolved, shared: SharedGPU) -> Violation:
     server = {"weights": s.weights, "one response": response, "graphs, work and context": shared.rest.total}
     update = t.update if t.update > t.activations + t.working + t.logits else 0
     phases = {"a trainer rank and a server need": (model + update + s.weights, trainer, server)}
-    if shared.takes_turns:
+    if (p := shared.pusher) is not None:
         released = {"context": CONTEXT_BYTES}
-        resting = {"context": t.context} | ({"FP8 operands": t.fp8} if t.fp8 else {})
-        pushing = {"weights": t.weights, "buckets": t.sync} | resting
+        resting = {"context": p.context} | ({"FP8 operands": p.fp8} if p.fp8 else {})
+        pushing = {"weights": p.weights, "buckets": p.sync} | resting
         phases = {
             "training needs": (model + update, trainer, released),
-            "pushing weights needs": (t.weights + t.sync + s.weights, pushing, {"weights": s.weights} | released),
-            "sampling needs": (t.fp8 + s.weights, resting, server),
+            "pushing weights needs": (p.pushing - p.context + s.weights, pushing, {"weights": s.weights} | released),
+            "sampling needs": (p.fp8 + s.weights, resting, server),
         }
 
     def needed(phase: tuple[int, dict[str, int], dict[str, int]]) -> int:

@@ -18,6 +18,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.engines import sglang
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.machine.gpus import FULL, GIB, GPUS
+from bapo_megatron.machine.memory import rank_memories
 from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.machine.server_memory import static_bytes_for
 from bapo_megatron.machine.shared_gpu import (
@@ -233,6 +234,7 @@ def runs(draw: st.DrawFn) -> tuple[Resolved, float]:
         f"parallel.tensor={tensor}",
         f"parallel.sequence={str(tensor > 1).lower()}",
         f"parallel.data={data}",
+        f"parallel.pipeline={draw(st.sampled_from([1, 1, 2])) if model != 'tiny' else 1}",
         f"optimizer.distributed={str(data > 1).lower()}",
         f"train.recompute={draw(st.sampled_from(['true', 'true', 'false']))}",
         f"rollout.server_tensor_parallel={width}",
@@ -261,6 +263,9 @@ def test_in_turns_each_phase_fits_and_more_fits_than_in_a_split(drawn: tuple[Res
     have = FULL * shared.gpu_bytes
     sums = {phase: sum(both) for phase, both in shared.phases.items()}
     assert list(sums) == ["training", "pushing", "sampling"]
+    ranks = rank_memories(run, shared.gpu_bytes)
+    buckets = [one.context + one.fp8 + one.weights + one.sync for one in ranks]
+    assert sums["pushing"] == max(buckets) + CONTEXT_BYTES + server.weights, "rank 0 has buckets, the last one logits"
     assert sums["training"] == trainer.total + CONTEXT_BYTES
     assert sums["sampling"] <= have or server.kv_cache <= 0, "the caches get no more than there is"
     assert shared.fits == (server.concurrency > 0 and all(one <= have for one in sums.values()))
@@ -276,7 +281,8 @@ def test_in_turns_each_phase_fits_and_more_fits_than_in_a_split(drawn: tuple[Res
     assert shared.training_bytes <= shared.trainer_share * shared.gpu_bytes + 1
 
     first = shared.gpu_bytes - CONTEXT_BYTES  # the ranks wait until servers are healthy
-    resting = first - trainer.resting  # started again while the rank rests
+    assert shared.pusher is not None
+    resting = first - shared.pusher.resting  # started again while the rank rests
     for before in (first, resting):
         cache = cache_of(shared, before, before, sized_after_graphs=False)
         assert cache.tokens == part.kv_tokens
