@@ -18,7 +18,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.engines import sglang
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.machine.gpus import FULL, GIB, GPUS
-from bapo_megatron.machine.memory import rank_memories
+from bapo_megatron.machine.memory import fullest_rank, rank_memories
 from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.machine.server_memory import static_bytes_for
 from bapo_megatron.machine.shared_gpu import (
@@ -254,9 +254,14 @@ def taking_turns(run: Resolved) -> Resolved:
     return run.changed(run.config.model_copy(update={"rollout": rollout}))
 
 
-@given(runs())
-def test_in_turns_each_phase_fits_and_more_fits_than_in_a_split(drawn: tuple[Resolved, float]) -> None:
+@given(runs(), st.none() | st.floats(1, 1.4))
+def test_in_turns_each_phase_fits_and_more_fits_than_in_a_split(
+    drawn: tuple[Resolved, float], room: float | None
+) -> None:
+    """Also where a GPU has just room for the trainer."""
     run, memory_gib = drawn
+    if room is not None:
+        memory_gib = room * fullest_rank(run, int(memory_gib * GIB)).total / GIB / FULL
     shared, split = shared_gpu(taking_turns(run), memory_gib), shared_gpu(run, memory_gib)
     trainer, server, rest, part = shared.trainer, shared.server, shared.rest, shared.part
     event(f"turns fit: {shared.fits}, a split fits: {split.fits}")
