@@ -80,7 +80,8 @@ def _step(files: Sequence[str]) -> str:
     of_step = step_balance(run.config, plan)
     assert of_step is not None
     assert plan.server is not None
-    return f"{time_text(of_step.step_s)}, {plan.server.concurrency} responses" if plan.fits else "does not fit"
+    responses = plan.server.concurrency * run.placement.num_servers
+    return f"{time_text(of_step.step_s)}, {responses} responses" if plan.fits else "does not fit"
 
 
 def _on_host(files: Sequence[str], models: Sequence[str]) -> str:
