@@ -23,7 +23,9 @@ EVERY_SIZE = tuple(f"{nodes}x8-{gpu}" for nodes in (1, 4, 16) for gpu in ("h100"
 CLUSTERS = {
     "0.5b": ("1x1-rtx4090", "1x1-h100"),
     "1.5b": ("1x1-rtx4090", "1x1-h100"),
-    "7b-8k": ("1x1-h100", *EVERY_SIZE, "1x8-h100-split"),
+    "3b-gsm8k": ("1x1-rtx4090-turns", "1x1-h100-turns"),
+    "7b-8k": ("1x1-h100", *EVERY_SIZE, "1x8-h100-split", "1x8-h100-turns"),
+    "14b-8k": ("1x1-h100-turns", "1x8-h100-turns", *EVERY_SIZE[2:]),
     "32b-8k": ("1x8-h100-split", *EVERY_SIZE[2:]),
     "32b": EVERY_SIZE[2:],
     "30b-a3b": ("1x8-h200-30b-a3b", "2x8-h200", "4x8-h100", "4x8-h200"),
@@ -32,7 +34,13 @@ CLUSTERS = {
     "235b-a22b": ("16x8-h200-wide", "32x8-h100", "32x8-h200"),
 }
 """The clusters of models that do not suit all, by a part of the model's name."""
-SMALLEST = {"1.5b": "1x1-rtx4090", "7b-8k": "1x1-h100", "32b-8k": "1x8-h100-split"}
+SMALLEST = {
+    "1.5b": "1x1-rtx4090",
+    "3b-gsm8k": "1x1-rtx4090-turns",
+    "7b-8k": "1x1-h100",
+    "14b-8k": "1x1-h100-turns",
+    "32b-8k": "1x8-h100-split",
+}
 """Clusters that hold a model's adapters with their state, but not its own."""
 RESPONSE_SHARE = 4  # the maximum response is this many times longer than the average
 EXAMPLE = ("recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100")
@@ -79,7 +87,7 @@ to 8192, all of full length. TP, PP, CP and DP are the ranks of `parallel.tensor
 ## Every combination
 
 Expected times of a step for responses of a quarter of the allowed length, and memory at full length. EP is
-`parallel.expert`. On `1x1-*` and `*-split`, a server has the rest of each trainer GPU ([one card](one-card.md)).
+`parallel.expert`. On `1x1-*`, `*-split` and `*-turns`, servers and trainer share GPUs ([one card](one-card.md)).
 
 {table}
 """

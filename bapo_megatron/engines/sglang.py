@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from bapo_megatron.hf.shape import ModelShape, rotary_frequencies
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.resolved.placement import NodeShare, ServerPart
 from bapo_megatron.runtime import LOOPBACK, num_cores, python_module
-from bapo_megatron.runtime.environment import nccl_variables
+from bapo_megatron.runtime.environment import ALLOCATOR_VARIABLES, nccl_variables
 from bapo_megatron.runtime.nccl import may_share_gpus
 
 OWN_ARGUMENTS = {
@@ -102,6 +103,8 @@ def command(run: Resolved, here: NodeShare, server: int, port: int, *, has_gpu: 
             "enable_deterministic_inference": True,  # otherwise seeds have no effect
         }
     planned = _arguments_of(here.part) if has_gpu and here.part is not None else {}
+    if planned and config.takes_turns:
+        arguments["enable_memory_saver"] = True
     # a shipped cluster's mem_fraction_static=0.85 is turned off with false, and the plan's value stays
     own = {name: value for name, value in config.sglang.extra.items() if value is not False or name not in planned}
     rendered = [part for name, value in (arguments | planned | own).items() for part in _render(name, value)]
@@ -138,6 +141,7 @@ def environment(config: Config, here: NodeShare, server: int, visible: Sequence[
         variables |= nccl_variables(config.sglang.extra) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
         if here.part is not None:
             variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"  # trainer ranks hold unequal memory
+            variables |= _memory_saver_variables() if config.takes_turns else {}
         return variables
     _, threads = config.divide_cores(num_cores(), here.num_ranks, len(here.servers) * r.server_tensor_parallel)
     cpus = cpu_groups(server, r.server_tensor_parallel, threads, sorted(os.sched_getaffinity(0)))
@@ -149,6 +153,17 @@ def environment(config: Config, here: NodeShare, server: int, visible: Sequence[
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",  # ranks and other processes share this machine's memory
     }
     return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cpus)} if cpus else {})
+
+
+def _memory_saver_variables() -> dict[str, str]:
+    """Return the variables with which a server releases all of its memory, and gets it back.
+
+    torch_memory_saver does not start with expandable segments, which a user may have set for trainer ranks. NCCL would
+    keep the old pages of CUDA graphs (sgl-project/sglang#40648).
+    """
+    own = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+    fixed = {name: re.sub(r"(expandable_segments\s*:\s*)\w+", r"\1False", value) for name, value in own.items()}
+    return {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"} | fixed
 
 
 def model_overrides(run: Resolved) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class TrainerMemory:
     logits: int  # for one chunk of rows; 0 if a layer needs more
     # other phases
     update: int  # Adam's temporaries
+    moved: int  # weights and state, the reference's and critic's too: in turns, they wait in the machine's memory
+    frozen: int  # of these, weights that are not trained: their copies there stay
     sync: int  # buckets, the full tensors gathered for them, and a weight to which its adapters are added
 
     @property
@@ -76,6 +78,16 @@ class TrainerMemory:
         always = self.weights + self.gradients + self.optimizer + self.reference + self.critic
         always += self.fp8 + self.batch + self.context
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
+
+    @property
+    def resting(self) -> int:
+        """What stays on the GPU while a rank that takes turns with a server does not train."""
+        return self.context + self.fp8
+
+    @property
+    def pushing(self) -> int:
+        """What such a rank has on the GPU while weights are pushed."""
+        return self.resting + self.weights + self.sync
 
 
 def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = None) -> TrainerMemory:
@@ -91,11 +103,15 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     count, owned = held.total, trained.owned(run.config)
     of_model = rank_parameters(run.shape, p, stage, is_stored).total
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
+    reference = _of_reference(run, of_model, trained.total) * item
+    moved, frozen = count * item + owned * state + reference, (count - trained.total) * item + reference
     critic = 0
     if not run.config.advantage.compares_responses:
+        num_values = rank_parameters(run.critic_shape, p, stage).total
         of_critic = rank_parameters(run.critic_shape, p, stage, is_trained)
-        critic = rank_parameters(run.critic_shape, p, stage).total * item
-        critic += of_critic.total * MASTER_BYTES + of_critic.owned(run.config) * state
+        kept = num_values * item + of_critic.owned(run.config) * state
+        critic, moved = kept + of_critic.total * MASTER_BYTES, moved + kept
+        frozen += (num_values - of_critic.total) * item
     layers = _Activations(run, gpu_bytes)
     # a parameter's gradient briefly exists outside the gradient buffer; without overlap, the vocabulary's does not
     largest = largest_parameter if p.overlap_communication else largest_in_layer
@@ -109,7 +125,7 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
         weights=count * item,
         gradients=trained.total * MASTER_BYTES,
         optimizer=owned * state,
-        reference=_of_reference(run, of_model, trained.total) * item,
+        reference=reference,
         critic=critic,
         fp8=FP8_BYTES * of_model if run.config.precision.uses_fp8 and not run.config.precision.fp8_params else 0,
         batch=_tokens_of_update(run.config) * (BATCH_BYTES + of_stage * routes_bytes(run) // run.shape.num_layers),
@@ -118,6 +134,8 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
         working=working,
         logits=logits,
         update=owned * MASTER_BYTES if on_gpu else 2 * largest_parameter(run.shape, p) * MASTER_BYTES,
+        moved=moved,
+        frozen=frozen,
         sync=_sync(run, stage),
     )
 
@@ -131,8 +149,12 @@ def _of_reference(run: Resolved, of_model: int, of_adapters: int) -> int:
 
 def fullest_rank(run: Resolved, gpu_bytes: int | None = None) -> TrainerMemory:
     """Return the memory of the rank that runs out first."""
-    stages = range(run.config.parallel.pipeline)
-    return max((trainer_memory(run, stage=s, gpu_bytes=gpu_bytes) for s in stages), key=lambda m: m.total)
+    return max(rank_memories(run, gpu_bytes), key=lambda m: m.total)
+
+
+def rank_memories(run: Resolved, gpu_bytes: int | None = None) -> list[TrainerMemory]:
+    """Return the memory of the fullest rank of each stage."""
+    return [trainer_memory(run, stage=s, gpu_bytes=gpu_bytes) for s in range(run.config.parallel.pipeline)]
 
 
 def plans_forwards_first(run: Resolved, gpu_bytes: int | None) -> bool:
@@ -432,7 +454,14 @@ def checkpoint_bytes(run: Resolved) -> int:
 
 
 def host_bytes(run: Resolved) -> int:
-    """Return the CPU memory for copies of checkpoints on each node that trains; 0 if there are none."""
+    """Return the CPU memory on each node that trains, for copies of checkpoints; 0 if there are none.
+
+    In turns, weights and state wait there, and checkpoints are written from them.
+    """
+    if run.config.takes_turns:
+        p, on_node = run.config.parallel, max(1, run.placement.ranks_per_node)
+        of_ranks = [one.moved for one in rank_memories(run) for _ in range(p.size // p.pipeline)]
+        return max(sum(of_ranks[first : first + on_node]) for first in range(0, p.size, on_node))
     if not run.config.checkpoint.asynchronous or run.config.checkpoint.interval_steps is None:
         return 0
     return -(-checkpoint_bytes(run) // run.placement.trainer_nodes)

@@ -1,9 +1,18 @@
-"""One GPU that a trainer rank and a server share (`rollout.placement = "split"`): what each of them may take.
+"""One GPU that a trainer rank and a server share: what each of them may take.
+
+With `rollout.placement = "split"`, each has a part for the whole run:
 
     +- server: context | weights | caches | graphs | work -+- trainer: context | weights | state | a step -+- free -+
 
 The caches hold all responses that the server samples at the same time at full length, or as many as the trainer's plan
 leaves room for. The trainer gets the rest: up to 5 % more than its plan, which costs the caches a quarter at most.
+
+With "turns", each has the GPU to itself in its phase, and of the other one a CUDA context stays:
+
+    sampling   +- server: context | weights | caches | graphs | work -+- trainer: context -+- free -+
+    training   +- server: context -+- trainer: context | weights | state | a step -+- free -+
+    pushing    +- server: context | weights -+- trainer: context | weights | buckets -+- free -+
+
 Start at `shared_gpu`.
 """
 
@@ -13,13 +22,15 @@ import math
 from dataclasses import dataclass, replace
 
 from bapo_megatron.machine.gpus import FULL, GIB, gpu_memory_gib
-from bapo_megatron.machine.memory import ITEM_BYTES, TrainerMemory, fullest_rank
+from bapo_megatron.machine.memory import ITEM_BYTES, TrainerMemory, rank_memories
 from bapo_megatron.machine.server_memory import ServerMemory, most_responses, server_in, static_bytes_for
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.resolved.placement import NodeShare, ServerPart
 from bapo_megatron.runtime import LOOPBACK
 
-CONTEXT_BYTES = int(1.9 * GIB)  # what a dense trainer held on one H200, rounded up: docs/measured/gpu.toml
+# What a dense trainer held on one H200, rounded up (docs/measured/gpu.toml). A server that takes turns is planned to
+# release all but this: caches, weights and graphs by their tags, and what torch reserves as it flushes the cache.
+CONTEXT_BYTES = int(1.9 * GIB)
 GRAPHS_BYTES = int(1.0 * GIB)  # assumed: CUDA graphs of all batch sizes, and SGLang's own buffers
 _MAX_GRAPH_BATCH = 256
 _MARGIN = 0.05  # share of the trainer's plan, which is an estimate
@@ -50,6 +61,11 @@ class SharedGPU:
     server: ServerMemory
     rest: ServerRest
     gpu_bytes: int
+    pusher: TrainerMemory | None = None  # in turns, the rank that holds most while weights are pushed; None in a split
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.pusher is not None
 
     @property
     def server_bytes(self) -> int:
@@ -58,12 +74,34 @@ class SharedGPU:
 
     @property
     def trainer_bytes(self) -> int:
-        """All that a trainer rank may take, its context included: what the server leaves."""
-        return int(FULL * self.gpu_bytes) - self.server_bytes
+        """All that a trainer rank may take, its context included: what the server leaves while the rank trains."""
+        return int(FULL * self.gpu_bytes) - (CONTEXT_BYTES if self.takes_turns else self.server_bytes)
+
+    @property
+    def training_bytes(self) -> int:
+        """What must be free on the GPU before a rank that has only its context begins to train."""
+        return self.trainer.total - self.trainer.context
+
+    @property
+    def phases(self) -> dict[str, tuple[int, int]]:
+        """The most that the rank and the server hold in each phase; a split has one phase."""
+        if self.pusher is None:
+            return {"sharing": (self.trainer.total, self.server_bytes)}
+        return {
+            "training": (self.trainer.total, CONTEXT_BYTES),
+            "pushing": (self.pusher.pushing, CONTEXT_BYTES + self.server.weights),
+            "sampling": (self.pusher.resting, self.server_bytes),
+        }
+
+    @property
+    def bytes_without_caches(self) -> int:
+        """The most that both hold in a phase, if the server's caches are left out."""
+        *others, sampling = map(sum, self.phases.values())
+        return max([*others, sampling - self.server_bytes + self.server.weights + self.rest.total])
 
     @property
     def fits(self) -> bool:
-        return self.server.concurrency > 0 and self.trainer.total <= self.trainer_bytes
+        return self.server.concurrency > 0 and max(map(sum, self.phases.values())) <= FULL * self.gpu_bytes
 
     @property
     def trainer_share(self) -> float:
@@ -89,17 +127,25 @@ class SharedGPU:
 
 
 def shared_gpu(run: Resolved, gpu_memory_gib: float) -> SharedGPU:
-    """Divide a GPU between a rank and a server. The result need not fit."""
+    """Divide a GPU between a rank and a server, or plan their turns. The result need not fit."""
     gpu_bytes, rest = int(gpu_memory_gib * GIB), server_rest(run, gpu_memory_gib)
-    trainer = fullest_rank(run, gpu_bytes)
-    room = int(FULL * gpu_bytes) - trainer.total - rest.total
+    ranks, wanted = rank_memories(run, gpu_bytes), static_bytes_for(run, most_responses(run.config.rollout))
+    trainer, room = max(ranks, key=lambda one: one.total), int(FULL * gpu_bytes) - rest.total
+    if run.config.takes_turns:
+        pusher = max(ranks, key=lambda one: one.pushing)
+        server = server_in(run, min(room - pusher.resting, wanted))
+        return SharedGPU(trainer, server, rest, gpu_bytes, pusher)
+    room -= trainer.total
     margin = min(_MARGIN * trainer.total, _MARGIN_OF_CACHES * max(0, room - static_bytes_for(run, 1)))
-    static_bytes = min(room - int(margin), static_bytes_for(run, most_responses(run.config.rollout)))
-    return SharedGPU(trainer, server_in(run, static_bytes), rest, gpu_bytes)
+    return SharedGPU(trainer, server_in(run, min(room - int(margin), wanted)), rest, gpu_bytes)
 
 
 def wanted_server_bytes(run: Resolved, gpu_memory_gib: float) -> int:
-    """Return the bytes of a server with room for all responses that it samples at the same time."""
+    """Return the bytes of a server while a rank trains: with room for all responses that it samples at the same time,
+    or its context if they take turns.
+    """
+    if run.config.takes_turns:
+        return CONTEXT_BYTES
     return static_bytes_for(run, most_responses(run.config.rollout)) + server_rest(run, gpu_memory_gib).total
 
 

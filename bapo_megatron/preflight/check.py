@@ -38,6 +38,7 @@ from bapo_megatron.preflight.reads import reads
 from bapo_megatron.preflight.software_checks import (
     REBUILD_ENGINE,
     check_megatron,
+    check_memory_saver,
     driver_problem,
     read_driver,
     transformer_engine_problem,
@@ -207,6 +208,7 @@ def violations_of(
     checks = [
         Check(lambda: _absent(config, known is not None) if is_dry else ()),
         Check(lambda: _check_installed(run.engine, bool(num_gpus)) if not (elsewhere or is_job) else ()),
+        Check(lambda: _check_memory_saver(run) if num_gpus and not (elsewhere or is_job) else ()),
         Check(
             lambda: _check_kernels(run.engine, model) if num_gpus and not (elsewhere or is_job) else (),
             needs=("rollout.engine",),
@@ -304,6 +306,14 @@ def _check_installed(engine: EngineKind, has_gpu: bool) -> Iterator[Violation]:
     if megatron.verdict != "ok":
         severity: Severity = "error" if megatron.verdict == "error" else "warning"
         yield Violation(("model.implementation",), f"{megatron.name} {megatron.what}", megatron.advice, severity)
+
+
+def _check_memory_saver(run: Resolved) -> Iterator[Violation]:
+    """Check that servers that take turns with the trainer can release their memory."""
+    if run.config.takes_turns and run.engine.section == "sglang":
+        found = check_memory_saver()
+        if found.verdict == "error":
+            yield Violation(("rollout.placement",), f"{found.name} {found.what}", found.advice)
 
 
 def _check_kernels(engine: EngineKind, model: Path | None) -> Iterator[Violation]:

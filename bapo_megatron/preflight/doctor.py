@@ -45,6 +45,8 @@ def examine(config: Config | None, rendezvous: Rendezvous | None) -> Iterator[Fi
         yield (engine := software.check_transformer_engine(probes.facts, needed=needs_fp8))
         if has_gpu:
             yield from software.check_sglang()
+            if config is not None and config.takes_turns and resolve(config).engine.section == "sglang":
+                yield software.check_memory_saver()
             extra = {} if config is None else config.sglang.extra
             if engine.verdict == "ok" and (config is None or _may_use_engine(config)):
                 yield software.check_attention(extra, *_attention(config))

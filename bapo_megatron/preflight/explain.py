@@ -17,6 +17,7 @@ from bapo_megatron.machine.shared_gpu import CONTEXT_BYTES, GRAPHS_BYTES, Shared
 from bapo_megatron.preflight.check import accepts_layout
 from bapo_megatron.preflight.plan import (
     COMPUTE_SHARE,
+    HOST_BYTES_PER_S,
     LINK_SHARE,
     RunPlan,
     Seconds,
@@ -145,7 +146,10 @@ def explain_plan(run: Resolved, response_tokens: int | None = None) -> Explanati
 def _fit(plan: RunPlan) -> str:
     need, have = plan.trainer.total / GIB, FULL * plan.gpu_memory_gib
     trainer = f"a trainer GPU needs {need:.1f} of {have:.1f} GiB"
-    if plan.shared is not None:
+    if plan.shared is not None and plan.shared.takes_turns:
+        phases = ", ".join(f"{name} {sum(both) / GIB:.1f}" for name, both in plan.shared.phases.items())
+        trainer = f"each GPU needs for {phases} of {have:.1f} GiB"
+    elif plan.shared is not None:
         of_server = plan.shared.server_bytes / GIB
         trainer = f"each GPU's trainer rank needs {need:.1f} and its server {of_server:.1f} of {have:.1f} GiB"
     if plan.server is None:
@@ -163,6 +167,7 @@ def _time(config: Config, plan: RunPlan) -> str:
     if _is_too_small(config, plan):
         return f"time       {_TOO_SMALL}"
     parts = f"training {time_text(plan.train.expected)}, sampling {time_text(plan.rollout.expected)}"
+    parts += f", moves {time_text(plan.moves_s)}" if plan.moves_s else ""
     return f"time       {time_text(of_step.step_s)} a step expected ({of_step.mode}): {parts}"
 
 
@@ -291,7 +296,7 @@ def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:
         f"of {plan.gpu_memory_gib:.1f}; a run may fill {FULL:.0%}, {FULL * plan.gpu_memory_gib:.1f}",
     )
     if plan.shared is not None:
-        yield from _together(plan.shared)
+        yield from _in_turns(plan.shared) if plan.shared.takes_turns else _together(plan.shared)
     if plan.num_active < plan.num_parameters:
         yield f"experts    a token uses {plan.num_active:,} of the model's {plan.num_parameters:,} parameters"
     if held := plan.trainer.held.expert:
@@ -315,7 +320,13 @@ def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:
     if plan.unused:
         yield f"not used   {', '.join(plan.unused)}"
     if plan.host_bytes:
-        yield f"host       {plan.host_bytes / 1e9:.0f} GB of each trainer node's memory, for copies of checkpoints"
+        what = "weights and state while the servers sample" if plan.moves_s else "copies of checkpoints"
+        yield f"host       {plan.host_bytes / 1e9:.0f} GB of each trainer node's memory, for {what}"
+    if plan.moves_s:
+        yield (
+            f"moves      {plan.down_bytes / 1e9:.1f} GB down from each GPU and {plan.up_bytes / 1e9:.1f} GB up in each "
+            f"step, {time_text(plan.moves_s)} at {HOST_BYTES_PER_S / 1e9:.0f} GB/s, assumed"
+        )
     if plan.routes_bytes:
         of_server = f", {plan.server.routes / 1e9:.1f} GB for each server GPU" if plan.server else ""
         yield f"routes     {plan.routes_bytes / 1e9:.1f} GB of memory on trainer rank 0's node{of_server}"
@@ -343,6 +354,16 @@ def _together(shared: SharedGPU) -> Iterator[str]:
     for name, trainer, server in parts:
         row = f"{trainer / GIB:21.2f}{server / GIB:10.2f}{(trainer + server) / GIB:10.2f}"
         yield f"           {name:<9}{row}  {notes.get(name, '')}".rstrip()
+
+
+def _in_turns(shared: SharedGPU) -> Iterator[str]:
+    """Yield what a trainer rank and a server hold in each phase, as columns and their sums."""
+    yield f"in turns   GiB on each GPU{''.join(f'{name:>12}' for name in shared.phases)}"
+    trainer, server = zip(*shared.phases.values(), strict=True)
+    sums = [sum(both) for both in shared.phases.values()]
+    for name, row in (("trainer", trainer), ("server", server), ("sum", sums)):
+        note = f"  of {FULL * shared.gpu_bytes / GIB:.2f}" if name == "sum" else ""
+        yield f"           {name:<15}{''.join(f'{num_bytes / GIB:12.2f}' for num_bytes in row)}{note}"
 
 
 def _memory(memory: TrainerMemory, where: str, limit: str = "") -> Iterator[str]:

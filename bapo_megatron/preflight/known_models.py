@@ -31,6 +31,7 @@ _SOURCES = {
     "Qwen2.5-3B-Instruct": "Qwen/Qwen2.5-3B-Instruct",
     "DeepSeek-R1-Distill-Qwen-1.5B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     "DeepSeek-R1-Distill-Qwen-7B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    "DeepSeek-R1-Distill-Qwen-14B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B",
     "DeepSeek-R1-Distill-Qwen-32B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
     "Qwen2.5-Math-7B": "Qwen/Qwen2.5-Math-7B",
     "OctoThinker-3B-Long-Zero": "OctoThinker/OctoThinker-3B-Long-Zero",

@@ -100,7 +100,8 @@ def _weights_room(run: Resolved) -> Iterator[Violation]:
 _MEMORY_OPTION = re.compile(r"--mem[= ](\d+)([KMGT]?)")
 
 
-def _copied_bytes(run: Resolved) -> tuple[int, int, int]:
+def copied_bytes(run: Resolved) -> tuple[int, int, int]:
+    """Return the bytes in a node's memory for copies of the trainer's state, routes, and weights in /dev/shm."""
     in_memory = weights_parent(run.config) == MEMORY
     return host_bytes(run), routes_host_bytes(run), _weights_bytes(run) if in_memory else 0
 
@@ -112,13 +113,13 @@ def _asked_memory(run: Resolved) -> re.Match[str] | None:
 
 
 def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation]:
-    """Check that CPU memory holds routes, copies of checkpoints, and weights in /dev/shm: a node's share in a job, or
-    this machine's.
+    """Check that CPU memory holds routes, copies of checkpoints, what takes turns on GPUs, and weights in /dev/shm: a
+    node's share in a job, or this machine's.
 
     Args:
         starts_here: whether the run takes place on this machine.
     """
-    copies, routes, weights = _copied_bytes(run)
+    copies, routes, weights = copied_bytes(run)
     asked = None if starts_here else _asked_memory(run)
     if starts_here:
         have, where = memory_bytes(), "this machine has"
@@ -129,19 +130,25 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
         return
     if copies + routes + weights <= have:
         return
+    if run.config.takes_turns:
+        copying, copied = "rollout.placement", 'rollout.placement="turns" moves'
+        less = 'set lora.rank to train adapters alone, or rollout.placement="split"'
+    else:
+        copying, copied = "checkpoint.asynchronous", "checkpoint.asynchronous=true copies"
+        less = "set checkpoint.asynchronous=false"
     what = {
-        f"checkpoint.asynchronous=true copies {copies / GIB:.2f} GiB to the memory of each node that trains": copies,
+        f"{copied} {copies / GIB:.2f} GiB to the memory of each node that trains": copies,
         f"model.replay_routes=true keeps {routes / GIB:.2f} GiB in the memory of trainer rank 0's node": routes,
         f"two versions of the weights take {weights / GIB:.2f} GiB in {MEMORY}": weights,
     }
     remedies = {
-        "checkpoint.asynchronous": (copies, "set checkpoint.asynchronous=false"),
+        copying: (copies, less),
         "rollout.samples_per_prompt": (routes, "take fewer or shorter samples"),
         "sync.folder": (weights, "set sync.folder to a disk"),
     }
     setting, remedy = next((setting, remedy) for setting, (num, remedy) in remedies.items() if num)
     yield Violation(
-        reads(run, lambda run: (_copied_bytes(run), starts_here or _asked_memory(run)), first=(setting,)),
+        reads(run, lambda run: (copied_bytes(run), starts_here or _asked_memory(run)), first=(setting,)),
         f"{', and '.join(text for text, num in what.items() if num)}, and {where} {have / GIB:.2f} GiB",
         remedy + ("" if starts_here else ", or ask for more"),
     )

@@ -80,7 +80,10 @@ def _part(run: Resolved) -> Iterator[str]:
     """Describe the rank's part of a GPU, if a server has another one."""
     if torch.cuda.is_available() and (shared := this_share(run)) is not None:
         mine, others = _amount(shared.trainer_bytes), _amount(shared.server_bytes)
-        yield f'rollout.placement="split" gives this rank {mine}, and {others} to the server on the same GPU'
+        parts = f"{mine}, and {others} to the server on the same GPU"
+        if shared.takes_turns:
+            parts = f"{mine} while it trains, and at most {others} to the server on the same GPU while that samples"
+        yield f'rollout.placement="{run.config.rollout.placement}" gives this rank {parts}'
 
 
 def part_of(error: BaseException, heartbeat: Heartbeat) -> str:

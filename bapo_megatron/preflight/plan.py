@@ -32,9 +32,10 @@ from bapo_megatron.machine.memory import (
 )
 from bapo_megatron.machine.parameters import Held, active_parameters, model_parameters
 from bapo_megatron.machine.server_memory import ServerMemory, server_memory
-from bapo_megatron.machine.shared_gpu import SharedGPU, this_share, wanted_server_bytes
+from bapo_megatron.machine.shared_gpu import CONTEXT_BYTES, SharedGPU, this_share, wanted_server_bytes
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.checks.layout import RANKS
+from bapo_megatron.preflight.checks.placement import check_sharing
 from bapo_megatron.preflight.known_models import planned_config
 from bapo_megatron.preflight.reads import reads
 from bapo_megatron.preflight.work import decode_seconds
@@ -44,6 +45,7 @@ from bapo_megatron.resolved.placement import Placement
 COMPUTE_SHARE = 0.4  # share of the peak rate of matrix products
 LINK_SHARE = 0.7  # share of the bandwidth of NVLink or PCIe, of the network, and of GPU memory
 FOLDER_BYTES_PER_S = 3e9  # assumed: weights written to a folder in memory, and read by a server
+HOST_BYTES_PER_S = 20e9  # assumed: between a GPU and pinned memory of its machine, over PCIe, in one direction
 NETWORK_BYTES_PER_S = 50e9  # per GPU, between machines, in one direction: 400 Gbit/s
 LORA_RANK = 16  # proposed where training all weights does not fit
 ROOMY = 0.9  # share of the memory to choose by: a plan is an estimate, and free memory absorbs its errors
@@ -74,7 +76,7 @@ class RunPlan:
     chunk_rows: int  # whose logits exist at the same time
     mfu: float  # expected while training, as `perf/mfu` counts it
     unused: tuple[str, ...]  # settings that would make training faster
-    host_bytes: int  # copies of a checkpoint, on each node that trains
+    host_bytes: int  # copies of a checkpoint, or in turns weights and state, on each node that trains
     routes_bytes: int  # what routes take in trainer rank 0's CPU memory
     train: Seconds  # per step
     rollout: Seconds | None
@@ -84,8 +86,28 @@ class RunPlan:
     @property
     def trainer_needs(self) -> int:
         """Bytes of a trainer GPU, with the server on it, if they share it, but without its caches."""
-        others = self.shared.rest.total + self.shared.server.weights if self.shared else 0
-        return self.trainer.total + others
+        return self.trainer.total if self.shared is None else self.shared.bytes_without_caches
+
+    @property
+    def up_bytes(self) -> int:
+        """What a rank that takes turns copies to its GPU in each step; 0 without turns."""
+        return max((one.moved for one in self._moving), default=0)
+
+    @property
+    def down_bytes(self) -> int:
+        """What such a rank copies back to the machine's memory."""
+        return max((one.moved - one.frozen for one in self._moving), default=0)
+
+    @property
+    def _moving(self) -> tuple[TrainerMemory, ...]:
+        """The ranks that may have most to move: the fullest while training, and while weights are pushed."""
+        pusher = None if self.shared is None else self.shared.pusher
+        return () if pusher is None else (self.trainer, pusher)
+
+    @property
+    def moves_s(self) -> float:
+        """Seconds of these copies in each step."""
+        return (self.down_bytes + self.up_bytes) / HOST_BYTES_PER_S
 
     @property
     def trainer_fits(self) -> bool:
@@ -93,6 +115,8 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
+        if self.shared is not None:
+            return self.shared.fits
         return self.trainer_fits and (self.server is None or self.server.concurrency > 0)
 
 
@@ -110,13 +134,13 @@ def step_balance(config: Config, plan: RunPlan) -> Balance | None:
     """Combine training and sampling in the mode of `config.rollout`; None without SGLang servers.
 
     In turns, each side waits for the other; overlapped, the faster side waits for the slower one. On the same GPUs they
-    compute in turns, whatever the mode.
+    compute in turns, whatever the mode, and wait for the moves of `rollout.placement = "turns"`.
     """
     if plan.rollout is None:
         return None
     r, train_s, rollout_s = config.rollout, plan.train.expected, plan.rollout.expected
     are_together = r.overlap and plan.shared is None
-    step_s = (max(train_s, rollout_s) if are_together else train_s + rollout_s) + plan.sync.expected
+    step_s = (max(train_s, rollout_s) if are_together else train_s + rollout_s) + plan.sync.expected + plan.moves_s
     mode = "overlapped" if r.overlap else "partial" if r.abort_tail else "synchronous"
     return Balance(mode, step_s, 1 - train_s / step_s, 1 - rollout_s / step_s if step_s < math.inf else 0.0)
 
@@ -182,7 +206,7 @@ def planned(config: Config) -> Resolved:
 
 def with_choices(run: Resolved) -> Resolved:
     """Choose what is left open: the fewest layers to recompute, and then the most rows of logits in a chunk, that leave
-    a tenth of the memory free, next to a server that holds all its responses if they share the GPU.
+    a tenth of the memory free, next to what a server on the same GPU has meanwhile: all its responses in a split.
 
     Without a cluster to plan for, or a GPU of this machine to share, nothing is chosen.
     """
@@ -352,29 +376,75 @@ def memory_problems(run: Resolved, plan: RunPlan) -> list[Violation]:
 
 
 def _sharing_problem(run: Resolved, shared: SharedGPU) -> Violation:
-    """Say what a trainer rank and a server that share a GPU need of it, part by part, and what would fit."""
+    """Say what a trainer rank and a server that share a GPU need of it, part by part, and what would fit.
+
+    In turns, it is the phase that needs most.
+    """
     t, s, response = shared.trainer, shared.server, run.config.longest_sequence * shared.server.kv_bytes_per_token
     model = t.weights + t.gradients + t.optimizer + t.reference + t.critic + t.fp8
     trainer = {"weights and their state": model, "context": t.context, "a step": t.total - model - t.context}
     server = {"weights": s.weights, "one response": response, "graphs, work and context": shared.rest.total}
-    need, have = sum((*trainer.values(), *server.values())), FULL * shared.gpu_bytes
+    update = t.update if t.update > t.activations + t.working + t.logits else 0
+    phases = {"a trainer rank and a server need": (model + update + s.weights, trainer, server)}
+    if (p := shared.pusher) is not None:
+        released = {"context": CONTEXT_BYTES}
+        resting = {"context": p.context} | ({"FP8 operands": p.fp8} if p.fp8 else {})
+        pushing = {"weights": p.weights, "buckets": p.sync} | resting
+        phases = {
+            "training needs": (model + update, trainer, released),
+            "pushing weights needs": (p.pushing - p.context + s.weights, pushing, {"weights": s.weights} | released),
+            "sampling needs": (p.fp8 + s.weights, resting, server),
+        }
+
+    def needed(phase: tuple[int, dict[str, int], dict[str, int]]) -> int:
+        return sum((*phase[1].values(), *phase[2].values()))
+
+    what, phase = max(phases.items(), key=lambda one: needed(one[1]))
+    (of_model, trainer, server), need, have = phase, needed(phase), FULL * shared.gpu_bytes
 
     def side(name: str, parts: dict[str, int]) -> str:
         listed = ", ".join(f"{what} {num_bytes / GIB:.1f}" for what, num_bytes in parts.items())
         return f"the {name} {sum(parts.values()) / GIB:.1f} ({listed})"
 
-    of_model = model + (t.update if t.update > t.activations + t.working + t.logits else 0) + s.weights
     fitting = math.floor(model_parameters(run.shape) * (have - need + of_model) / of_model / 1e8) / 10
     smaller = f"a model of at most about {fitting:.1f} billion parameters" if fitting > 0 else "a much smaller model"
-    lora = f"set lora.rank={LORA_RANK} to train adapters alone, " if _fits_with_lora(run) else ""
     return Violation(
         reads(run, lambda run: this_share(with_choices(run)), first=("rollout.placement", *RANKS)),
-        f'rollout.placement="split": a trainer rank and a server need {need / GIB:.1f} GiB of each GPU, and {FULL:.0%} '
+        f'rollout.placement="{run.config.rollout.placement}": {what} {need / GIB:.1f} GiB of each GPU, and {FULL:.0%} '
         f"of its {shared.gpu_bytes / GIB:.1f} is {have / GIB:.1f}: {side('trainer', trainer)}, "
         f"{side('server', server)}",
-        f"{lora}use {smaller} with this layout, split the model over more GPUs (parallel.tensor and "
-        'rollout.server_tensor_parallel), or set rollout.placement="separate", which needs more GPUs',
+        f"{''.join(f'{how}, ' for how in _fitting_changes(run))}use {smaller} with this layout, split the model over "
+        "more GPUs (parallel.tensor and rollout.server_tensor_parallel), or set "
+        'rollout.placement="separate", which needs more GPUs',
     )
+
+
+def _fitting_changes(run: Resolved) -> Iterator[str]:
+    """Yield the changes after which trainer and server fit their GPU: turns, LoRA, or if need be both."""
+    turns, lora = with_turns(run), f"set lora.rank={LORA_RANK} to train adapters alone"
+    in_turns = 'set rollout.placement="turns" to give each side the memory while it works'
+    fits_in_turns, fits_with_lora = turns is not None and _shares(turns), _fits_with_lora(run)
+    if fits_in_turns:
+        yield in_turns
+    if fits_with_lora:
+        yield lora
+    if not (fits_in_turns or fits_with_lora) and turns is not None and _fits_with_lora(turns):
+        yield f'{lora} and rollout.placement="turns"'
+
+
+def _shares(run: Resolved) -> bool:
+    """Return whether trainer and server fit the GPUs that they share."""
+    shared = this_share(with_choices(run))
+    return shared is not None and shared.fits
+
+
+def with_turns(run: Resolved) -> Resolved | None:
+    """Return a run whose sides take turns in place of a split; None if they do, or other settings forbid it."""
+    if run.config.takes_turns:
+        return None
+    rollout = run.config.rollout.model_copy(update={"placement": "turns"})
+    changed = run.changed(run.config.model_copy(update={"rollout": rollout}))
+    return None if any(v.severity == "error" for v in check_sharing(changed)) else changed
 
 
 def with_lora(run: Resolved) -> Resolved | None:
@@ -392,8 +462,7 @@ def _fits_with_lora(run: Resolved) -> bool:
     if (changed := with_lora(run)) is None:
         return False
     if run.placement.shares_gpus and run.engine.on_gpus:
-        shared = this_share(with_choices(changed))
-        return shared is not None and shared.fits
+        return _shares(changed)
     return _trainer_memory(changed).total <= FULL * (gpu_memory_gib(run.config.cluster) or 0) * GIB
 
 

@@ -239,6 +239,15 @@ def check_sglang() -> Iterator[Finding]:
         yield Finding("SGLang", "warning", f"{installed}; {serving.line}", sglang_kernels.REMEDY)
 
 
+def check_memory_saver() -> Finding:
+    """Check that the library with which SGLang releases memory is installed, for servers that take turns on GPUs."""
+    name, installed = "torch_memory_saver", installed_version("torch_memory_saver")
+    if installed is None:
+        what = 'is not installed, and SGLang releases memory with it for rollout.placement="turns"'
+        return Finding(name, "error", what, "scripts/install_gpu.sh packages")
+    return Finding(name, "ok", installed)
+
+
 REBUILD_ENGINE = "scripts/install_gpu.sh compiled builds it against this torch"
 
 

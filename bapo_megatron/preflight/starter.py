@@ -4,15 +4,15 @@ model -> shape, chat template -------------------+
 rows -> format, columns, judge, longest prompt --+-> settings -> layout that fits (preflight/suggest.py) -> TOML
 machine -> GPUs, memory -------------------------+
 
-One GPU is shared by the trainer and a server if both fit, with LoRA if that makes them fit. Of several GPUs, each side
-gets half, or both share all of them, whichever has the shorter step; with LoRA if neither fits. The file passes
-`bapo check`.
+One GPU is shared by the trainer and a server if both fit, in a split or in turns, with LoRA if that makes them fit. Of
+several GPUs, each side gets half, or both share all of them in one of these ways, whichever has the shorter step; with
+LoRA if nothing else fits. The file passes `bapo check`.
 """
 
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,16 @@ from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.preflight.check import num_visible_gpus, violations_of
 from bapo_megatron.preflight.explain import PLANNED_S, time_text
 from bapo_megatron.preflight.inputs import check_judge
-from bapo_megatron.preflight.plan import LORA_RANK, RunPlan, make_plan, memory_problems, step_balance, with_lora
+from bapo_megatron.preflight.machine_checks import copied_bytes
+from bapo_megatron.preflight.plan import (
+    LORA_RANK,
+    RunPlan,
+    make_plan,
+    memory_problems,
+    step_balance,
+    with_lora,
+    with_turns,
+)
 from bapo_megatron.preflight.suggest import FASTER, best_split, suggest
 from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.continuation import Continuation
@@ -405,11 +414,36 @@ def _on_cpu(table: Table, hf_config: Table, hardware: Hardware, num_prompts: int
     return table
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Settings that fit or not, and their plan."""
+
+    table: Table
+    run: Resolved
+    plan: RunPlan
+
+    @property
+    def step_s(self) -> float:
+        """The expected time of a step."""
+        of_step = step_balance(self.run.config, self.plan)
+        assert of_step is not None, "there are SGLang servers"
+        return of_step.step_s
+
+
+def _fastest(found: Iterable[_Layout]) -> _Layout | None:
+    """Return the first layout, or a later one if its step is a tenth shorter; None if there is none."""
+    chosen = None
+    for one in found:
+        if chosen is None or (chosen.step_s >= PLANNED_S and one.step_s < FASTER * chosen.step_s):
+            chosen = one
+    return chosen
+
+
 def _on_one_gpu(
     table: Table, hf_config: Table, hardware: Hardware, given: Table, num_prompts: int
 ) -> tuple[Table, str]:
-    """Let trainer and server share the GPU if both fit, with LoRA if that makes them fit; otherwise the trainer has it,
-    and the engine uses CPUs.
+    """Let trainer and server share the GPU in a split or, if that alone fits or is a tenth faster, in turns; with LoRA
+    if that makes them fit; otherwise the trainer has it, and the engine uses CPUs.
 
     Returns:
         Settings, and how the GPU is used.
@@ -417,21 +451,26 @@ def _on_one_gpu(
     Raises:
         UserError: neither fits.
     """
-    shared = merge(merge(_with_servers(table, hardware), {"rollout": {"placement": "split"}}), given)
-    run = resolve(load_tables({"": shared}), hf_config)
+    servers = _with_servers(table, hardware)
+    found = list(_shared_by_both(servers, hf_config, hardware, given))
+    run = found[0].run
     if not (run.placement.shares_gpus and run.engine.on_gpus):  # the user wants something else
         return _on_cpu(table, hf_config, hardware, num_prompts), "the trainer has it"
-    shared, run, plan = _with_most_responses(shared, hf_config, given)
-    chosen, use, why = shared, "trainer and server share it", ""
-    fitting, of_all = plan, plan.trainer_needs / GIB
-    if not plan.fits and (lora := _with_lora(shared, run, given)) is not None:
-        chosen, _, fitting = _with_most_responses(lora, hf_config, given)
-        use, why = f"{use} with LoRA", f"; to train all weights, they would need {of_all:.1f} at least"
-    if fitting.shared is not None and fitting.shared.fits:
-        needs = f"{fitting.trainer.total / GIB:.1f} and {fitting.shared.server_bytes / GIB:.1f}"
-        use += f", and need {needs} of {FULL * fitting.gpu_memory_gib:.1f} GiB{why}"
-        return _without_guess(chosen, hardware), use
-    (problem,) = memory_problems(run, plan)
+    chosen, how, why = _fastest(one for one in found if one.plan.fits), "", ""
+    if chosen is None and (lora := _with_lora(servers, run, given)) is not None:
+        adapted = _shared_by_both(lora, hf_config, hardware, given)
+        chosen, how = _fastest(one for one in adapted if one.plan.fits), " with LoRA"
+        of_all = min(one.plan.trainer_needs for one in found) / GIB
+        why = f"; to train all weights, they would need {of_all:.1f} at least"
+    if chosen is not None:
+        shared, have = chosen.plan.shared, FULL * chosen.plan.gpu_memory_gib
+        assert shared is not None
+        use, needs = "share", f"{shared.trainer.total / GIB:.1f} and {shared.server_bytes / GIB:.1f}"
+        if shared.takes_turns:
+            use, needs = "take turns on", f"at most {max(map(sum, shared.phases.values())) / GIB:.1f}"
+        use = f"trainer and server {use} it{how}, and need {needs} of {have:.1f} GiB{why}"
+        return _without_guess(chosen.table, hardware), use
+    *_, problem = (violation for one in found for violation in memory_problems(one.run, one.plan))
     if "placement" in given.get("rollout", {}):
         raise UserError(problem.message)
     try:
@@ -441,14 +480,28 @@ def _on_one_gpu(
     return table, f"the trainer has it, and the engine samples on CPUs, which is slow; {problem.problem}"
 
 
-def _with_most_responses(table: Table, hf_config: Table, given: Table) -> tuple[Table, Resolved, RunPlan]:
+def _shared_by_both(table: Table, hf_config: Table, hardware: Hardware, given: Table) -> Iterator[_Layout]:
+    """Yield a split of the GPU and, if the user leaves it open and the machine's memory allows it, turns on it."""
+    split = merge(merge(deepcopy(table), {"rollout": {"placement": "split"}}), given)
+    yield _with_most_responses(split, hf_config, given)
+    turns = with_turns(resolve(load_tables({"": split}), hf_config))
+    if "placement" not in given.get("rollout", {}) and turns is not None and _fits_memory(turns, hardware):
+        yield _with_most_responses(merge(split, {"rollout": {"placement": "turns"}}), hf_config, given)
+
+
+def _fits_memory(run: Resolved, hardware: Hardware) -> bool:
+    """Return whether the machine's memory holds what a run copies there."""
+    return sum(copied_bytes(run)) <= hardware.memory_gib * GIB
+
+
+def _with_most_responses(table: Table, hf_config: Table, given: Table) -> _Layout:
     """Compute logits in smaller chunks if the server then holds more responses."""
-    found: list[tuple[Table, Resolved, RunPlan]] = []
+    found: list[_Layout] = []
     for train in ({}, {"logprob_chunk_tokens": _FEW_ROWS}):
         changed = merge(merge(deepcopy(table), {"train": train}), given)
         run = resolve(load_tables({"": changed}), hf_config)
-        found.append((changed, run, make_plan(run)))
-    return max(found, key=lambda one: one[2].server.concurrency if one[2].server else 0)
+        found.append(_Layout(changed, run, make_plan(run)))
+    return max(found, key=lambda one: one.plan.server.concurrency if one.plan.server else 0)
 
 
 def _with_lora(table: Table, run: Resolved, given: Table) -> Table | None:
@@ -474,8 +527,8 @@ def _without_guess(table: Table, hardware: Hardware) -> Table:
 
 
 def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardware, given: Table) -> tuple[Table, str]:
-    """Give trainer and servers half of the GPUs each, or let them share all if a step is then a tenth shorter; with
-    LoRA if neither fits.
+    """Give trainer and servers half of the GPUs each, or let them share all, in a split or in turns, if a step is then
+    a tenth shorter; with LoRA if nothing else fits.
 
     Returns:
         Settings, and how the GPUs are used.
@@ -484,53 +537,52 @@ def _on_gpus(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwa
         UserError: neither fits.
     """
     table, wanted = _with_servers(table, hardware), given.get("rollout", {}).get("placement")
-    lora, problems = _with_lora(table, resolve(load_tables({"": table}), hf_config), given), list[str]()
-    halves = shared = None
+    run = resolve(load_tables({"": table}), hf_config)
+    lora, problems, found = _with_lora(table, run, given), list[str](), dict[str, _Layout]()
+    placements = ("separate", "split", *(["turns"] if with_turns(run) is not None else []))
     for tried in (table,) if lora is None else (table, lora):
-        if wanted != "split":
+        for placement in placements if wanted is None else (wanted,):
             with collecting(problems):
-                halves = _halves(tried, hf_config, shape, hardware)
-        if wanted != "separate":
-            with collecting(problems):
-                shared = _shared(tried, hf_config, hardware)
-        if halves or shared:
+                if placement == "separate":
+                    found[placement] = _halves(tried, hf_config, shape, hardware)
+                else:
+                    found[placement] = _shared(tried, hf_config, hardware, placement)
+        if found:
             break
-    num_served = hardware.num_gpus // 2
-    split_up = f"{hardware.num_gpus - num_served} + {num_served}"
-    if shared and (halves is None or (halves.step_s >= PLANNED_S and shared.step_s < FASTER * halves.step_s)):
-        chosen, use = shared, "trainer and servers share all of them"
-        other = f"{split_up} GPUs take {time_text(halves.step_s)}" if halves else f"{split_up} GPUs do not fit"
-    elif halves:
-        chosen, use = halves, f"{split_up} for trainer and servers"
-        other = f"shared ones take {time_text(shared.step_s)}" if shared else "shared ones do not fit"
-    else:
+    if (chosen := _fastest(found.values())) is None:
         raise UserError(
             f"{table['model']['path']} does not fit {hardware.num_gpus} x {hardware.gpu_name}: "
             f"{'; '.join(dict.fromkeys(problems))}"
         )
+    num_served = hardware.num_gpus // 2
+    split_up = f"{hardware.num_gpus - num_served} + {num_served}"
+    uses = {
+        "separate": (f"{split_up} for trainer and servers", f"{split_up} GPUs"),
+        "split": ("trainer and servers share all of them", "shared ones"),
+        "turns": ("trainer and servers take turns on all of them", "turns"),
+    }
+    placement = next(name for name, layout in found.items() if layout is chosen)
+    use = uses[placement][0]
     use += ", with LoRA, because training all weights does not fit" if tried is lora else ""
     if chosen.step_s >= PLANNED_S:
+        others = (
+            f"{uses[name][1]} " + (f"take {time_text(found[name].step_s)}" if name in found else "do not fit")
+            for name in placements
+            if name != placement
+        )
         use += f", with an expected step of {time_text(chosen.step_s)}"
-        use += f"; {other}" if wanted is None else ""
+        use += f"; {', '.join(others)}" if wanted is None else ""
     return _without_guess(chosen.table, hardware), use
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Settings, and the expected time of a step."""
-
-    table: Table
-    step_s: float
-
-
-def _shared(table: Table, hf_config: Table, hardware: Hardware) -> _Layout:
+def _shared(table: Table, hf_config: Table, hardware: Hardware, placement: str) -> _Layout:
     """Find the fastest layout of a trainer and servers that share all GPUs. Raises UserError if none fits."""
-    parallel, rollout = {"data": hardware.num_gpus}, {"placement": "split"}
-    table = merge(deepcopy(table), {"parallel": parallel, "rollout": rollout})
+    shared = {"parallel": {"data": hardware.num_gpus}, "rollout": {"placement": placement}}
+    table = merge(deepcopy(table), shared)
     best = best_split(resolve(load_tables({"": table}), hf_config))
-    if best is None:
-        raise UserError('no layout fits with rollout.placement="split"')
-    return _Layout(merge(table, best.change), best.balance.step_s)
+    if best is None or not _fits_memory(best.run, hardware):
+        raise UserError(f'no layout fits with rollout.placement="{placement}"')
+    return _Layout(merge(table, best.change), best.run, best.plan)
 
 
 def _halves(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardware) -> _Layout:
@@ -565,7 +617,5 @@ def _halves(table: Table, hf_config: Table, shape: ModelShape, hardware: Hardwar
         elif not plan.fits:
             problems = [v.message for v in memory_problems(run, plan)]
             continue
-        of_step = step_balance(run.config, plan)
-        assert of_step is not None, "there are SGLang servers"
-        return _Layout(table, of_step.step_s)
+        return _Layout(table, run, plan)
     raise UserError("; ".join(problems))

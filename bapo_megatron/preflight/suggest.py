@@ -206,7 +206,8 @@ def fitting_splits(run: Resolved, ranks: int, response_tokens: int | None = None
         return
     layouts = []
     for change in _layouts(run, ranks):
-        plan = make_plan(_with(run, {**change, "rollout": sizes[0]}), response_tokens)
+        widest = sizes[-1]  # takes the least of a GPU that the trainer has too
+        plan = make_plan(_with(run, {**change, "rollout": widest}), response_tokens)
         if plan.trainer_fits:
             layouts.append((plan.train.expected, change))
     fastest_s = min((time_s for time_s, _ in layouts), default=0.0)

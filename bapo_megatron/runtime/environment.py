@@ -29,6 +29,7 @@ _CPU_VARIABLES = {
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # the drivers': NVIDIA, WSL, AMD
 _WORD_BITS = 64  # of NVML's masks of CPUs
 _OLD_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"  # before torch 2.9; the new name would hide it
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", _OLD_ALLOC_CONF)
 
 
 def has_gpu_driver() -> bool:

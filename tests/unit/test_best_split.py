@@ -267,3 +267,11 @@ def placement_errors(layout: list[str]) -> list[Violation]:
 )
 def test_a_small_time_is_not_0(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
+
+
+def test_servers_of_one_gpu_need_not_fit_next_to_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wider ones may: they take less of each GPU."""
+    files = ["recipes/r1-distill-qwen-32b-8k", "algorithms/bapo", "algorithms/lora", "clusters/1x8-h100-split"]
+    assert main(["plan", "--best", *files]) == 0
+    (size,) = re.findall(r"^best .* servers \d+ x (\d+) GPUs", capsys.readouterr().out, re.MULTILINE)
+    assert int(size) > 1

@@ -575,17 +575,22 @@ def test_each_side_waits_for_the_other_or_the_slower_one() -> None:
 
 
 def test_on_shared_gpus_the_sides_take_each_others_time() -> None:
-    files = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100-split"]
-    for overrides, mode in (((), "synchronous"), (OVERLAPPED, "overlapped")):
-        run = planned(load_config(files, overrides))
+    files = ["recipes/r1-distill-qwen-7b-8k", "algorithms/bapo"]
+    for cluster, overrides, mode in (
+        ("split", (), "synchronous"),
+        ("split", OVERLAPPED, "overlapped"),
+        ("turns", (), "synchronous"),
+    ):
+        run = planned(load_config([*files, f"clusters/1x8-h100-{cluster}"], overrides))
         plan = make_plan(run)
         found = step_balance(run.config, plan)
         assert found is not None
         assert plan.rollout is not None
         assert (found.mode, found.step_s) == (
             mode,
-            plan.train.expected + plan.rollout.expected + plan.sync.expected,
+            plan.train.expected + plan.rollout.expected + plan.sync.expected + plan.moves_s,
         )
+        assert (plan.moves_s > 0) == (cluster == "turns")
 
 
 NAMES = {

@@ -4,7 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.engines import sglang
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.machine.gpus import FULL, GIB, GPUS
+from bapo_megatron.machine.memory import fullest_rank, rank_memories
 from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.machine.server_memory import static_bytes_for
 from bapo_megatron.machine.shared_gpu import (
@@ -69,6 +70,7 @@ ONE = "1:1x1"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # the trainer's split and servers x GPUs: GPUs, settings
     ONE: (1, ()),
     "tp2,dp4:8x1": (8, ("parallel.tensor=2", "parallel.data=4", "rollout.num_servers=8")),
+    "tp4,dp2:8x1": (8, ("parallel.tensor=4", "parallel.data=2", "rollout.num_servers=8")),
     "tp4,dp2:2x4": (
         8,
         ("parallel.tensor=4", "parallel.data=2", "rollout.num_servers=2", "rollout.server_tensor_parallel=4"),
@@ -103,18 +105,18 @@ h100    14B        tp4,dp2:2x4 all       56.38   58.16  16.99  0.6923 0.979    1
 h100    Qwen3.5-9B tp4,dp2:2x4 none      44.20   49.80  25.35  0.5866 0.974    1119613 256    8192    640
 """
 # GiB. Trainer: weights with their state, context, a step. Server: weights, one response, the rest. The last two columns
-# are the size of a model that would fit, in billions of parameters, and whether LoRA makes this one fit.
+# are the size of a model that would fit, in billions of parameters, and what makes this one fit: LoRA, turns, or both.
 REFUSED = """
-gpu     model need  have  trainer state context step server weights response rest smaller lora
-rtx4090 1.5B  42.4  22.3  35.1    25.9  3.4     5.8  7.3    2.9     0.1      4.3  0.6     yes
-rtx4090 3B    77.3  22.3  66.7    51.7  3.4     11.6 10.6   5.7     0.2      4.7  0.6     no
-rtx4090 7B    179.6 22.3  159.5   127.7 3.4     28.4 20.1   14.2    0.3      5.6  0.5     no
-l40s    1.5B  43.7  42.2  35.9    25.9  3.4     6.7  7.7    2.9     0.1      4.7  1.4     yes
-l40s    3B    77.8  42.2  66.7    51.7  3.4     11.6 11.0   5.7     0.2      5.1  1.4     yes
-l40s    7B    180.4 42.2  159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  1.4     no
-h100    3B    77.8  75.1  66.7    51.7  3.4     11.6 11.0   5.7     0.2      5.1  2.9     yes
-h100    7B    180.4 75.1  159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  2.9     yes
-h200    7B    180.4 132.8 159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  5.4     yes
+gpu     model need  have  trainer state context step server weights response rest smaller helps
+rtx4090 1.5B  42.4  22.3  35.1    25.9  3.4     5.8  7.3    2.9     0.1      4.3  0.6     lora
+rtx4090 3B    77.3  22.3  66.7    51.7  3.4     11.6 10.6   5.7     0.2      4.7  0.6     both
+rtx4090 7B    179.6 22.3  159.5   127.7 3.4     28.4 20.1   14.2    0.3      5.6  0.5     -
+l40s    1.5B  43.7  42.2  35.9    25.9  3.4     6.7  7.7    2.9     0.1      4.7  1.4     turns,lora
+l40s    3B    77.8  42.2  66.7    51.7  3.4     11.6 11.0   5.7     0.2      5.1  1.4     lora
+l40s    7B    180.4 42.2  159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  1.4     both
+h100    3B    77.8  75.1  66.7    51.7  3.4     11.6 11.0   5.7     0.2      5.1  2.9     turns,lora
+h100    7B    180.4 75.1  159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  2.9     lora
+h200    7B    180.4 132.8 159.5   127.7 3.4     28.4 20.9   14.2    0.3      6.5  5.4     lora
 """
 
 
@@ -122,6 +124,24 @@ def rows(table: str) -> Iterator[dict[str, str]]:
     names, *lines = (line.split() for line in table.strip().splitlines())
     for line in lines:
         yield dict(zip(names, line, strict=True))
+
+
+CHANGES: dict[str, tuple[str, ...]] = {
+    "turns": ("rollout.placement=turns",),
+    "lora": ("lora.rank=16",),
+    "both": ("rollout.placement=turns", "lora.rank=16"),
+}
+ADVICE = {
+    "turns": 'set rollout.placement="turns" to give each side the memory while it works',
+    "lora": "set lora.rank=16 to train adapters alone",
+    "both": 'set lora.rank=16 to train adapters alone and rollout.placement="turns"',
+}
+
+
+def with_settings(run: Resolved, settings: Sequence[str]) -> Resolved:
+    """Return a run with other settings, before the plan's choices, which depend on them."""
+    config = load_config([], [*WORKLOAD, f"cluster.gpu={run.config.cluster.gpu}", "cluster.gpus_per_node=1", *settings])
+    return run.changed(config)
 
 
 def test_every_case_is_in_a_table() -> None:
@@ -172,10 +192,10 @@ def test_a_split_that_fits(row: dict[str, str], tmp_path: Path, monkeypatch: pyt
 def test_a_split_that_cannot_fit_says_what_each_part_needs(row: dict[str, str], tmp_path: Path) -> None:
     run = planned(row["gpu"], row["model"], ONE, tmp_path)
     (found,) = check_memory(run)
-    lora = run.config.lora.model_copy(update={"rank": 16})
-    fits = check_memory(run.changed(run.config.model_copy(update={"lora": lora}))) == []
-    assert fits == (row["lora"] == "yes")
-    advice = "set lora.rank=16 to train adapters alone, " if fits else ""
+    helps = [name for name, settings in CHANGES.items() if check_memory(with_settings(run, settings)) == []]
+    shown = [name for name in helps if name != "both" or helps == ["both"]]
+    assert ",".join(shown) == row["helps"].replace("-", "")
+    advice = "".join(f"{ADVICE[name]}, " for name in shown)
     assert found.severity == "error"
     assert found.settings[0] == "rollout.placement"
     memory = f"{GPUS[row['gpu']].memory_gib:.1f}"
@@ -214,6 +234,7 @@ def runs(draw: st.DrawFn) -> tuple[Resolved, float]:
         f"parallel.tensor={tensor}",
         f"parallel.sequence={str(tensor > 1).lower()}",
         f"parallel.data={data}",
+        f"parallel.pipeline={draw(st.sampled_from([1, 1, 2])) if model != 'tiny' else 1}",
         f"optimizer.distributed={str(data > 1).lower()}",
         f"train.recompute={draw(st.sampled_from(['true', 'true', 'false']))}",
         f"rollout.server_tensor_parallel={width}",
@@ -226,6 +247,102 @@ def runs(draw: st.DrawFn) -> tuple[Resolved, float]:
     ]
     config = load_config([], ["rollout.engine=sglang", "rollout.placement=split", *settings])
     return shaped(config, MODELS[model]), draw(st.floats(4, 288))
+
+
+def taking_turns(run: Resolved) -> Resolved:
+    rollout = run.config.rollout.model_copy(update={"placement": "turns"})
+    return run.changed(run.config.model_copy(update={"rollout": rollout}))
+
+
+@given(runs(), st.none() | st.floats(1, 1.4))
+def test_in_turns_each_phase_fits_and_more_fits_than_in_a_split(
+    drawn: tuple[Resolved, float], room: float | None
+) -> None:
+    """Also where a GPU has just room for the trainer."""
+    run, memory_gib = drawn
+    if room is not None:
+        memory_gib = room * fullest_rank(run, int(memory_gib * GIB)).total / GIB / FULL
+    shared, split = shared_gpu(taking_turns(run), memory_gib), shared_gpu(run, memory_gib)
+    trainer, server, rest, part = shared.trainer, shared.server, shared.rest, shared.part
+    event(f"turns fit: {shared.fits}, a split fits: {split.fits}")
+    have = FULL * shared.gpu_bytes
+    sums = {phase: sum(both) for phase, both in shared.phases.items()}
+    assert list(sums) == ["training", "pushing", "sampling"]
+    ranks = rank_memories(run, shared.gpu_bytes)
+    buckets = [one.context + one.fp8 + one.weights + one.sync for one in ranks]
+    assert sums["pushing"] == max(buckets) + CONTEXT_BYTES + server.weights, "rank 0 has buckets, the last one logits"
+    assert sums["training"] == trainer.total + CONTEXT_BYTES
+    assert sums["sampling"] <= have or server.kv_cache <= 0, "the caches get no more than there is"
+    assert shared.fits == (server.concurrency > 0 and all(one <= have for one in sums.values()))
+    assert split.fits <= shared.fits
+    assert split.trainer == trainer, "recomputation is given here"
+    assert shared.training_bytes + trainer.context == trainer.total
+    assert shared.bytes_without_caches <= max(sums.values())
+    if not shared.fits:
+        return
+    assert server.concurrency >= split.server.concurrency
+    assert trainer.total <= shared.trainer_bytes
+    assert shared.trainer_bytes + CONTEXT_BYTES <= have
+    assert shared.training_bytes <= shared.trainer_share * shared.gpu_bytes + 1
+
+    first = shared.gpu_bytes - CONTEXT_BYTES  # the ranks wait until servers are healthy
+    assert shared.pusher is not None
+    resting = first - shared.pusher.resting  # started again while the rank rests
+    for before in (first, resting):
+        cache = cache_of(shared, before, before, sized_after_graphs=False)
+        assert cache.tokens == part.kv_tokens
+        assert cache.free >= rest.work, "a forward pass has room"
+
+
+# GiB in each phase, tokens in the server's caches, host memory, and what moves down and up in a step.
+TURNS = """
+gpu     model      lora layout      recompute training pushing sampling tokens  host   down  up
+h100    3B         no   1:1x1       21        71.18    17.96   59.27    1310720 40.24  40.24 40.24
+h100    14B        yes  1:1x1       22        70.92    65.20   75.14    202358  28.41  0.90  28.41
+rtx4090 3B         yes  1:1x1       28        20.78    18.60   22.32    248334  6.14   0.39  6.14
+l40s    1.5B       no   1:1x1       18        39.87    11.92   42.18    1168286 20.13  20.13 20.13
+h100    7B         no   tp2,dp4:8x1 none      58.36    30.64   32.79    163840  141.86 17.73 17.73
+h100    14B        no   tp4,dp2:8x1 none      64.33    45.49   68.09    163840  220.11 27.51 27.51
+h100    Qwen3.5-9B no   tp4,dp2:2x4 none      46.10    21.22   28.75    1119613 133.43 16.68 16.68
+"""
+
+
+def turns_of(row: dict[str, str], folder: Path) -> Resolved:
+    (folder / "config.json").write_text(json.dumps(qwen(row["model"])))
+    num_gpus, layout = LAYOUTS[row["layout"]]
+    settings = [*WORKLOAD, *CHANGES["both" if row["lora"] == "yes" else "turns"], *layout]
+    if num_gpus > 1:
+        settings += ["parallel.sequence=true", "optimizer.distributed=true"]
+    cluster = [f"cluster.gpu={row['gpu']}", f"cluster.gpus_per_node={num_gpus}"]
+    return with_choices(resolve(load_config([], [*settings, *cluster]), folder))
+
+
+def figures(run: Resolved) -> list[str]:
+    """Return the last columns of a line of the table."""
+    plan, t = make_plan(run), run.config.train
+    assert plan.shared is not None
+    recomputed = str(t.recompute_layers or "all" if t.recompute else "none")
+    sums = [f"{sum(both) / GIB:.2f}" for both in plan.shared.phases.values()]
+    moved = [f"{num_bytes / GIB:.2f}" for num_bytes in (plan.host_bytes, plan.down_bytes, plan.up_bytes)]
+    return [recomputed, *sums, str(plan.shared.part.kv_tokens), *moved]
+
+
+@pytest.mark.parametrize("row", rows(TURNS), ids=lambda row: f"{row['gpu']}-{row['model']}")
+def test_turns_that_fit(row: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = turns_of(row, tmp_path)
+    shared = this_share(run)
+    assert shared is not None
+    assert shared.fits
+    assert figures(run) == list(row.values())[4:]
+    caps: list[float] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, gpu: caps.append(share))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    limit_rank(run, 0)
+    assert caps == [shared.trainer_share]
+    told = sglang.command(run, replace(run.placement.on(), part=shared.part), 0, 1234, has_gpu=True)
+    assert "--enable-memory-saver" in told
+    assert told[told.index("--max-total-tokens") + 1] == row["tokens"]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """`bapo init`: its files pass the check, on the machine that they are written for."""
 
 import json
+import math
 import re
 import shutil
 import tomllib
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +157,21 @@ def test_of_several_gpus_the_faster_placement_is_written(data: Path, model: Any)
     here, folder = machine(8), model("Qwen2.5-Math-7B")
     config, use = written_for(here, folder, data)
     told = re.fullmatch(
-        r"trainer and servers share all of them, with an expected step of (\d+) s; 4 \+ 4 GPUs take (\d+) s", use
+        r"trainer and servers share all of them, with an expected step of (\d+) s; 4 \+ 4 GPUs take (\d+) s, "
+        r"turns take (\d+) s",
+        use,
     )
     assert told is not None
     assert float(told[1]) < FASTER * float(told[2])
+    assert FASTER * float(told[1]) <= float(told[3])
     assert config.rollout.placement == "split"
+    turns, use = written_for(here, folder, data, "rollout.placement=turns")
+    assert use == f"trainer and servers take turns on all of them, with an expected step of {told[3]} s"
+    assert turns.takes_turns
     halves, use = written_for(here, folder, data, "rollout.placement=separate")
     assert use == f"4 + 4 for trainer and servers, with an expected step of {told[2]} s"
     assert halves.parallel.size == resolve(halves).placement.num_server_gpus == 4
-    for one, step_s in ((config, told[1]), (halves, told[2])):
+    for one, step_s in ((config, told[1]), (halves, told[2]), (turns, told[3])):
         run = planned(one)
         of_step = step_balance(one, make_plan(run))
         assert of_step is not None
@@ -171,7 +179,7 @@ def test_of_several_gpus_the_faster_placement_is_written(data: Path, model: Any)
 
 
 def test_of_equally_fast_placements_the_separate_one_is_written(data: Path, model: Any) -> None:
-    """Overlapped, trainer and servers with GPUs of their own work at the same time."""
+    """Overlapped, trainer and servers with GPUs of their own work at the same time. Turns cannot overlap."""
     settings = ["rollout.overlap=true", "rollout.max_staleness=4", "loss.name=grpo"]
     config, use = written_for(machine(2), model("Qwen2.5-0.5B-Instruct"), data, *settings)
     assert config.rollout.placement == "separate"
@@ -184,11 +192,14 @@ def test_of_equally_fast_placements_the_separate_one_is_written(data: Path, mode
 
 def test_a_placement_that_does_not_fit_is_named(data: Path, model: Any) -> None:
     _, use = written_for(machine(8, "NVIDIA B200", 178.0), model("DeepSeek-R1-Distill-Qwen-32B"), data)
-    assert use.endswith("; 4 + 4 GPUs do not fit")
-    cards = machine(8, "NVIDIA GeForce RTX 4090", 23.5)
-    config, use = written_for(cards, model("OctoThinker-3B-Long-Zero"), data)
-    assert use.endswith("; shared ones do not fit")
-    assert config.rollout.placement == "separate"
+    assert "; 4 + 4 GPUs do not fit, turns take " in use
+    cards, folder = machine(8, "NVIDIA GeForce RTX 4090", 23.5), model("OctoThinker-3B-Long-Zero")
+    config, use = written_for(cards, folder, data)
+    assert config.rollout.placement == "turns"
+    assert re.search("; 4 \\+ 4 GPUs take .* min, shared ones take .* s$", use)
+    config, use = written_for(replace(cards, memory_gib=20.0), folder, data)
+    assert use.endswith(", turns do not fit"), "the machine's memory is too small"
+    assert config.rollout.placement == "split"
     with pytest.raises(UserError, match=r'does not fit 8 x .* 4090: no layout fits with rollout.placement="split"$'):
         written_for(cards, model("Qwen3-32B"), data, "rollout.placement=split")
 
@@ -198,77 +209,119 @@ def test_a_step_that_is_too_short_to_plan_decides_nothing(data: Path) -> None:
     assert (config.rollout.placement, use) == ("separate", "1 + 1 for trainer and servers")
 
 
+def use_of(config: Config, gib: float, how: str = "") -> str:
+    """Return what must be said of a GPU that trainer and server share."""
+    run = planned(config)
+    shared = shared_gpu(with_choices(run), gib)
+    assert shared.fits
+    have = f"{FULL * gib:.1f} GiB"
+    if config.takes_turns:
+        most = max(sum(both) for both in shared.phases.values())
+        return f"trainer and server take turns on it{how}, and need at most {most / GIB:.1f} of {have}"
+    needs = f"{shared.trainer.total / GIB:.1f} and {shared.server_bytes / GIB:.1f}"
+    return f"trainer and server share it{how}, and need {needs} of {have}"
+
+
+def planned_step_s(config: Config, placement: str) -> float:
+    """Return the expected time of a step with another placement; infinite if it does not fit."""
+    rollout = config.rollout.model_copy(update={"placement": placement})
+    changed = config.model_copy(update={"rollout": rollout})
+    plan = make_plan(planned(changed))
+    of_step = step_balance(changed, plan)
+    assert of_step is not None
+    return of_step.step_s if plan.fits else math.inf
+
+
 @pytest.mark.parametrize(
-    ("name", "kind", "gib", "chunk"),
+    ("name", "kind", "gib", "placement", "chunk"),
     [
-        ("Qwen2.5-1.5B-Instruct", "NVIDIA H100 80GB HBM3", 79.1, None),
-        ("Qwen2.5-0.5B-Instruct", "NVIDIA GeForce RTX 4090", 23.5, 512),
-        ("Qwen2.5-0.5B-Instruct", "NVIDIA L4", 22.0, 512),
-        ("Qwen2.5-0.5B-Instruct", "NVIDIA A100-SXM4-40GB", 39.4, None),
-        ("Qwen2.5-0.5B-Instruct", "NVIDIA L40", 44.4, None),
+        ("Qwen2.5-1.5B-Instruct", "NVIDIA H100 80GB HBM3", 79.1, "split", None),
+        ("Qwen2.5-3B-Instruct", "NVIDIA H100 80GB HBM3", 79.1, "turns", None),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA GeForce RTX 4090", 23.5, "turns", None),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA L4", 22.0, "turns", None),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA A100-SXM4-40GB", 39.4, "split", None),
+        ("Qwen2.5-0.5B-Instruct", "NVIDIA L40", 44.4, "split", None),
+        ("Qwen2.5-1.5B-Instruct", "NVIDIA L40", 44.4, "turns", None),
     ],
 )
 def test_trainer_and_server_share_one_gpu(
-    data: Path, model: Any, name: str, kind: str, gib: float, chunk: int | None
+    data: Path, model: Any, name: str, kind: str, gib: float, placement: str, chunk: int | None
 ) -> None:
     here = machine(1, kind, gib)
     config, use = written_for(here, folder := model(name), data)
-    assert (config.rollout.engine, config.rollout.placement) == ("sglang", "split")
+    assert (config.rollout.engine, config.rollout.placement) == ("sglang", placement)
     assert (config.parallel.size, config.rollout.num_servers, config.model.dtype) == (1, 1, "bfloat16")
-    assert config.cluster.gpu == here.gpu
-    assert config.train.logprob_chunk_tokens == chunk, "smaller chunks where the server holds more responses then"
-    run = planned(config)
-    shared = shared_gpu(with_choices(run) if here.gpu else run, gib)
-    assert shared.fits
-    needs = f"{shared.trainer.total / GIB:.1f} and {shared.server_bytes / GIB:.1f} of {FULL * gib:.1f} GiB"
-    assert here.gpu is None or use == f"trainer and server share it, and need {needs}"
+    assert (config.cluster.gpu, config.lora.rank) == (here.gpu, None)
+    assert config.train.logprob_chunk_tokens == chunk
+    if here.gpu:
+        assert use == use_of(config, gib)
+        split_s, turns_s = (planned_step_s(config, one) for one in ("split", "turns"))
+        assert placement == ("turns" if turns_s < FASTER * split_s else "split")
     apart, use = written_for(machine(1, kind, gib), folder, data, "rollout.placement=separate")
     assert (apart.rollout.engine, use) == ("embedded", "the trainer has it")
 
 
+@pytest.mark.parametrize(("kind", "gib"), [("NVIDIA GeForce RTX 4090", 23.5), ("NVIDIA L4", 22.0)])
+def test_smaller_chunks_of_logits_leave_room_for_responses(data: Path, model: Any, kind: str, gib: float) -> None:
+    settings = ["rollout.placement=split"]
+    config, use = written_for(machine(1, kind, gib), model("Qwen2.5-0.5B-Instruct"), data, *settings)
+    assert (config.rollout.placement, config.train.logprob_chunk_tokens) == ("split", 512)
+    assert use == use_of(config, gib)
+
+
+def test_turns_need_the_machines_memory_and_no_overlap(data: Path, model: Any) -> None:
+    """3B has 40 GiB of weights and state."""
+    folder, here = model("Qwen2.5-3B-Instruct"), machine(1)
+    config, use = written_for(replace(here, memory_gib=40.0), folder, data)
+    assert (config.rollout.placement, config.lora.rank) == ("split", 16)
+    assert "share it with LoRA" in use
+    overlapped = ("rollout.overlap=true", "rollout.max_staleness=4", "loss.name=grpo")
+    config, _ = written_for(here, folder, data, *overlapped)
+    assert (config.rollout.placement, config.lora.rank) == ("split", 16)
+
+
 @pytest.mark.parametrize(
-    ("name", "kind", "gib"),
+    ("name", "kind", "gib", "placement"),
     [
-        ("Qwen2.5-Math-7B", "NVIDIA H100 80GB HBM3", 79.1),
-        ("Qwen2.5-1.5B-Instruct", "NVIDIA GeForce RTX 4090", 23.5),
-        ("Qwen2.5-1.5B-Instruct", "NVIDIA L40S", 44.4),
+        ("Qwen2.5-Math-7B", "NVIDIA H100 80GB HBM3", 79.1, "turns"),
+        ("Qwen2.5-3B-Instruct", "NVIDIA GeForce RTX 4090", 23.5, "turns"),
+        ("Qwen2.5-1.5B-Instruct", "NVIDIA GeForce RTX 4090", 23.5, "split"),
+        ("Qwen2.5-Math-7B", "NVIDIA H100 80GB HBM3", 79.1, "split"),
     ],
 )
 def test_a_gpu_that_does_not_hold_all_state_trains_adapters(
-    data: Path, model: Any, name: str, kind: str, gib: float
+    data: Path, model: Any, name: str, kind: str, gib: float, placement: str
 ) -> None:
     here = machine(1, kind, gib)
-    config, use = written_for(here, folder := model(name), data)
-    assert (config.rollout.placement, config.lora.rank, config.optimizer.lr) == ("split", 16, 1e-5)
+    asked = [f"rollout.placement={placement}"] * (placement == "split")
+    config, use = written_for(here, folder := model(name), data, *asked)
+    assert (config.rollout.placement, config.lora.rank, config.optimizer.lr) == (placement, 16, 1e-5)
     run = planned(config)
-    shared = shared_gpu(with_choices(run), gib)
-    assert shared.fits
-    needs = f"{shared.trainer.total / GIB:.1f} and {shared.server_bytes / GIB:.1f} of {FULL * gib:.1f} GiB"
     told = re.fullmatch(
-        f"trainer and server share it with LoRA, and need {needs}; to train all weights, they would need (.*) at least",
+        f"{use_of(config, gib, ' with LoRA')}; to train all weights, they would need (.*) at least",
         use,
     )
     assert told is not None
     without = run.changed(config.model_copy(update={"lora": type(config.lora)()}))
     assert abs(float(told[1]) - make_plan(without).trainer_needs / GIB) < 1
     assert float(told[1]) > FULL * gib
-    own, use = written_for(here, folder, data, "lora.rank=8", "optimizer.lr=3e-5")
+    own, use = written_for(here, folder, data, "lora.rank=8", "optimizer.lr=3e-5", *asked)
     assert (own.lora.rank, own.optimizer.lr) == (8, 3e-5)
-    assert use.startswith("trainer and server share it, and need ")
+    assert use == use_of(own, gib)
 
 
 def test_a_gpu_that_does_not_hold_both_is_the_trainers(data: Path, model: Any) -> None:
     """Models with linear attention can have no adapters."""
     here, folder = machine(1), model("Qwen3.5-9B")
     hf_config = deepcopy(KNOWN_MODELS["Qwen3.5-9B"])
-    hf_config["text_config"] |= {"num_hidden_layers": 4, "layer_types": None}
+    hf_config["text_config"] |= {"num_hidden_layers": 7, "layer_types": None}
     Path(folder, "config.json").write_text(json.dumps(hf_config))
     config, use = written_for(here, folder, data)
     assert (config.rollout.engine, config.rollout.placement, config.cluster.gpu) == ("embedded", "separate", None)
     assert config.lora.rank is None
     assert re.match(
         r"the trainer has it, and the engine samples on CPUs, which is slow; "
-        r'rollout.placement="split": a trainer rank and a server need .* GiB of each GPU, and 95% of its 79.1 is 75.1',
+        r'rollout.placement="turns": training needs .* GiB of each GPU, and 95% of its 79.1 is 75.1',
         use,
     )
     with pytest.raises(UserError, match=r"a trainer rank and a server need .*; use a model of at most about 2\."):
@@ -280,7 +333,7 @@ def test_a_gpu_that_does_not_hold_the_trainer_is_refused(data: Path, model: Any)
     with pytest.raises(
         UserError,
         match=r"does not fit 1 x NVIDIA GeForce RTX 4090: the trainer alone needs .* GiB, and 95% of the GPU is 22.3 "
-        r'GiB; use a smaller model, or more GPUs; rollout.placement="split": a trainer rank and a server need',
+        r'GiB; use a smaller model, or more GPUs; rollout.placement="turns": training needs',
     ):
         written_for(here, model("Qwen2.5-Math-7B"), data)
     assert not data.with_name("new.toml").exists()

@@ -46,7 +46,7 @@ def check_settings(
     found = [
         *check_layout(config),
         *check_gpu_count(run, num_gpus, starts_here=starts_here),
-        *check_sharing(run),
+        *check_sharing(run, has_gpu=num_gpus > 0 or not starts_here),
         *check_batch(config),
         *check_rollout(config),
         *check_shared_cores(run, num_gpus),
