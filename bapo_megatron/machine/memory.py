@@ -80,14 +80,9 @@ class TrainerMemory:
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
 
     @property
-    def resting(self) -> int:
-        """What stays on the GPU while a rank that takes turns with a server does not train."""
-        return self.context + self.fp8
-
-    @property
     def pushing(self) -> int:
-        """What such a rank has on the GPU while weights are pushed."""
-        return self.resting + self.weights + self.sync
+        """What a rank that takes turns with a server has on the GPU while weights are pushed."""
+        return self.context + self.weights + self.sync
 
 
 def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = None) -> TrainerMemory:

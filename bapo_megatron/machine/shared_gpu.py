@@ -78,11 +78,6 @@ class SharedGPU:
         return int(FULL * self.gpu_bytes) - (CONTEXT_BYTES if self.takes_turns else self.server_bytes)
 
     @property
-    def training_bytes(self) -> int:
-        """What must be free on the GPU before a rank that has only its context begins to train."""
-        return self.trainer.total - self.trainer.context
-
-    @property
     def phases(self) -> dict[str, tuple[int, int]]:
         """The most that the rank and the server hold in each phase; a split has one phase."""
         if self.pusher is None:
@@ -90,7 +85,7 @@ class SharedGPU:
         return {
             "training": (self.trainer.total, CONTEXT_BYTES),
             "pushing": (self.pusher.pushing, CONTEXT_BYTES + self.server.weights),
-            "sampling": (self.pusher.resting, self.server_bytes),
+            "sampling": (self.pusher.context, self.server_bytes),
         }
 
     @property
@@ -133,7 +128,7 @@ def shared_gpu(run: Resolved, gpu_memory_gib: float) -> SharedGPU:
     trainer, room = max(ranks, key=lambda one: one.total), int(FULL * gpu_bytes) - rest.total
     if run.config.takes_turns:
         pusher = max(ranks, key=lambda one: one.pushing)
-        server = server_in(run, min(room - pusher.resting, wanted))
+        server = server_in(run, min(room - pusher.context, wanted))
         return SharedGPU(trainer, server, rest, gpu_bytes, pusher)
     room -= trainer.total
     margin = min(_MARGIN * trainer.total, _MARGIN_OF_CACHES * max(0, room - static_bytes_for(run, 1)))

@@ -57,8 +57,8 @@ def _wait_for_room(run: Resolved, phase: Phase) -> None:
     """
     if not torch.cuda.is_available() or (shared := this_share(run)) is None:
         return
-    gpu, rank = int(os.environ.get("LOCAL_RANK", "0")), shared.trainer
-    needed = {"training": rank.total - rank.context, "pushing": rank.weights + rank.sync}.get(phase, 0)
+    gpu, (of_phase, _) = int(os.environ.get("LOCAL_RANK", "0")), shared.phases[phase]
+    needed = of_phase - shared.trainer.context
     timeout_s = run.config.rollout.hang_timeout_s + _PATIENCE_S
     deadline = time.monotonic() + timeout_s
     while (room := torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)) < needed:

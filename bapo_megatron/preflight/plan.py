@@ -388,12 +388,11 @@ def _sharing_problem(run: Resolved, shared: SharedGPU) -> Violation:
     phases = {"a trainer rank and a server need": (model + update + s.weights, trainer, server)}
     if (p := shared.pusher) is not None:
         released = {"context": CONTEXT_BYTES}
-        resting = {"context": p.context} | ({"FP8 operands": p.fp8} if p.fp8 else {})
-        pushing = {"weights": p.weights, "buckets": p.sync} | resting
+        pushing = {"weights": p.weights, "buckets": p.sync, "context": p.context}
         phases = {
             "training needs": (model + update, trainer, released),
             "pushing weights needs": (p.pushing - p.context + s.weights, pushing, {"weights": s.weights} | released),
-            "sampling needs": (p.fp8 + s.weights, resting, server),
+            "sampling needs": (s.weights, {"context": p.context}, server),
         }
 
     def needed(phase: tuple[int, dict[str, int], dict[str, int]]) -> int:
