@@ -237,7 +237,7 @@ class HttpEngine:
         if "release" not in (await self.capabilities()).extras:
             raise EngineError(f"{self.url} cannot release its memory; SGLang can with --enable-memory-saver, on a GPU")
         released = as_dict(await self._call("GET", RELEASED_ROUTE)).get("released")
-        if not isinstance(released, list) or not ALL_MEMORY.issuperset(released):
+        if not isinstance(released, list) or not all(tag in [*ALL_MEMORY] for tag in released):
             raise EngineError(f"{self.url}{RELEASED_ROUTE}: the reply does not say what is released")
         if more := sorted(ALL_MEMORY - memory - {*released}):
             await self._call("POST", "/release_memory_occupation", {"tags": more})

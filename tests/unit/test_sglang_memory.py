@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.engines.base import ALL_MEMORY
-from bapo_megatron.engines.http import RELEASED_ROUTE
+from bapo_megatron.engines.http import RELEASED_ROUTE, HttpEngine
 from bapo_megatron.engines.sglang_memory import ReleasedMemory
+from bapo_megatron.errors import EngineError
 
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 RELEASE, RESTORE = "/release_memory_occupation", "/resume_memory_occupation"
@@ -250,6 +251,26 @@ def test_any_body_reaches_the_server_as_it_came_or_not_at_all(
         assert await server.released() == before, "the server has refused"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "reply", [None, [], {}, {"released": None}, {"released": ["disk"]}, {"released": [["weights"]]}]
+)
+def test_a_server_that_does_not_say_what_it_has_released_is_told_nothing(
+    reply: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: list[str] = []
+
+    async def send_request(method: str, path: str, *_: Any, **__: Any) -> bytes:
+        if method == "POST":
+            posted.append(path)
+        return json.dumps(reply if path == RELEASED_ROUTE else {"enable_memory_saver": True}).encode()
+
+    engine = HttpEngine("http://server", request_timeout_s=1.0)
+    monkeypatch.setattr(engine, "send_request", send_request)
+    with pytest.raises(EngineError, match="http://server/released_memory: the reply does not say what is released"):
+        asyncio.run(engine.hold(frozenset()))
+    assert posted == []
 
 
 def test_other_scopes_pass() -> None:
