@@ -48,10 +48,6 @@ class EnginePool:
         """Return the fenced engines that are healthy again and wait for weights."""
         return self._with_status("back")
 
-    def lost(self) -> list[Engine]:
-        """Return the engines that are not expected back; some may still answer."""
-        return self._with_status("lost")
-
     def expect(self, version: int) -> None:
         """Accept replies sampled with weights of this version, whose push begins now."""
         self.newest_version = max(self.newest_version, version)

@@ -97,12 +97,11 @@ class ServerTurns:
         else:
             self._await_starting()
             asked = list(self._pool.engines)
-        lost = {engine.url for engine in self._pool.lost()}
 
         async def hold(engine: Engine) -> None:
             if phase != "sampling":
                 await engine.pause("retract")
-            await engine.hold(frozenset() if engine.url in lost else _OF_SERVERS[phase])
+            await engine.hold(_OF_SERVERS[phase])
 
         failures: dict[str, EngineError] = {}
         for _ in range(_NUM_TRIES):
@@ -113,7 +112,7 @@ class ServerTurns:
             failures |= failed
             asked = [engine for engine in asked if engine.url in silent or engine.url in failed]
         for engine in asked:
-            if engine.url in failures and engine.url not in lost:
+            if engine.url in failures:
                 self._pool.fence(engine, str(failures[engine.url]))
         if phase == "sampling":
             self._turn.give()
