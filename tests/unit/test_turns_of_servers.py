@@ -495,7 +495,7 @@ class World:
         with self.turns.training():
             self.trainer.version += 1
         self.push()
-        left = [server for server in self.servers if server.engine not in self.pool.lost()]
+        left = [server for server in self.servers if server.engine not in self.pool._with_status("lost")]
         assert [server.engine for server in left] == self.pool.live()
         assert {server.process.weights for server in left} <= {str(self.trainer.version)}
         self.seen["finished"] += 1
