@@ -8,7 +8,7 @@ Whole storages move. An empty storage (`resize_(0)`) keeps its tensors and their
 shards of the distributed optimizer, so that nobody who holds one notices. Gradients are dropped, because an update
 begins with zeros. What is never trained is copied once.
 
-A snapshot reads the copies (host_copies.py), and may still be written while training goes on: they stay as they are
+A snapshot reads the copies (host_copies.py), and may still be written while training continues: they stay as they are
 until the next `keep`.
 """
 
@@ -29,7 +29,6 @@ from bapo_megatron.learner.split_model import SplitModel, TrainedModel
 
 Part = Literal["weights", "rest"]
 
-_SMALL_BYTES = 4096  # Adam's step counts stay: thousands of calls would move nothing
 _LIBC = ctypes.CDLL(None)
 
 
@@ -42,12 +41,13 @@ class _Group:
     how: Literal["copy", "copy once", "drop"]
     copies: HostCopies
     buffer: HostBuffer = field(default_factory=HostBuffer)
-    away: list[tuple[UntypedStorage, int, Tensor | None]] | None = None  # with bytes and copy; None: on the device
+    away: list[tuple[UntypedStorage, int, Tensor | None]] | None = None  # with bytes and copy; None means on the device
     once: list[Tensor] | None = None  # the copies of "copy once"
 
     def leave(self) -> None:
         """Free the device's memory."""
-        found = {s._cdata: s for t in self.tensors() if (s := t.untyped_storage()).nbytes() > _SMALL_BYTES}
+        # Adam's step counts stay: they are numbers, which no snapshot reads
+        found = {s._cdata: s for t in self.tensors() if t.dim() > 0 for s in [t.untyped_storage()]}
         storages = list(found.values())
         places: Collection[Tensor | None] = [None] * len(storages)
         if self.how != "drop":
@@ -91,7 +91,11 @@ class Offload:
         if isinstance(reference, SplitModel):
             groups.append(_Group("rest", lambda: _parameters(reference, trained=False), "copy once", HostCopies()))
         self._groups = groups
-        self._modules: list[Module] = [model.model for model in (policy, critic) if model is not None]
+        trained = [model for model in (policy, critic) if model is not None]
+        for model in trained:
+            # Moments exist from now on: a snapshot before the first update would make them on the device
+            model.adam.set_steps(model.version - model.num_skipped_updates)
+        self._modules: list[Module] = [model.model for model in trained]
 
     def keep(self, parts: Set[Part]) -> None:
         """Free the device's memory of all other parts."""
@@ -145,7 +149,7 @@ def _training_state(model: TrainedModel) -> list[_Group]:
                 yield buffer.grad_data
 
     def adam() -> Iterator[Tensor]:
-        """Yield moments and float32 weights; those of a float32 model are its parameters, or shards of them."""
+        """Yield moments and float32 weights, except the parameters of a float32 model and their shards."""
         own = {parameter.untyped_storage()._cdata for parameter in model.model.parameters()}
         for one in model.optimizer.chained_optimizers:
             tensors = [weight for group in one.optimizer.param_groups for weight in group["params"]]
