@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.learner.adam import ChainedAdam
+from bapo_megatron.learner.host_copies import HostCopies
 from bapo_megatron.learner.parallel import ParallelLayout
 from bapo_megatron.learner.split_model import TrainedModel
 from tests.distributed import run_distributed
@@ -72,7 +73,7 @@ def check_chain(rank: int, world_size: int, distributed: bool) -> None:
     wrapped = DistributedDataParallel(megatron, ddp, model)
     chain = get_megatron_optimizer(options, [wrapped], use_gloo_process_groups=False)
     assert len(chain.chained_optimizers) == 2
-    adam = ChainedAdam(chain, layout)
+    adam = ChainedAdam(chain, layout, HostCopies())
 
     for name, parameter in model.named_parameters():
         parameter.main_grad.copy_(2 * values(name, 10 + (rank if name == "expert" else 0)))

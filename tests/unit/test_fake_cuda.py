@@ -34,6 +34,7 @@ from bapo_megatron.learner.adam import AdamState, ChainedAdam
 from bapo_megatron.learner.attention import PackedAttention
 from bapo_megatron.learner.elementwise import _GatedActivation, _Rotate, rotation_of
 from bapo_megatron.learner.embedding import Lookup
+from bapo_megatron.learner.host_copies import HostCopies
 from bapo_megatron.learner.packs import Block, PackedSequences, _Place, make_blocks
 from bapo_megatron.learner.token_metrics import TokenMetrics
 from bapo_megatron.types import ClipBounds
@@ -218,7 +219,7 @@ def test_adams_state(make: Callable[[Parameter], Any], parameter: Parameter, mon
     """Fill, count and gather on the device what a checkpoint holds, which comes from the CPU."""
     monkeypatch.setattr(adam, "dist", SimpleNamespace(all_reduce=lambda tensor, group: tensor))
     with fakes():
-        state = AdamState(make(parameter), group=None)  # type: ignore[arg-type]
+        state = AdamState(make(parameter), None, HostCopies())  # type: ignore[arg-type]
         for name in (WEIGHT, *MOMENTS):
             state.fill(name, parameter, torch.zeros(SHAPE))
         of_adam = state._state(state._weight(parameter))
@@ -237,7 +238,7 @@ def test_an_optimizer_step(parameter: Parameter, monkeypatch: pytest.MonkeyPatch
         one = mixed_optimizer(parameter)
         chain = ChainedOptimizer([one])
         chain.get_grad_norm = lambda: 2.0
-        ChainedAdam(chain, SimpleNamespace(axes={"dense": SimpleNamespace(copies=None)}))  # type: ignore[arg-type]
+        ChainedAdam(chain, SimpleNamespace(axes={"dense": SimpleNamespace(copies=None)}), HostCopies())  # type: ignore[arg-type]
         model = SimpleNamespace(config=Config(), optimizer=chain)
         assert split_model.TrainedModel.optimizer_step(model, 1e-3) == 2.0  # type: ignore[arg-type]
         assert {x.device for x in one.optimizer.state[parameter.main_param].values()} == {CUDA}

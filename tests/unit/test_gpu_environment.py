@@ -16,6 +16,7 @@ from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import sglang
 from bapo_megatron.learner.adam import AdamState
+from bapo_megatron.learner.host_copies import HostCopies
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.runtime import environment
@@ -227,7 +228,7 @@ def test_adam_is_fused_and_counts_where_its_weights_are() -> None:
     """The device "meta" stands in for a GPU: torch's fused kernel takes its counts from there."""
     weight = torch.nn.Parameter(torch.empty(3, device="meta"))
     optimizer = SimpleNamespace(optimizer=torch.optim.AdamW([weight]))
-    adam = AdamState(optimizer, None)  # type: ignore[arg-type]
+    adam = AdamState(optimizer, None, HostCopies())  # type: ignore[arg-type]
     (group,) = optimizer.optimizer.param_groups
     assert group["fused"]
     adam.local(weight, SQUARES)  # creates the state
