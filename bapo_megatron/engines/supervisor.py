@@ -230,7 +230,8 @@ class _Engine:
                 processes.kill(self.process)
                 self.problem = f"did not answer for {name} = {limit_s:g} s, was asked for its stacks and killed"
                 return True
-            probe_at = time.monotonic() + min(_PROBE_INTERVAL_S, limit_s / 4)
+            trainer_waits = self.turn is not None and self.turn.is_held
+            probe_at = time.monotonic() + (0.0 if trainer_waits else min(_PROBE_INTERVAL_S, limit_s / 4))
         return False
 
     def describe(self) -> str | None:

@@ -26,8 +26,8 @@ class HostCopies:
         place = self._places.get(tensor.untyped_storage()._cdata)
         if place is None:
             return tensor
-        values = place.view(tensor.dtype)
-        return values.as_strided(tensor.shape, tensor.stride(), values.storage_offset() + tensor.storage_offset())
+        offset = place.storage_offset() // tensor.itemsize + tensor.storage_offset()
+        return tensor.new_empty(0, device="cpu").set_(place.untyped_storage(), offset, tensor.shape, tensor.stride())
 
     def device(self, tensor: Tensor) -> torch.device:
         """Return the device that the values of a model with this tensor are on."""

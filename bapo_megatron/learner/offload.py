@@ -26,10 +26,8 @@ from bapo_megatron.checkpoint.host_buffer import HostBuffer
 from bapo_megatron.learner.host_copies import HostCopies
 from bapo_megatron.learner.lora import adapters_of
 from bapo_megatron.learner.split_model import SplitModel, TrainedModel
+from bapo_megatron.sync.turns import Part
 
-Part = Literal["weights", "rest"]
-
-_SMALL_BYTES = 4096  # Adam's step counts stay: thousands of calls would move nothing
 _LIBC = ctypes.CDLL(None)
 
 
@@ -47,7 +45,8 @@ class _Group:
 
     def leave(self) -> None:
         """Free the device's memory."""
-        found = {s._cdata: s for t in self.tensors() if (s := t.untyped_storage()).nbytes() > _SMALL_BYTES}
+        # Adam's step counts stay: no snapshot reads them
+        found = {s._cdata: s for t in self.tensors() if t.dim() > 0 for s in [t.untyped_storage()]}
         storages = list(found.values())
         places: Collection[Tensor | None] = [None] * len(storages)
         if self.how != "drop":
@@ -91,7 +90,11 @@ class Offload:
         if isinstance(reference, SplitModel):
             groups.append(_Group("rest", lambda: _parameters(reference, trained=False), "copy once", HostCopies()))
         self._groups = groups
-        self._modules: list[Module] = [model.model for model in (policy, critic) if model is not None]
+        trained = [model for model in (policy, critic) if model is not None]
+        for model in trained:
+            # Moments exist from now on: a snapshot before the first update would make them on the device
+            model.adam.set_steps(model.version - model.num_skipped_updates)
+        self._modules: list[Module] = [model.model for model in trained]
 
     def keep(self, parts: Set[Part]) -> None:
         """Free the device's memory of all other parts."""
@@ -145,7 +148,7 @@ def _training_state(model: TrainedModel) -> list[_Group]:
                 yield buffer.grad_data
 
     def adam() -> Iterator[Tensor]:
-        """Yield moments, and float32 weights unless they are the parameters themselves, or shards of them."""
+        """Yield moments and float32 weights, except the parameters of a float32 model and their shards."""
         own = {parameter.untyped_storage()._cdata for parameter in model.model.parameters()}
         for one in model.optimizer.chained_optimizers:
             tensors = [weight for group in one.optimizer.param_groups for weight in group["params"]]

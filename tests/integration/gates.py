@@ -6,9 +6,10 @@ Python imports a module named `sitecustomize` when it starts; the one that `Gate
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from tests.hang import HANG_S
 
 ROOT = Path(__file__).parents[2]
+_step = 0  # this rank's step, from 1
 
 
 class Gates:
@@ -24,9 +26,13 @@ class Gates:
 
     "import": before a rank imports torch; "end": after its last step; "save-7", "push-7": before a process's seventh
     action to write checkpoints, or to push weights; "sample-7", "answer-7", "update-7": before its seventh request for
-    samples, question to an environment, or optimizer update.
+    samples, question to an environment, or optimizer update; "sample-in-7": before any request in step 7; "load-7":
+    before its seventh call that lets an engine load weights from a folder; "engine-restore-7", "engine-publish-7":
+    before an embedded engine restores memory, or uses new weights, for the seventh time. Nobody waits at "back-7": it
+    is reached when an engine is healthy again for the seventh time.
 
-    The first rank that passes gate `hasty` waits at most one second in any later collective.
+    The first process that comes to a place in `fatal` is killed there. The first rank that passes gate `hasty` waits at
+    most one second in any later collective.
 
     Example:
         gates = Gates(folder, 2)
@@ -35,11 +41,13 @@ class Gates:
         gates.open(2)
     """
 
-    def __init__(self, folder: Path, *places: int | str, hasty: int | None = None) -> None:
+    def __init__(self, folder: Path, *places: int | str, hasty: int | None = None, fatal: Sequence[str] = ()) -> None:
         self._folder = folder
         folder.mkdir(parents=True)
         for place in places:
             (folder / f"closed-{place}").touch()
+        for place in fatal:
+            (folder / f"fatal-{place}").touch()
         if hasty is not None:
             (folder / f"hasty-{hasty}").touch()
         (folder / "sitecustomize.py").write_text("import tests.integration.gates as g\ng.build_in_ranks()\n")
@@ -67,8 +75,10 @@ class Gates:
 
 
 def build_in_ranks() -> None:
-    """Install the gates in any rank or node of the run, as it starts."""
+    """Install the gates in any rank, node or embedded engine of the run, as it starts."""
     command = " ".join(sys.orig_argv)
+    if "bapo_megatron.engines.embedded" in command and "engine" in _kinds():
+        _count_in_engine()
     if "bapo_megatron.trainer" in command or "bapo_megatron.slurm.node" in command:
         build()
 
@@ -79,17 +89,19 @@ def build() -> None:
     from bapo_megatron.runtime.standby import Orders
     from bapo_megatron.runtime.stopwatch import Stopwatch
 
-    kinds = {path.name.split("-")[1] for path in Path(os.environ["BAPO_TEST_GATES"]).glob("closed-*")}
+    kinds = _kinds()
     if "save" in kinds:
         _count_saving()
-    if kinds & {"push", "sample"}:
+    if kinds & {"push", "sample", "load", "back"}:
         _count_calls()
     if "answer" in kinds:
         _count_answers()
     begin, starting, wait = Stopwatch.begin, runtime.starting, Orders.wait
 
     def begin_behind_gate(self: Stopwatch, step: int) -> None:
+        global _step
         begin(self, step)
+        _step = step + 1
         _pass(step + 1)
         _end_behind_gate()  # torch is imported by now
         if "update" in kinds:
@@ -175,24 +187,53 @@ def _count_updates() -> None:
 def _count_calls() -> None:
     """Put a gate before every request for samples, and every call to an engine and every broadcast in a push."""
     from bapo_megatron.engines.http import HttpEngine
+    from bapo_megatron.engines.pool import EnginePool
     from bapo_megatron.engines.update_group import UpdateGroup
 
-    numbers, requests = itertools.count(1), itertools.count(1)
-    send, broadcast = HttpEngine.send_request, UpdateGroup.broadcast
+    numbers, requests, loads, returns = (itertools.count(1) for _ in range(4))
+    send, broadcast, probe = HttpEngine.send_request, UpdateGroup.broadcast, EnginePool.probe
 
     async def send_through_gate(engine: HttpEngine, method: str, path: str, *arguments: Any, **options: Any) -> bytes:
         if method == "POST" and path not in ("/generate", "/abort_request"):
             _pass(f"push-{next(numbers)}")
+        if path == "/update_weights_from_disk":
+            _pass(f"load-{next(loads)}")
         if path == "/generate":
             _pass(f"sample-{next(requests)}")
+            _pass(f"sample-in-{_step}")
         return await send(engine, method, path, *arguments, **options)
 
     def broadcast_through_gate(group: UpdateGroup, *arguments: Any, **options: Any) -> Any:
         _pass(f"push-{next(numbers)}")
         return broadcast(group, *arguments, **options)
 
+    async def probe_and_tell(pool: EnginePool) -> None:
+        before = len(pool.back())
+        await probe(pool)
+        for _ in range(len(pool.back()) - before):
+            (Path(os.environ["BAPO_TEST_GATES"]) / f"reached-back-{next(returns)}").touch()
+
+    EnginePool.probe = probe_and_tell  # type: ignore[method-assign]
     HttpEngine.send_request = send_through_gate  # type: ignore[method-assign, assignment]
     UpdateGroup.broadcast = broadcast_through_gate  # type: ignore[method-assign]
+
+
+def _count_in_engine() -> None:
+    """Put a gate before every time that an engine restores memory, or uses new weights."""
+    from bapo_megatron.engines.embedded.engine import BatchingEngine
+
+    restores, publishes = itertools.count(1), itertools.count(1)
+    restore, publish = BatchingEngine.restore, BatchingEngine.publish
+
+    def restore_behind_gate(engine: BatchingEngine, *arguments: Any) -> None:
+        _pass(f"engine-restore-{next(restores)}")
+        restore(engine, *arguments)
+
+    def publish_behind_gate(engine: BatchingEngine, *arguments: Any) -> None:
+        _pass(f"engine-publish-{next(publishes)}")
+        publish(engine, *arguments)
+
+    BatchingEngine.restore, BatchingEngine.publish = restore_behind_gate, publish_behind_gate  # type: ignore[method-assign]
 
 
 def _count_answers() -> None:
@@ -208,9 +249,17 @@ def _count_answers() -> None:
     EnvironmentProcesses.step = step_behind_gate  # type: ignore[method-assign]
 
 
+def _kinds() -> set[str]:
+    """Return the kinds of places that have gates or are fatal, such as "save"."""
+    return {path.name.split("-")[1] for path in Path(os.environ["BAPO_TEST_GATES"]).glob("*-*")}
+
+
 def _pass(place: int | str) -> None:
-    """Wait until the gate opens; a rank ends with its launcher."""
+    """Wait until the gate opens, or be killed there; a rank ends with its launcher."""
     folder = Path(os.environ["BAPO_TEST_GATES"])
+    with contextlib.suppress(FileNotFoundError):
+        (folder / f"fatal-{place}").rename(folder / f"reached-{place}")
+        os.kill(os.getpid(), signal.SIGKILL)
     while (folder / f"closed-{place}").exists():
         (folder / f"reached-{place}").touch()
         time.sleep(0.02)

@@ -37,6 +37,7 @@ NOT_COMPARED = (
     "time/",
     "straggler/",
     "sync/",
+    "turns/",
     "train/tokens_per_s",
     "perf/tflops_per_gpu",
     "perf/mfu",

@@ -194,10 +194,10 @@ def fight(folder: Path, case: Case) -> dict[str, Any]:
     }
 
 
-def check_books(run: Path) -> int:
+def check_books(run: Path, num_steps: int = NUM_STEPS) -> int:
     """Check that no response was lost or trained twice; return how many were trained."""
     trained: set[str] = set()
-    for step in range(1, NUM_STEPS + 1):
+    for step in range(1, num_steps + 1):
         now = [sample.sample_id for group in read_groups(run / "rollouts", step) for sample in group.samples]
         assert len(now) == len(set(now)) == 16
         assert not trained & set(now), "trained twice"

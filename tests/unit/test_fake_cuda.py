@@ -219,7 +219,7 @@ def test_adams_state(make: Callable[[Parameter], Any], parameter: Parameter, mon
     """Fill, count and gather on the device what a checkpoint holds, which comes from the CPU."""
     monkeypatch.setattr(adam, "dist", SimpleNamespace(all_reduce=lambda tensor, group: tensor))
     with fakes():
-        state = AdamState(make(parameter), group=None, copies=HostCopies())  # type: ignore[arg-type]
+        state = AdamState(make(parameter), None, HostCopies())  # type: ignore[arg-type]
         for name in (WEIGHT, *MOMENTS):
             state.fill(name, parameter, torch.zeros(SHAPE))
         of_adam = state._state(state._weight(parameter))
