@@ -94,6 +94,7 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
         "straggler/",
         "monitor/",
         "optimizer/merged_share",
+        "turns/",
     )
     assert set(rows[0]) == {name for name in METRICS if not name.startswith(optional)}
     last = rows[-1]
