@@ -127,6 +127,7 @@ def test_a_step_makes_these_calls_in_this_order(servers: Servers, tmp_path: Path
             events.append("training")
         push(2, "b")
         assert events == [
+            "saved",
             ("trainer keeps", ["rest", "weights"]),  # it has none of them on the device
             ("/pause_generation", "retract"),
             ("/release_memory_occupation", ["cuda_graph", "kv_cache", "weights"]),
@@ -142,6 +143,7 @@ def test_a_step_makes_these_calls_in_this_order(servers: Servers, tmp_path: Path
             ("/pause_generation", "retract"),
             ("/update_weights_from_disk", "2"),
             ("/weights_checker", "checksum"),
+            "saved",
             ("trainer keeps", []),
             ("/resume_memory_occupation", ["cuda_graph", "kv_cache"]),
             "free for sampling",
