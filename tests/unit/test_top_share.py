@@ -11,18 +11,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from write_selection_table import PAGE, filled_page
 
-from bapo_megatron.algorithms.losses import LossInputs
-from bapo_megatron.config.losses import LOSS_SECTIONS
+from bapo_megatron.algorithms.losses import LossInputs, ScoredTokens, TokenLoss
+from bapo_megatron.algorithms.top_share import Selection, TopShare, UpdateMeans
+from bapo_megatron.algorithms.update_rules import Again, NoBounds
+from bapo_megatron.cli import main
+from bapo_megatron.config.losses import LOSS_SECTIONS, Loss
 from bapo_megatron.config.schema import Config
-from bapo_megatron.config.schema_loss import SelectingLoss
+from bapo_megatron.config.schema_loss import ClipBoundConfig, RatioOptions, SelectingLoss
 from bapo_megatron.errors import UserError
 from bapo_megatron.learner.bounds import BoundsFinder
 from tests.unit.loss_inputs import found_of, loss_inputs
 from tests.unit.test_rivals import part_of
 
 SELECTING = ("clip_cov", "kl_cov", "top_entropy")
-VERSION = 7  # of the weights
+VERSION = 7  # updates so far
 
 
 def config_of(name: str, **options: Any) -> SelectingLoss:
@@ -30,8 +34,8 @@ def config_of(name: str, **options: Any) -> SelectingLoss:
 
 
 def random_update(rng: random.Random) -> LossInputs:
-    """Return 1 to 700 tokens; in every second update, few different values, so that most scores are equal."""
-    num = rng.choice([1, 5, 50, 700])
+    """Return 1 to 500 tokens; in every second update, few different values, so that most scores are equal."""
+    num = rng.choice([1, 5, 50, 500])
     has_ties = rng.random() < 0.5
 
     def column(choices: list[float], low: float, high: float) -> Tensor:
@@ -89,19 +93,19 @@ def selected_by_sorting(inputs: LossInputs, config: Any, version: int = VERSION)
 
 def literal_loss(inputs: LossInputs, config: Any, chosen: set[int]) -> tuple[float, Tensor]:
     """Return the loss of an update and its gradient, token by token."""
-    log_probs_R = inputs.log_probs_R.detach().requires_grad_()
-    total = torch.zeros((), dtype=torch.float64)
+    loss, gradient_R = 0.0, torch.zeros_like(inputs.log_probs_R)
     for i in inputs.batch.mask_R.nonzero().flatten().tolist():
-        ratio = (log_probs_R[i] - inputs.batch.behaviour_logprobs_R[i]).exp()
-        advantage = float(inputs.batch.advantages_R[i])
+        log_ratio = float(inputs.log_probs_R[i] - inputs.batch.behaviour_logprobs_R[i])
+        ratio, advantage = math.exp(log_ratio), float(inputs.batch.advantages_R[i])
         if config.name == "kl_cov":
-            penalty = config.penalty * ratio.log().abs() if i in chosen else 0.0
-            total = total - ratio * advantage + penalty
+            penalty = config.penalty * (i in chosen)
+            loss += penalty * abs(log_ratio) - ratio * advantage
+            gradient_R[i] = penalty * float(np.sign(log_ratio)) - ratio * advantage
         elif (i in chosen) == (config.name == "top_entropy"):
-            total = total - torch.minimum(ratio * advantage, ratio.clamp(config.clip_low, config.clip_high) * advantage)
-    if not total.requires_grad:
-        return 0.0, torch.zeros_like(log_probs_R)
-    return float(total.detach()), torch.autograd.grad(total, log_probs_R)[0]
+            bounded = min(max(ratio, config.clip_low), config.clip_high) * advantage
+            loss -= min(ratio * advantage, bounded)
+            gradient_R[i] = -ratio * advantage * (ratio * advantage <= bounded)
+    return loss, gradient_R
 
 
 def split(inputs: LossInputs, rng: random.Random) -> list[LossInputs]:
@@ -141,9 +145,8 @@ def test_any_split_selects_the_tokens_of_sorting_everything(name: str) -> None:
     assert (min(num_sums), max(num_sums)) == (1, 4 if name == "clip_cov" else 7), "places decide between equal scores"
 
 
-def test_of_equal_scores_the_first_places_are_selected() -> None:
+def test_the_first_places_win_among_equal_scores() -> None:
     config = config_of("kl_cov", share=0.4)
-    inputs = replace(random_update(random.Random(0)), ages_R=torch.tensor([0]))
     inputs = loss_inputs(
         log_probs_R=torch.tensor([-1.0, -3.0, -2.0, -1.0, -5.0]),
         behaviour_logprobs_R=torch.zeros(5),
@@ -158,7 +161,7 @@ def test_of_equal_scores_the_first_places_are_selected() -> None:
 
 
 def test_every_update_draws_other_lots() -> None:
-    """Lots are spread evenly over [0, 1), and those of two versions are independent."""
+    """Lots are spread evenly over [0, 1), and do not depend on the lots of another version."""
     inputs = random_update(random.Random(0))
     num = 20_000
     zeros_R = torch.zeros(num, dtype=torch.int64)
@@ -233,3 +236,85 @@ def test_a_learner_without_entropies_is_refused() -> None:
     finder = BoundsFinder(Config.model_validate({"loss": {"name": "top_entropy"}}), learner)
     with pytest.raises(UserError, match=r'loss.name="top_entropy" selects tokens by their entropy, which SimpleNames'):
         finder.find(minibatch)
+
+
+class OldestOptions(RatioOptions):
+    share: float = 0.5
+
+    def scores(self, tokens: ScoredTokens, means: UpdateMeans) -> Tensor:
+        return tokens.ages_R
+
+
+def only_oldest(inputs: LossInputs[Selection], options: OldestOptions) -> TokenLoss:
+    selected_R = inputs.found.selected(options.scores(inputs, inputs.found.means), inputs.batch)
+    return inputs.plain(-inputs.log_probs_R.where(selected_R, 0.0))
+
+
+def entropic(inputs: LossInputs, options: dict[str, Any]) -> TokenLoss:
+    return inputs.plain(-inputs.log_probs_R)
+
+
+class EntropyRule(NoBounds):
+    def table(self, values: ScoredTokens, so_far: Any) -> Tensor:
+        assert values.entropy_R is not None
+        return values.entropy_R.sum().double()
+
+
+ONLY_OLDEST = Loss(only_oldest, rule=TopShare)
+ASKS, FORGETS = Loss(entropic, rule=EntropyRule, reads_entropy=True), Loss(entropic, rule=EntropyRule)
+ASKS_TOO_LATE = Loss(entropic, rule=EntropyRule, reads_entropy=True, reads="earlier updates")
+
+
+@pytest.mark.parametrize(
+    ("loss", "code", "message"),
+    [
+        ("ONLY_OLDEST", 0, ""),
+        ("ASKS", 0, ""),
+        ("FORGETS", 2, "fails on a made-up micro-batch of four tokens: AssertionError"),
+        ("ASKS_TOO_LATE", 2, 'entropies of "earlier updates" are not kept: its rule needs reads="update"'),
+    ],
+)
+def test_a_loss_of_the_users_own(loss: str, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "demo", f"loss.name={__name__}:{loss}"]) == code
+    error = capsys.readouterr().err
+    assert (message in error) if message else not error
+
+
+def test_a_loss_of_the_users_own_selects_by_its_own_scores() -> None:
+    inputs = random_update(random.Random(0))
+    mask_R = torch.ones_like(inputs.batch.mask_R)
+    inputs = replace(inputs, batch=replace(inputs.batch, mask_R=mask_R), ages_R=torch.arange(len(mask_R)) % 5)
+    rule = TopShare(OldestOptions(share=0.4), ClipBoundConfig())
+    found: Any = Again(None)
+    while isinstance(found, Again):
+        found = rule.decide(rule.table(inputs, found.so_far), found.so_far)
+    loss_R = only_oldest(replace(inputs, found=found), rule.options).loss_R
+    assert found.num_selected == int(0.4 * len(mask_R)) > 0
+    assert ((loss_R != 0) == (inputs.ages_R >= 3)).all()
+
+
+def test_the_table_of_the_page_is_current() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == filled_page(text), "run: python scripts/write_selection_table.py"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["loss.name=clip_cov"], "loss.share=0.0002 selects no token: an update has at most 3072 tokens"),
+        (["loss.name=kl_cov"], "loss.share=0.0002 selects no token: an update has at most 3072 tokens"),
+        (["loss.name=top_entropy", "loss.share=0"], "loss.share must be above 0, got 0"),
+        (
+            ["loss.name=clip_cov", "loss.share=0.01", "loss.covariance_low=6"],
+            "loss.covariance_low must be below loss.covariance_high, as no token could be selected, got 6",
+        ),
+        (["loss.name=kl_cov", "loss.share=0.00033"], ""),
+        (["loss.name=top_entropy"], ""),
+    ],
+)
+def test_a_share_that_selects_no_token_is_refused(
+    settings: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "demo", *settings]) == (2 if message else 0)
+    error = capsys.readouterr().err
+    assert (message in error) if message else not error

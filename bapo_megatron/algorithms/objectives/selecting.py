@@ -1,12 +1,12 @@
 """Losses that treat a share of the update's tokens differently, selected exactly by `top_share` (docs/losses.md).
 
     clip_cov     sum_t m_t min(r_t A_t, clip(r_t, c_low, c_high) A_t), m_t = 0 for tokens drawn from a band of c_t
-    kl_cov       sum_t r_t A_t - beta m_t |log r_t|, m_t = 1 for the tokens with the largest c_t only
-    top_entropy  sum_t m_t min(r_t A_t, clip(r_t, c_low, c_high) A_t), m_t = 1 for those with the largest entropy only
+    kl_cov       sum_t r_t A_t - beta m_t |log r_t|, m_t = 1 for the largest c_t only
+    top_entropy  sum_t m_t min(r_t A_t, clip(r_t, c_low, c_high) A_t), m_t = 1 for the largest entropies only
 
 c_t = (A_t - mean A) (log pi_t - mean log pi) is a token's part of the covariance that lowers entropy (arXiv 2505.22617,
-Eq. 10 to 12; verl's core_algos.py). The mask by entropy is that of arXiv 2506.01939. Tokens that a mask leaves out stay
-in the divisor, as in both.
+Section 4; verl's core_algos.py). The mask by entropy follows arXiv 2506.01939. Tokens that a mask leaves out stay
+in the divisor, as in both papers.
 
 Shape legend: R response tokens of a micro-batch.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ClipCovLoss(SelectingLoss, ClippedLoss, BoundedLoss):
-    """Fixed bounds; tokens drawn from those of high covariance have no gradient (Clip-Cov, arXiv 2505.22617)."""
+    """Fixed bounds; tokens drawn from a band of high covariance have no gradient (Clip-Cov, arXiv 2505.22617)."""
 
     name: Literal["clip_cov"] = "clip_cov"
 
