@@ -5,8 +5,8 @@
 
 A key is the float32 score, as bits that sort like the numbers, followed by the token's place in the step's batch, so
 that the first places win among equal scores. No two keys are equal: for any split of the update, exactly k tokens reach
-the k-th largest, or all that have a score if they are fewer. Each round makes one all-reduce of 2,048 counts. Three rounds of digits
-settle the score; further rounds settle the place, if it decides.
+the k-th largest, or all that have a score if they are fewer. Each round makes one all-reduce of 2,048 counts. Three
+rounds of digits settle the score; further rounds settle the place, if it decides.
 
 The loss gives the scores (`SelectingLoss.scores`), and so may the options of a user's own loss.
 

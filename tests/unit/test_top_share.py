@@ -95,7 +95,7 @@ def literal_loss(inputs: LossInputs, config: Any, chosen: set[int]) -> tuple[flo
     """Return the loss of an update and its gradient, token by token."""
     loss, gradient_R = 0.0, torch.zeros_like(inputs.log_probs_R)
     for i in inputs.batch.mask_R.nonzero().flatten().tolist():
-        log_ratio = float(inputs.log_probs_R[i] - inputs.batch.behaviour_logprobs_R[i])
+        log_ratio = float(inputs.log_probs_R[i].detach() - inputs.batch.behaviour_logprobs_R[i])
         ratio, advantage = math.exp(log_ratio), float(inputs.batch.advantages_R[i])
         if config.name == "kl_cov":
             penalty = config.penalty * (i in chosen)
@@ -142,7 +142,7 @@ def test_any_split_selects_the_tokens_of_sorting_everything(name: str) -> None:
         wanted, wanted_R = literal_loss(inputs, config, chosen)
         assert loss == pytest.approx(wanted, rel=1e-9, abs=1e-9)
         torch.testing.assert_close(gradient_R, wanted_R, rtol=1e-9, atol=1e-9)
-    assert (min(num_sums), max(num_sums)) == (1, 4 if name == "clip_cov" else 7), "places decide between equal scores"
+    assert max(num_sums) <= 4 if name == "clip_cov" else max(num_sums) == 7, "places decide between equal scores"
 
 
 def test_the_first_places_win_among_equal_scores() -> None:
@@ -158,6 +158,18 @@ def test_the_first_places_win_among_equal_scores() -> None:
     for batch, wanted in ((inputs.batch, [False, True, False, False, False]), (back, [False] * 4 + [True])):
         of_batch = replace(inputs, batch=batch)
         assert config.selected(replace(of_batch, found=found_of(config, of_batch))).tolist() == wanted
+
+
+def test_a_whole_number_of_tokens_is_not_rounded_down_further() -> None:
+    assert 0.29 * 100 < 29
+    columns = dict.fromkeys(("behaviour_logprobs_R", "advantages_R"), torch.zeros(100))
+    inputs = loss_inputs(
+        log_probs_R=torch.zeros(100),
+        mask_R=torch.ones(100, dtype=torch.bool),
+        bounds=None,  # type: ignore[arg-type]
+        **columns,
+    )
+    assert found_of(config_of("kl_cov", share=0.29), inputs).num_selected == 29
 
 
 def test_every_update_draws_other_lots() -> None:
