@@ -5,8 +5,8 @@
     top_entropy  sum_t m_t min(r_t A_t, clip(r_t, c_low, c_high) A_t), m_t = 1 for the largest entropies only
 
 c_t = (A_t - mean A) (log pi_t - mean log pi) is a token's part of the covariance that lowers entropy (arXiv 2505.22617,
-Section 4; verl's core_algos.py). The mask by entropy follows arXiv 2506.01939. Tokens that a mask leaves out stay
-in the divisor, as in both papers.
+verl's compute_policy_loss_clip_cov and _kl_cov). The mask by entropy follows arXiv 2506.01939.
+Tokens that a mask leaves out stay in the divisor, as in both papers.
 
 Shape legend: R response tokens of a micro-batch.
 """
