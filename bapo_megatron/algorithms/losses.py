@@ -50,6 +50,7 @@ class ScoredTokens:
     ages_R: Tensor  # int64: optimizer updates since each token was sampled
     over_context: Callable[[Tensor], Tensor] = _no_context
     """Sums a float64 table over the ranks that hold the other tokens of these responses; all these ranks call it."""
+    entropy_R: Tensor | None = None  # float32, nats, at the current weights; None unless the rule reads entropies
 
     def ratios(self, options: RatioOptions) -> TokenRatios:
         """Compute r_t and w_t: see `token_ratios`."""
@@ -58,6 +59,16 @@ class ScoredTokens:
     def response_means(self, values_R: Tensor) -> Tensor:
         """Return the mean over each token's response, float64 [R]: see `response_means`."""
         return response_means(values_R, self.batch, self.over_context)
+
+    def lots(self) -> Tensor:
+        """Draw a number in [0, 1) for each token, float64 [R], from its place in the update and the weights' version.
+
+        So every layout draws the same, and every update other ones. The hash is SplitMix64, as signed numbers.
+        """
+        hash_R = (self.ages_R + self.batch.versions_R) * -7046029254386353131 + self.batch.batch_rows_R
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            hash_R = (hash_R ^ (hash_R >> shift)) * factor
+        return ((hash_R >> 31) & 0xFFFFFF).double() / 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ says which tokens its rule reads (`LossConfig.rule_reads`). The rules:
     FixedBounds        the bounds in the loss's own section
     ContributionRule   BAPO's search (`bound_search`)
     SecondMomentRule   M2PO's limit (`second_moment`)
+    TopShare           a share of the update's tokens, those with the largest scores (`top_share`)
 """
 
 from __future__ import annotations

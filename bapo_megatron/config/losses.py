@@ -57,6 +57,8 @@ class Loss:
     """An `UpdateRule`, called with the options and [bapo]; its decision becomes `LossInputs.found`."""
     reads: RuleReads = "update"
     """The tokens that `rule` reads."""
+    reads_entropy: bool = False
+    """Whether `rule` reads `tokens.entropy_R`, which is otherwise None."""
     streams: tuple[StepStream, ...] = ()
     """Values that the learner computes for each token in a step."""
 
@@ -141,6 +143,11 @@ class CustomLoss(LossConfig):
         return self.own.streams
 
     @property
+    def reads_entropy(self) -> bool:  # type: ignore[override]
+        """Whether its `Loss` says so. Raises UserError: see `own`."""
+        return self.own.reads_entropy
+
+    @property
     def rule(self) -> Any:
         """The rule of its `Loss`, the search of [bapo], or None. Raises UserError: see `own`."""
         if self.search_bounds:
@@ -175,6 +182,8 @@ class CustomLoss(LossConfig):
             raise LOSS.error(self.name, "it has its own update rule: leave loss.search_bounds out")
         if getattr(own.rule, "masks", False) and own.reads != "update":
             raise LOSS.error(self.name, f'its rule masks tokens, which needs reads="update", not "{own.reads}"')
+        if own.reads_entropy and own.reads == "earlier updates":
+            raise LOSS.error(self.name, 'entropies of "earlier updates" are not kept: its rule needs reads="update"')
         for metric in own.metrics:
             if problem := _problem(metric, has_rule=own.rule is not None):
                 raise LOSS.error(self.name, f"its metric {metric.key:.100} {problem} (docs/extending.md)")

@@ -180,6 +180,8 @@ class LossConfig(Section):
     """The `UpdateRule` that decides `LossInputs.found`, or its dotted path, because this file does not import torch."""
     searches_bounds: ClassVar[bool] = False
     """Whether the rule is the search of [bapo]."""
+    reads_entropy: ClassVar[bool] = False
+    """Whether the rule reads the tokens' entropies."""
     clips: ClassVar[bool] = False
     """Whether tokens beyond a bound lose their gradient: the record is a `ClippedTokenLoss`."""
     averages_ratios: ClassVar[bool] = False
@@ -265,3 +267,28 @@ class BoundedLoss(RatioLoss):
     """Lower ratio bound (0.8 is 1 - epsilon for epsilon = 0.2)."""
     clip_high: float = Field(1.2, ge=1, le=LARGEST)
     """Upper ratio bound; above 2 - clip_low it is DAPO's clip-higher, such as 1.28."""
+
+
+class SelectingLoss(RatioLoss):
+    """A loss that selects a share of an update's tokens: those with the largest scores."""
+
+    rule = "bapo_megatron.algorithms.top_share:TopShare"
+
+    share: float
+    """Share of the update's trained tokens that is selected, rounded down."""
+
+    def rule_reads(self, bapo: ClipBoundConfig) -> RuleReads:
+        """Return "update": the share is of all tokens of the update."""
+        return "update"
+
+    def scores(self, tokens: Any, means: Any) -> Any:
+        """Return a score for each of the `ScoredTokens`, [R]; -inf or nan keeps a token from being selected.
+
+        Args:
+            means: the `UpdateMeans`.
+        """
+        raise NotImplementedError
+
+    def selected(self, inputs: Any) -> Any:
+        """Return the selected tokens of a micro-batch: bool [R], within its mask."""
+        return inputs.found.selected(self.scores(inputs, inputs.found.means), inputs.batch)

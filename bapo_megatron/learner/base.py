@@ -22,6 +22,9 @@ FoundOf = Callable[[ScoredTokens], ClipBounds]
 """Makes the decision for a micro-batch from its tokens at the current weights, while its loss is computed. All ranks of
 the last stage call it together, including all tensor ranks."""
 
+Scored = tuple[Tensor, Tensor | None]
+"""A micro-batch's log-probs, and its entropies if they were asked for: float32 [R], nats, without gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -51,8 +54,8 @@ class Learner(Protocol):
         """Return log-probs without gradient: one float32 [R] per micro-batch; empty off the last stage."""
         ...
 
-    def score(self, minibatch: MiniBatch) -> list[Tensor]:
-        """Return the same as `log_probs`; the mini-batch's `step` must come next.
+    def score(self, minibatch: MiniBatch, *, with_entropy: bool = False) -> list[Scored]:
+        """Return the same log-probs as `log_probs`, with entropies on request; the mini-batch's `step` must come next.
 
         It may cost nothing extra: it returns log-probs that the mini-batch already has (`proximal_version`), and it
         keeps forward passes that can run now, with their activations, for the step.

@@ -11,8 +11,8 @@ from bapo_megatron.algorithms.bound_search import BoundSearchState
 from bapo_megatron.algorithms.losses import ScoredTokens
 from bapo_megatron.algorithms.update_rules import Again, no_tokens, update_rule
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import CheckpointError
-from bapo_megatron.learner.base import Learner
+from bapo_megatron.errors import CheckpointError, UserError
+from bapo_megatron.learner.base import Learner, Scored
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.types import ClipBounds, MicroBatch, MiniBatch
 
@@ -31,9 +31,9 @@ class BoundsFinder:
     """
 
     def __init__(self, config: Config, learner: Learner) -> None:
-        self._learner = learner
+        self._learner, self._name = learner, config.loss.name
         self._rule = update_rule(config.loss, config.bapo)
-        self._reads = config.rule_reads
+        self._reads, self._with_entropy = config.rule_reads, config.loss.reads_entropy
         self._past: Tensor | None = None  # table of earlier updates, summed over all ranks
 
     def find(self, minibatch: MiniBatch) -> Any:
@@ -47,13 +47,13 @@ class BoundsFinder:
             return self._of_micro_batch
         if self._past is not None:
             return self._rule.decide(self._past, None)
-        values = self._values(minibatch, self._learner.score(minibatch))
+        values = self._values(minibatch, self._learner.score(minibatch, with_entropy=self._with_entropy))
         return self._decision(values, self._learner.sum_over_data_ranks)
 
     def observe(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> None:
         """Keep the table of a finished step for later steps; it comes from the log-probs of its forward pass."""
         if self._reads == "earlier updates":
-            table = self._table(self._values(minibatch, log_probs), None)
+            table = self._table(self._values(minibatch, [(log_probs_R, None) for log_probs_R in log_probs]), None)
             self._past = self._rule.remember(self._learner.sum_over_data_ranks(table).cpu(), self._past)
 
     def state_dict(self) -> BoundSearchState:
@@ -67,15 +67,20 @@ class BoundsFinder:
         past = None if lagged is None else torch.tensor(lagged, dtype=torch.float64)
         self._past = None if past is None else past.reshape(self._rule.shape)
 
-    def _values(self, minibatch: MiniBatch, log_probs: list[Tensor]) -> list[Any]:
-        """Read this rank's micro-batches; off the last stage there are no log-probs."""
-        pairs = zip(minibatch.micro_batches, log_probs, strict=bool(log_probs))
-        return [self._rule.values(self._scored(mb, log_probs_R)) for mb, log_probs_R in pairs]
+    def _values(self, minibatch: MiniBatch, scored: list[Scored]) -> list[Any]:
+        """Read this rank's micro-batches; off the last stage nothing is scored."""
+        pairs = zip(minibatch.micro_batches, scored, strict=bool(scored))
+        return [self._rule.values(self._scored(mb, *scores)) for mb, scores in pairs]
 
-    def _scored(self, mb: MicroBatch, log_probs_R: Tensor) -> ScoredTokens:
+    def _scored(self, mb: MicroBatch, log_probs_R: Tensor, entropy_R: Tensor | None) -> ScoredTokens:
+        if self._with_entropy and entropy_R is None:
+            raise UserError(
+                f'loss.name="{self._name}" selects tokens by their entropy, which {type(self._learner).__name__} does '
+                "not compute: choose another loss"
+            )
         mb = mb.to(log_probs_R.device)
         ages_R = self._learner.version - mb.versions_R
-        return ScoredTokens(mb, log_probs_R, ages_R, self._learner.sum_over_context)
+        return ScoredTokens(mb, log_probs_R, ages_R, self._learner.sum_over_context, entropy_R)
 
     def _table(self, values: Sequence[Any], so_far: Any) -> Tensor:
         return sum((self._rule.table(each, so_far).cpu() for each in values), no_tokens(self._rule))

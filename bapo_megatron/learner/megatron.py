@@ -26,7 +26,7 @@ from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.base import refuse
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.errors import UserError
-from bapo_megatron.learner.base import StepResult
+from bapo_megatron.learner.base import Scored, StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
 from bapo_megatron.learner.fit import check_adapters, check_extra, check_init_from, check_replay, check_split
 from bapo_megatron.learner.gradient_guard import GradientGuard
@@ -91,19 +91,21 @@ class MegatronLearner(TrainedModel):
         self._settle_routes(minibatch)
         return log_probs
 
-    def score(self, minibatch: MiniBatch) -> list[Tensor]:
-        """Compute log-probs before the mini-batch's `step`: see `Learner.score`.
+    def score(self, minibatch: MiniBatch, *, with_entropy: bool = False) -> list[Scored]:
+        """Compute log-probs, and entropies on request, before the mini-batch's `step`: see `Learner.score`.
 
         This is free if they are already known, or if the step's forward passes can run now.
         """
-        if minibatch.proximal_version == self.version:
+        if minibatch.proximal_version == self.version and not with_entropy:
             known = [batch.proximal_logprobs_R for batch in minibatch.micro_batches if self.layout.is_last_stage]
-            return [log_probs_R for log_probs_R in known if log_probs_R is not None]
-        if not self.schedule.runs_forwards_first(minibatch):
-            return self.log_probs(minibatch)
-        self._scored = self.schedule.forward(minibatch)
+            return [(log_probs_R, None) for log_probs_R in known if log_probs_R is not None]
+        if self.schedule.runs_forwards_first(minibatch):
+            self._scored = self.schedule.forward(minibatch)
+            scores = [scores for _, scores in self._scored.batches]
+        else:
+            scores = self.schedule.without_gradient(minibatch, lambda scores: scores, with_entropy=with_entropy)
         self._settle_routes(minibatch)
-        return self._scored.log_probs
+        return [(one.log_probs_R.detach(), one.entropy_R.detach() if with_entropy else None) for one in scores]
 
     def sum_over_last_stage(self, table: Tensor) -> Tensor:
         """Sum over the ranks of the last stage alone: see `Learner.sum_over_last_stage`."""
@@ -186,7 +188,7 @@ class MegatronLearner(TrainedModel):
         """
         log_probs_R, entropy_R = scores
         ages_R = self.version - batch.versions_R
-        tokens = ScoredTokens(batch, log_probs_R.detach(), ages_R, self.layout.sum_over_context)
+        tokens = ScoredTokens(batch, log_probs_R.detach(), ages_R, self.layout.sum_over_context, entropy_R.detach())
         if callable(found):
             found = found(tokens)
         if self._rule.masks:

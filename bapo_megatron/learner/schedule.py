@@ -43,6 +43,7 @@ class Scores(NamedTuple):
 
 
 _Outcome = TypeVar("_Outcome")
+_Kept = TypeVar("_Kept")
 # maps a micro-batch, then its scores (or a critic's values), to the loss, number of tokens, and an outcome to keep
 LossOf = Callable[[MicroBatch], Callable[[Any], tuple[Tensor, Tensor, _Outcome]]]
 
@@ -53,10 +54,6 @@ class ForwardPasses:
 
     minibatch: MiniBatch
     batches: list[tuple[MicroBatch, Scores]]  # on the device
-
-    @property
-    def log_probs(self) -> list[Tensor]:
-        return [log_probs_R.detach() for _, (log_probs_R, _) in self.batches]
 
 
 class Schedule:
@@ -97,10 +94,14 @@ class Schedule:
         """Return log-probs without gradient; empty off the last stage."""
         return self.without_gradient(minibatch, lambda scores: scores[0])
 
-    def without_gradient(self, minibatch: MiniBatch, of: Callable[[Any], Tensor]) -> list[Tensor]:
+    def without_gradient(
+        self, minibatch: MiniBatch, of: Callable[[Any], _Kept], *, with_entropy: bool = False
+    ) -> list[_Kept]:
         """Return `of` the model's output for each micro-batch, without gradient; empty off the last stage."""
         with torch.no_grad():
-            return self._forward(minibatch, lambda batch: lambda output, non_loss_data: of(output), with_entropy=False)
+            return self._forward(
+                minibatch, lambda batch: lambda output, non_loss_data: of(output), with_entropy=with_entropy
+            )
 
     def forward(self, minibatch: MiniBatch) -> ForwardPasses:
         """Run all forward passes and keep their graphs. Does not work with pipeline stages."""

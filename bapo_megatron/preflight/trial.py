@@ -84,7 +84,9 @@ def _inputs(run: Resolved) -> "LossInputs":
         extra={stream: rows_of(stream) for stream in streams},
     )
     rule, found = update_rule(loss, config.bapo), Again(None)
-    tokens = ScoredTokens(batch, log_probs_R.detach(), batch.versions_R)
+    entropy_R = torch.ones(4)
+    known_R = entropy_R if loss.reads_entropy else None
+    tokens = ScoredTokens(batch, log_probs_R.detach(), batch.versions_R, entropy_R=known_R)
     reads = config.rule_reads != "nothing"
     values = rule.values(tokens) if reads else None
     while isinstance(found, Again):
@@ -92,7 +94,6 @@ def _inputs(run: Resolved) -> "LossInputs":
         found = rule.decide(total, found.so_far)
     if rule.masks:
         batch = dataclasses.replace(batch, mask_R=rule.mask(tokens, found))
-    entropy_R = torch.ones(4)
     return LossInputs(batch, log_probs_R, batch.versions_R, entropy_R=entropy_R, found=found)
 
 

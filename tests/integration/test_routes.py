@@ -87,7 +87,7 @@ def update(config: Config, folder: Path) -> dict[str, Any]:
         max_tokens=config.train.max_tokens_per_microbatch,
         share=learner.share,
     )
-    before, scored = learner.log_probs(minibatch), learner.score(minibatch)
+    before, scored = learner.log_probs(minibatch), [log_probs_R for log_probs_R, _ in learner.score(minibatch)]
     result = learner.step(minibatch, BOUNDS)
     for first, second, third in zip(before, scored, result.log_probs, strict=True):
         torch.testing.assert_close(first, second, atol=1e-6, rtol=0)

@@ -25,6 +25,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "bapo": {"bapo": {"scope": "exact"}, "advantage": {"kind": "gae"}, "critic": {"epochs_per_step": 2}},
     "gspo": {"loss": {"name": "gspo", "kl_coef": 0.1, "proximal": "learner", "max_drift": 0.5}},
     "m2po": {"loss": {"name": "m2po"}},
+    "top_entropy": {"loss": {"name": "top_entropy", "share": 0.5}},
 }
 TOLERANCE = 1e-4
 

@@ -1,12 +1,13 @@
 """Inputs of the losses from a few columns, and their sums as the learner makes them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bapo_megatron.algorithms.clip_bounds import measured_rho
-from bapo_megatron.algorithms.losses import LossInputs, TokenLoss
+from bapo_megatron.algorithms.losses import LossInputs, ScoredTokens, TokenLoss
 from bapo_megatron.algorithms.second_moment import SecondMomentRule
 from bapo_megatron.algorithms.update_rules import Again, NoBounds, no_tokens, update_rule
 from bapo_megatron.config.losses import LOSSES
@@ -63,6 +64,16 @@ def fixed_bounds(loss: LossConfig) -> ClipBounds:
     rule = update_rule(loss, ClipBoundConfig())
     assert isinstance(rule, NoBounds), f"the bounds of {loss.name} come from its search"
     return rule.decide(no_tokens(rule), None)
+
+
+def found_of(loss: LossConfig, inputs: ScoredTokens, *more: ScoredTokens, log: list[Tensor] | None = None) -> Any:
+    """Return what the loss's rule decides on the update of these micro-batches; `log` gets the table of each round."""
+    rule, found, parts = update_rule(loss, ClipBoundConfig()), Again(None), (inputs, *more)
+    while isinstance(found, Again):
+        so_far, log = found.so_far, [] if log is None else log
+        log.append(torch.stack([rule.table(rule.values(part), so_far) for part in parts]).sum(0))
+        found = rule.decide(log[-1], so_far)
+    return found
 
 
 def second_moment_bounds(log_ratios: Tensor, limit: float, sum_over_ranks: Callable[[Tensor], Tensor]) -> ClipBounds:

@@ -54,7 +54,7 @@ def test_m2po_leaves_tokens_without_weight_out_of_its_second_moment() -> None:
 def finder(config: Config, log_probs_R: Tensor) -> BoundsFinder:
     learner: Any = SimpleNamespace(
         version=0,
-        score=lambda _: [log_probs_R],
+        score=lambda *_, with_entropy: [(log_probs_R, None)],
         sum_over_data_ranks=lambda table: table,
         sum_over_context=lambda table: table,
     )
@@ -109,7 +109,7 @@ def test_a_rule_makes_one_all_reduce_a_round_and_scores_only_what_it_reads(
     log_probs_R = torch.tensor([0.1, 0.2, -0.3])
     learner: Any = SimpleNamespace(
         version=0,
-        score=lambda _: calls.append("score") or [log_probs_R],
+        score=lambda *_, with_entropy: calls.append("score") or [(log_probs_R, None)],
         sum_over_data_ranks=lambda table: calls.append("sum") or table,
         sum_over_context=lambda table: table,
     )

@@ -29,6 +29,7 @@ from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.checkpoint.folder import MOMENTS, WEIGHT
 from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import SelectingLoss
 from bapo_megatron.learner import adam, split_model
 from bapo_megatron.learner.adam import AdamState, ChainedAdam
 from bapo_megatron.learner.attention import PackedAttention
@@ -38,7 +39,7 @@ from bapo_megatron.learner.host_copies import HostCopies
 from bapo_megatron.learner.packs import Block, PackedSequences, _Place, make_blocks
 from bapo_megatron.learner.token_metrics import TokenMetrics
 from bapo_megatron.types import ClipBounds
-from tests.unit.loss_inputs import loss_inputs
+from tests.unit.loss_inputs import found_of, loss_inputs
 
 CUDA = torch.device("cuda", 0)
 NUM_TOKENS = 9
@@ -151,6 +152,8 @@ def test_a_loss_and_its_metrics(name: str, options: dict[str, Any]) -> None:
     section = LOSSES[name]
     config = section(name=name, **{key: value for key, value in options.items() if key in section.model_fields})
     given = inputs()
+    if isinstance(config, SelectingLoss):
+        given = replace(given, found=found_of(config, given))
     with fakes():
         given = replace(moved(given), batch=given.batch.to(CUDA))
         tokens = config.tokens(given)

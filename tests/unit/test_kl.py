@@ -13,9 +13,9 @@ from bapo_megatron.algorithms.kl import ESTIMATORS, KLCoefficient, reference_kl
 from bapo_megatron.algorithms.losses import LossInputs, TokenLoss
 from bapo_megatron.algorithms.objectives.clipped import BapoLoss
 from bapo_megatron.config.losses import LOSSES
-from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig
+from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig, SelectingLoss
 from bapo_megatron.types import ClipBounds
-from tests.unit.loss_inputs import fixed_bounds, loss_inputs, sums_of
+from tests.unit.loss_inputs import fixed_bounds, found_of, loss_inputs, sums_of
 
 FORMULAS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 SLOPES = {"k1": lambda d: 1.0, "k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d)}
@@ -60,6 +60,8 @@ def test_loss_and_gradient_equal_the_formula_with_every_loss(name, estimator, to
     inputs = make_inputs(tokens)
     if config.rule_reads(ClipBoundConfig()) == "nothing":
         inputs = replace(inputs, found=fixed_bounds(config))
+    elif isinstance(config, SelectingLoss):
+        inputs = replace(inputs, found=found_of(config, inputs))
     plain = config.tokens(inputs)
     (plain_grad,) = torch.autograd.grad(plain.loss_R.sum(), inputs.log_probs_R)
     loss_R, result = with_kl(inputs, config, coefficient)

@@ -1,6 +1,7 @@
 """The token profile against a loop over tokens, for any split into micro-batches and updates."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from bapo_megatron.algorithms.mismatch import no_mismatch
 from bapo_megatron.algorithms.objectives.clipped import BapoLoss
 from bapo_megatron.config.losses import LOSSES
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import SelectingLoss
 from bapo_megatron.learner.base import StepResult
 from bapo_megatron.metrics import METRICS, reduce_updates
 from bapo_megatron.monitor.record import UpdateMetrics
@@ -110,6 +112,9 @@ def test_a_step_pools_the_tokens_of_its_updates() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_off_unless_asked_for(name: str) -> None:
     rows = [(0.3, 0.1, 1.0, 0.5, True)]
-    tokens = LOSSES[name]().tokens(make_inputs(rows))
+    inputs = make_inputs(rows)
+    if isinstance(config := LOSSES[name](), SelectingLoss):
+        inputs = replace(inputs, found=helpers.found_of(config, inputs))
+    tokens = config.tokens(inputs)
     assert profile(helpers.sums_of(tokens)) == {}
     assert bool(profile(helpers.sums_of(tokens, with_profile=True))) == LOSSES[name].clips

@@ -5,5 +5,6 @@ not import torch: functions use the methods of `LossInputs` and of tensors.
 
     clipped     BAPO, GRPO
     rivals      GSPO, GMPO, CISPO, SAPO, M2PO
+    selecting   Clip-Cov, KL-Cov, the mask by entropy
     supervised  maximum likelihood
 """

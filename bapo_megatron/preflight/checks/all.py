@@ -11,7 +11,14 @@ from bapo_megatron.preflight.checks.environment import check_environment
 from bapo_megatron.preflight.checks.eval import check_eval
 from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.preflight.checks.layout import check_batch, check_gpu_count, check_layout, check_sync
-from bapo_megatron.preflight.checks.learning import check_critic, check_kl, check_loss, check_schedule, check_units
+from bapo_megatron.preflight.checks.learning import (
+    check_critic,
+    check_kl,
+    check_loss,
+    check_schedule,
+    check_share,
+    check_units,
+)
 from bapo_megatron.preflight.checks.model import check_dtype, check_policy, precision_warnings
 from bapo_megatron.preflight.checks.monitor import check_monitor
 from bapo_megatron.preflight.checks.placement import check_sharing
@@ -57,6 +64,7 @@ def check_settings(
         *check_environment(config, None if model is None else model.hf_config),
         *check_eval(run),
         *check_loss(config),
+        *check_share(config),
         *check_units(config, given),
         *check_kl(config),
         *check_schedule(config, given),

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.lr_schedule import LARGE_RATE, planned_updates
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import SelectingLoss
 from bapo_megatron.errors import plural
 
 
@@ -25,6 +26,27 @@ def check_loss(config: Config) -> Iterator[Violation]:
             f"depend on train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch} and on the number of "
             "data and context ranks",
             'set bapo.scope="exact" to avoid this',
+        )
+
+
+def check_share(config: Config) -> Iterator[Violation]:
+    """Refuse a share of the update's tokens that is below one token."""
+    loss, r, num_updates = config.loss, config.rollout, config.train.minibatches_per_step
+    if not isinstance(loss, SelectingLoss):
+        return
+    num_tokens = -(-r.prompts_per_step * r.samples_per_prompt // num_updates) * r.max_response_tokens
+    if loss.share * num_tokens < 1 - 1e-6:
+        yield Violation(
+            (
+                "loss.share",
+                "loss.name",
+                "rollout.prompts_per_step",
+                "rollout.samples_per_prompt",
+                "rollout.max_response_tokens",
+                "train.minibatches_per_step",
+            ),
+            f"loss.share={loss.share:g} selects no token: an update has at most {num_tokens} tokens",
+            f"set loss.share={10 / num_tokens:.1g} or so, or make updates larger",
         )
 
 
