@@ -164,9 +164,9 @@ class DppoKlLoss(DppoLoss):
     name: Literal["dppo_kl"] = "dppo_kl"
 
     max_fall: Positive = 0.05
-    """Largest D(q || p), in nats, of a token with A < 0 whose probability fell; the default is open-instruct's."""
+    """Largest D(q || p), in nats, of a token with A < 0 whose probability fell; default as in open-instruct #1790."""
     max_rise: Positive = 0.05
-    """Largest D(q || p), in nats, of a token with A > 0 whose probability rose; the default is open-instruct's."""
+    """Largest D(q || p), in nats, of a token with A > 0 whose probability rose; default as in open-instruct #1790."""
 
     def divergence(self, new_R: Tensor, old_R: Tensor) -> Tensor:
         """Compute D(q || p), with 1e-8 added to 1 - p and 1 - q in its logarithm, as in verl."""
