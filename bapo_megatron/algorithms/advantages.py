@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from bapo_megatron.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -80,7 +82,8 @@ class Advantage:
     """A built-in advantage."""
 
     function: Callable[[GroupView], Tensor | list[list[float]]]
-    divides_by_std: bool = False  # by the group's standard deviation, so that scaling rewards has no effect
+    divides_by_group: bool = False  # by a statistic of the group's rewards, so that scaling them has no effect
+    needs_binary: bool = False  # refuses rewards other than 0 and one value above 0
     discounts: bool = False  # by advantage.gamma
 
 
@@ -100,6 +103,23 @@ def rloo(group: GroupView) -> Tensor:
     """Compute r - mean of the other responses: leave-one-out, arXiv 2402.14740."""
     num = len(group.samples)
     return dr_grpo(group) * num / max(num - 1, 1)
+
+
+def max_rl(group: GroupView) -> Tensor:
+    """Compute (r - mean) / mean: MaxRL, arXiv 2602.02710, which counts a success the more the rarer it is.
+
+    Raises UserError if a group has rewards besides 0 and one value above 0, which reward.scale made of 1.
+    """
+    rewards_G, advantages_G = group.rewards_G, dr_grpo(group)
+    if not bool(advantages_G.any()):
+        return advantages_G
+    unfit = [r for r in rewards_G.tolist() if has_spread(0.0, r) and has_spread(r, float(rewards_G.max()))]
+    if unfit:
+        raise UserError(
+            f'advantage.kind="max_rl" needs rewards of 0 and 1, but judge and reward.* gave {unfit[0]:g}: set '
+            'advantage.kind="grpo", or leave out what makes other rewards'
+        )
+    return advantages_G / rewards_G.mean()
 
 
 def grpo_turns(group: GroupView) -> list[list[float]]:
@@ -123,10 +143,11 @@ def _returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 ESTIMATORS = {
-    "grpo": Advantage(grpo, divides_by_std=True),
-    "grpo_turns": Advantage(grpo_turns, divides_by_std=True, discounts=True),
+    "grpo": Advantage(grpo, divides_by_group=True),
+    "grpo_turns": Advantage(grpo_turns, divides_by_group=True, discounts=True),
     "dr_grpo": Advantage(dr_grpo),
     "rloo": Advantage(rloo),
+    "max_rl": Advantage(max_rl, divides_by_group=True, needs_binary=True),
 }
 """Built-in advantages by `advantage.kind`."""
 

@@ -70,6 +70,10 @@ class ScoredTokens:
             hash_R = (hash_R ^ (hash_R >> shift)) * factor
         return ((hash_R >> 31) & 0xFFFFFF).double() / 2**24
 
+    def response_sums(self, values_R: Tensor) -> Tensor:
+        """Return the sum over each token's response, float64 [R]; arguments as for `response_means`."""
+        return _response_sums(values_R, self.batch, self.over_context)[0][self.batch.sequence_R]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs(ScoredTokens, Generic[Found]):
@@ -114,6 +118,17 @@ class LossInputs(ScoredTokens, Generic[Found]):
             clipped_high_R=clipped_high_R,
             clipped_low_R=clipped_low_R,
             dual_clipped_R=dual_clipped_R,
+        )
+
+    def masked(self, ratios: TokenRatios, objective_R: Tensor, masked_R: Tensor) -> ClippedTokenLoss:
+        """Return the record of the loss -w A times the objective, [R], 0 where masked: there, the sign of A says which
+        bound a token counts for."""
+        record = self._record(ratios, objective_R.masked_fill(masked_R, 0.0))
+        return ClippedTokenLoss(
+            **record,
+            clipped_high_R=masked_R & (record["advantages_R"] > 0),
+            clipped_low_R=masked_R & (record["advantages_R"] < 0),
+            dual_clipped_R=masked_R.new_zeros(masked_R.shape),
         )
 
     def _record(self, ratios: TokenRatios, objective_R: Tensor) -> dict[str, Any]:
@@ -196,8 +211,8 @@ class RatioTokenLoss(TokenLoss):
 class ClippedTokenLoss(RatioTokenLoss):
     """The record of a loss that gives no gradient to clipped tokens."""
 
-    clipped_high_R: Tensor  # bool: A > 0 and on or over the upper bound
-    clipped_low_R: Tensor  # bool: A < 0 and on or under the lower bound
+    clipped_high_R: Tensor  # bool: A > 0 and on or over the upper bound, or masked by the loss
+    clipped_low_R: Tensor  # bool: A < 0 and on or under the lower bound, or masked by the loss
     dual_clipped_R: Tensor  # bool: A < 0 and on or over `dual_clip`
 
     @property

@@ -457,9 +457,9 @@ class AdvantageConfig(Section):
 
     kind: Annotated[str, AfterValidator(ADVANTAGE.known)] = "grpo"
     """One advantage per response, from its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the
-    others; or your own function, "my_package.my_module:my_advantage". One per turn: grpo_turns: grpo of the rewards
-    from this turn on, discounted by gamma. One per token, from a critic (see [critic]): gae: generalized advantage
-    estimation; n_step: n-step returns."""
+    others; max_rl: (r - mean) / mean, of rewards 0 and 1; or your own function, "my_package.my_module:my_advantage".
+    One per turn: grpo_turns: grpo of the rewards from this turn on, discounted by gamma. One per token, from a critic
+    (see [critic]): gae: generalized advantage estimation; n_step: n-step returns."""
     whiten_batch: bool = False
     """Whiten the advantages over the responses of the batch: with dr_grpo, REINFORCE++ with a group baseline."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -484,9 +484,14 @@ class AdvantageConfig(Section):
         return self.kind not in ESTIMATORS or ESTIMATORS[self.kind].discounts
 
     @property
-    def divides_by_std(self) -> bool:
-        """Whether each group is divided by its standard deviation, so that scaling rewards has no effect."""
-        return self.kind in ESTIMATORS and ESTIMATORS[self.kind].divides_by_std
+    def needs_binary(self) -> bool:
+        """Whether rewards must be 0 or 1."""
+        return self.kind in ESTIMATORS and ESTIMATORS[self.kind].needs_binary
+
+    @property
+    def divides_by_group(self) -> bool:
+        """Whether a statistic of its rewards divides each group, so that scaling rewards has no effect."""
+        return self.kind in ESTIMATORS and ESTIMATORS[self.kind].divides_by_group
 
 
 class CriticConfig(Section):

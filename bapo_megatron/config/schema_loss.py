@@ -184,8 +184,8 @@ class LossConfig(Section):
     """Whether the rule reads the tokens' entropies."""
     clips: ClassVar[bool] = False
     """Whether tokens beyond a bound lose their gradient: the record is a `ClippedTokenLoss`."""
-    averages_ratios: ClassVar[bool] = False
-    """Whether the clipped ratio is averaged over the response."""
+    reads_responses: ClassVar[bool] = False
+    """Whether what a token learns depends on all tokens of its response."""
 
     @property
     def function_options(self) -> Any:

@@ -25,6 +25,8 @@ rewards = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0, 3.0]), min_size=2, max
     lambda r: len(set(r)) > 1
 )
 
+OF_ANY_REWARDS = [name for name, advantage in ESTIMATORS.items() if not advantage.needs_binary]
+
 
 def group_of(rewards: list[float]) -> GroupView:
     return GroupView(PROMPT, tuple(SampleView(reward, (4,), "stop") for reward in rewards))
@@ -44,6 +46,23 @@ def test_formulas(rewards: list[float]) -> None:
         got = [value for (value,) in advantage_function(name)(group_of(rewards))]
         assert got == pytest.approx(values, abs=1e-12), name
         assert ESTIMATORS[name].function(group_of(rewards)).dtype == torch.float64
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=12), scale=st.sampled_from([1.0, 0.1, 40.0]))
+def test_max_rl_of_successes_is_the_failures_per_success(rewards: list[float], scale: float) -> None:
+    mean = statistics.fmean(rewards)
+    expected = [r / mean - 1 for r in rewards] if mean else rewards
+    got = [value for (value,) in advantage_function("max_rl")(group_of([scale * r for r in rewards]))]
+    assert got == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "unfit"), [([0.0, 0.5, 1.0], "0.5"), ([-1.0, 1.0], "-1"), ([-1.0, 0.0], "-1"), ([0.9, 1.0], "0.9")]
+)
+def test_max_rl_refuses_rewards_that_are_not_0_and_1(rewards: list[float], unfit: str) -> None:
+    with pytest.raises(UserError, match=rf'advantage.kind="max_rl" needs rewards of 0 and 1, .* gave {unfit}: set'):
+        advantage_function("max_rl")(group_of(rewards))
 
 
 turns = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 1.0]), min_size=1, max_size=5)
@@ -154,13 +173,13 @@ def test_only_an_advantage_that_compares_the_group_is_centred(tmp_path: Path, mo
     assert (one, two) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", OF_ANY_REWARDS)
 @settings(max_examples=50, deadline=None)
 @given(rewards=rewards, factor=st.floats(0.5, 4))
 def test_the_trait_says_whether_a_scale_of_rewards_does_nothing(name: str, rewards: list[float], factor: float) -> None:
     advantage = advantage_function(name)
     plain, scaled = (torch.tensor(advantage(group_of([f * r for r in rewards]))) for f in (1.0, factor))
-    expected = plain if ESTIMATORS[name].divides_by_std else factor * plain
+    expected = plain if ESTIMATORS[name].divides_by_group else factor * plain
     torch.testing.assert_close(scaled, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -265,7 +284,7 @@ def test_rewards_of_turns_are_scaled_and_their_advantages_reach_their_tokens() -
     assert not batch.advantages_T[~batch.sampled_T].any()
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", OF_ANY_REWARDS)
 @settings(max_examples=20, deadline=None)
 @given(
     groups=st.lists(st.lists(turns, min_size=10, max_size=12), min_size=1, max_size=3),

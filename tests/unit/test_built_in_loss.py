@@ -24,11 +24,11 @@ from bapo_megatron.metrics import Metric
 if TYPE_CHECKING:
     from bapo_megatron.algorithms.losses import LossInputs, TokenLoss
 
-class ReinforceLoss(LossConfig):
+class BaselineLoss(LossConfig):
     """REINFORCE."""
 
-    name: Literal["reinforce"] = "reinforce"
-    metrics = (Metric("loss/reinforce_loss_max", "nats", "Largest loss.", tokens="max", of="loss_R"),)
+    name: Literal["baseline"] = "baseline"
+    metrics = (Metric("loss/baseline_loss_max", "nats", "Largest loss.", tokens="max", of="loss_R"),)
 
     baseline: float = Field(0.0, ge=0)
     """Subtracted from advantages."""
@@ -58,20 +58,20 @@ def message(*overrides):
     except ConfigError as error:
         return str(error)
 
-config = load_config(["demo"], ["loss.name=reinforce", "loss.baseline=0.25", "loss.kl_coef=0.1"])
-assert type(config.loss).__name__ == "ReinforceLoss" and config.loss.baseline == 0.25
+config = load_config(["demo"], ["loss.name=baseline", "loss.baseline=0.25", "loss.kl_coef=0.1"])
+assert type(config.loss).__name__ == "BaselineLoss" and config.loss.baseline == 0.25
 assert load_tables({"dumped": tomllib.loads(dump_config(config))}) == config
-assert "did you mean loss.baseline?" in message("loss.name=reinforce", "loss.baselin=1")
-assert 'but of loss.name="reinforce" (' in message("loss.name=sft", "loss.baseline=1")
-assert "loss.baseline must be at least 0, got -1" in message("loss.name=reinforce", "loss.baseline=-1")
-assert '"reinforce"' in message("loss.name=reinfor")
-(idle,) = idle_settings(resolve(load_config(["demo"], ["loss.name=reinforce", "monitor.token_profile=true"])))
+assert "did you mean loss.baseline?" in message("loss.name=baseline", "loss.baselin=1")
+assert 'but of loss.name="baseline" (' in message("loss.name=sft", "loss.baseline=1")
+assert "loss.baseline must be at least 0, got -1" in message("loss.name=baseline", "loss.baseline=-1")
+assert '"baseline"' in message("loss.name=baselin")
+(idle,) = idle_settings(resolve(load_config(["demo"], ["loss.name=baseline", "monitor.token_profile=true"])))
 assert "monitor.token_profile=true has no effect" in idle.message
 
 from bapo_megatron.config.page import metrics_page, settings_page
-assert "| `loss/reinforce_loss_max` | nats | Largest loss. |  |" in metrics_page()
-assert " reinforce: REINFORCE. " in settings_page()
-assert "| `baseline` | number | `0.0` | reinforce: Subtracted from advantages. |" in settings_page()
+assert "| `loss/baseline_loss_max` | nats | Largest loss. |  |" in metrics_page()
+assert " baseline: REINFORCE. " in settings_page()
+assert "| `baseline` | number | `0.0` | baseline: Subtracted from advantages. |" in settings_page()
 
 import math
 import torch
@@ -87,13 +87,13 @@ inputs = loss_inputs(log_probs_R=log_probs_R, behaviour_logprobs_R=log_probs_R.d
 assert math.isnan(inputs.bounds.low)
 tokens = config.loss.tokens(inputs)
 assert tokens.loss_R.tolist() == [1.0, -2.0]
-assert float(TokenMetrics(config.loss.metrics).maxima(tokens)["loss/reinforce_loss_max"]) == 1.0
+assert float(TokenMetrics(config.loss.metrics).maxima(tokens)["loss/baseline_loss_max"]) == 1.0
 print("tried")
 """
 
 
 def test_a_loss_in_one_file_is_a_setting_a_page_and_a_function(tmp_path: Path) -> None:
-    (tmp_path / "reinforce.py").write_text(REINFORCE)
+    (tmp_path / "baseline.py").write_text(REINFORCE)
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(root)])}
     done = subprocess.run(

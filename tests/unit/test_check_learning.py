@@ -54,6 +54,16 @@ def messages(severity: str, **sections: Any) -> list[str]:
             {"train": {"minibatches_per_step": 128}},
             "each of the step's 128 sequences is an update of its own; set it to the step's sequences, divided by",
         ),
+        (
+            "warning",
+            {"loss": {"name": "vespo"}, "train": {"minibatches_per_step": 128}, "parallel": {"data": 2}},
+            'loss.name="vespo" weights or masks whole responses, and each update has one response',
+        ),
+        (
+            "error",
+            {"advantage": {"kind": "max_rl"}, "reward": {"overlong_penalty": 0.5, "overlong_buffer_tokens": 32}},
+            'advantage.kind="max_rl" needs rewards of 0 and 1, and reward.overlong_penalty=0.5 makes others',
+        ),
         ("error", {"loss": {"kl_target": 0.1}}, "set loss.kl_coef=0.1"),
         ("warning", {"loss": {"reference_path": "x"}}, 'loss.reference_path="x" has no effect without loss.kl_coef'),
         ("warning", {"loss": {"kl_coef": 0.1, "kl_estimator": "k1"}}, "adds noise"),

@@ -124,7 +124,7 @@ def messages(*overrides: str, hf_config: dict[str, Any] = HF_CONFIG) -> list[str
         ("rollout.max_response_tokens=2000", ["512 + 2000 = 2512", "2048", "data.max_prompt_tokens=48"]),
         ("rollout.max_response_tokens=4096", ["max_prompt_tokens=1024 and rollout.max_response_tokens=1024"]),
         ("reward.overlong_penalty=1 reward.overlong_buffer_tokens=600", ["600", "512", "buffer_tokens=102"]),
-        ("loss.name=gspo bapo.rho0=0.4", ["bapo.rho0=0.4 has no effect", 'loss.name="bapo"', "mean over a response"]),
+        ("loss.name=gspo bapo.rho0=0.4", ["bapo.rho0=0.4 has no effect", 'loss.name="bapo"', "read whole responses"]),
         ("loss.name=gmpo bapo.scope=lagged", ['bapo.scope="lagged" has no effect', 'loss.name="bapo"', "gmpo"]),
         (
             "loss.importance_kind=mask loss.importance_level=sequence",

@@ -29,7 +29,7 @@ rho_0 = 0.4
 [train]
 num_steps = "many"
 [loss]
-name = "ppo"
+name = "dqn"
 [rollout]
 max_response_tokens = 64
 [data]
@@ -48,7 +48,7 @@ def test_check_names_three_mistakes_in_one_answer(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert sorted(done.stderr.splitlines()) == [
-        f'bapo: loss.name must be {EVERY_LOSS} or a path like "my_module:my_name", got "ppo" (run.toml)',
+        f'bapo: loss.name must be {EVERY_LOSS} or a path like "my_module:my_name", got "dqn" (run.toml)',
         "bapo: no such setting: bapo.rho_0 (run.toml); did you mean bapo.rho0?",
         'bapo: train.num_steps must be a whole number, got "many" (run.toml)',
     ]

@@ -21,6 +21,7 @@ from bapo_megatron.config.losses import LOSS_SECTIONS
 from bapo_megatron.config.schema_loss import ClipBoundConfig, RatioLoss
 from bapo_megatron.types import Batch, ClipBounds
 from tests.unit.loss_inputs import loss_inputs, positive_share, sums_of
+from tests.unit.test_rivals import RIVALS
 
 BOUNDS = ClipBounds(low=0.6, high=1.45, positive_share=0.4, saturated=False, num_moves=5)
 LOW, HIGH, CAP = 0.6, 1.45, 2.0
@@ -207,7 +208,7 @@ def test_the_search_and_other_losses_weight_a_token_alike(responses, correction)
         for x in (ratios.weight_R, weights_R)
     )
     torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
-    for name in ("gspo", "gmpo", "cispo", "sapo", "m2po"):
+    for name in RIVALS:
         section = LOSS_SECTIONS[name]
         plain_R = section.model_validate({"name": name} | ones).tokens(inputs).loss_R
         weighted_R = section.model_validate({"name": name} | options).tokens(inputs).loss_R

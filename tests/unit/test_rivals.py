@@ -1,4 +1,4 @@
-"""GSPO, GMPO, CISPO, SAPO and M2PO against the formulas of their papers, written out; all in float64."""
+"""The losses besides BAPO and GRPO against the formulas of their papers, written out; all in float64."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,9 +17,21 @@ from bapo_megatron.algorithms.second_moment import moving_away
 from bapo_megatron.config.losses import LOSS_SECTIONS
 from bapo_megatron.config.schema_loss import BoundedLoss, RatioLoss
 from bapo_megatron.types import ClipBounds
+from tests.unit.literal_factors import FACTORS, Factors
 from tests.unit.loss_inputs import fixed_bounds, loss_inputs, second_moment_bounds, sums_of
 
-RIVALS = ("gspo", "gmpo", "cispo", "sapo", "m2po")
+RIVALS = ("gspo", "gmpo", "cispo", "sapo", "m2po", *FACTORS)
+OPTIONS: dict[str, dict[str, float]] = {  # besides the defaults
+    "sapo": {"temperature_positive": 0.7, "temperature_negative": 1.9},
+    "m2po": {"max_second_moment": 0.7},
+    "reinforce": {},
+    "vespo": {"k_positive": 0.0, "lambda_positive": 0.4, "k_negative": 1.5, "lambda_negative": 5.0},
+    "ipo": {"max_change": 0.05, "max_ratio": 1.5, "kl_tau": 0.01},
+    "dppo_tv": {"max_fall": 0.02, "max_rise": 0.1, "max_ratio": 1.5, "kl_tau": 0.01},
+    "dppo_kl": {"max_fall": 0.2, "max_rise": 0.01, "max_ratio": 1.5, "kl_tau": 0.01},
+    "kpop": {"max_kl": 0.01, "max_ratio": 1e9, "kl_tau": 0.01},
+    "flash_reinforce": {"max_mean_kl": 0.05},
+}
 
 
 def config_of(name: str, **options: float) -> RatioLoss:
@@ -71,8 +83,22 @@ def m2po_keeps(ratios: Sequence[float], advantages: Sequence[float], limit: floa
     return keeps
 
 
+def policy_gradient(factors: Factors) -> Callable[..., Tensor]:
+    """Return sum_t f A log pi, with constants f."""
+
+    def objective(ratios: Tensor, advantage: float, config: RatioLoss, log_probs: Tensor) -> Tensor:
+        new = log_probs.detach().exp()
+        old = new / ratios.detach()
+        f = torch.tensor(factors(config, advantage, new.tolist(), old.tolist()), dtype=torch.float64)
+        square = getattr(config, "kl_tau", 0.0) * ratios.log().square()
+        return (f * advantage * log_probs - square).sum()
+
+    return objective
+
+
 WIDE_OPEN = ClipBounds(0.0, math.inf, math.nan, saturated=False, num_moves=0)
 REFERENCES: dict[str, Callable[..., Tensor]] = {"gspo": gspo, "gmpo": gmpo, "cispo": cispo, "sapo": sapo}
+REFERENCES |= {name: policy_gradient(factors) for name, factors in FACTORS.items()}
 
 
 def objective_of(
@@ -100,7 +126,8 @@ def inputs_of(responses: Sequence[Response], config: RatioLoss, weights: Tensor 
     lens_S = [len(ratios) for _, ratios in responses]
     log_ratios_R = torch.tensor([x for _, ratios in responses for x in ratios], dtype=torch.float64)
     advantages_R = torch.tensor([a for a, _ in responses], dtype=torch.float64).repeat_interleave(torch.tensor(lens_S))
-    behaviour_R = torch.linspace(-3, -0.5, len(log_ratios_R), dtype=torch.float64)
+    higher_R = torch.linspace(-3, -0.05, len(log_ratios_R), dtype=torch.float64)  # the higher log-prob
+    behaviour_R = higher_R - log_ratios_R.clamp(min=0)
     inputs = loss_inputs(
         log_probs_R=(behaviour_R + log_ratios_R).requires_grad_(),
         behaviour_logprobs_R=behaviour_R if weights is None else behaviour_R - weights.log(),
@@ -150,14 +177,11 @@ def is_off_the_limit(away: Tensor, limit: float) -> bool:
 
 
 @pytest.mark.parametrize("name", RIVALS)
-@pytest.mark.parametrize("options", [{}, {"clip_low": 0.7, "clip_high": 1.4}])
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("is_default", [True, False])
+@settings(max_examples=200, deadline=None)
 @given(responses=responses)
-def test_loss_and_gradient_equal_the_paper(name: str, options: dict[str, float], responses: list[Response]) -> None:
-    if name == "sapo":
-        options = {"temperature_positive": 0.7, "temperature_negative": 1.9} if options else {}
-    elif name == "m2po":
-        options = {"max_second_moment": 0.7} if options else {}
+def test_loss_and_gradient_equal_the_paper(name: str, is_default: bool, responses: list[Response]) -> None:
+    options = {} if is_default else OPTIONS.get(name, {"clip_low": 0.7, "clip_high": 1.4})
     config = config_of(name, **options)
     inputs = inputs_of(responses, config)
     if isinstance(config, M2poLoss):
@@ -198,7 +222,7 @@ def test_any_cut_over_context_ranks_gives_the_same(name: str, responses: list[Re
     total = torch.stack(tables).sum(0) if tables else None
     loss_R, gradient_R = torch.zeros_like(whole.log_probs_R), torch.zeros_like(whole.log_probs_R)
     for rank, part in enumerate(parts):
-        if name == "gmpo" or name == "gspo":
+        if tables:
             part = replace(part, over_context=lambda _: total)
         of_rank_R = config.tokens(part).loss_R
         loss_R[rank_R == rank] = of_rank_R.detach()
@@ -252,6 +276,43 @@ def test_on_the_policys_own_samples_all_have_the_gradient_of_reinforce() -> None
         inputs = inputs_of([(1.0, [0.0, 0.0]), (-0.5, [0.0])], config)
         (gradient_R,) = torch.autograd.grad(config.tokens(inputs).loss_R.sum(), inputs.log_probs_R)
         assert gradient_R.tolist() == pytest.approx([-1.0, -1.0, 0.5], rel=1e-12), name
+
+
+MASKED = ("ipo", "dppo_tv", "dppo_kl", "kpop", "sao", "flash_reinforce")
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_tokens_have_no_gradient_and_count_as_clipped_by_the_sign_of_the_advantage(name: str) -> None:
+    far, near = 3.0, 1e-4
+    config = config_of(name)
+    inputs = inputs_of([(1.0, [near]), (-1.0, [near]), (0.0, [far]), (1.0, [far]), (-1.0, [-far])], config)
+    tokens = config.tokens(inputs)
+    (gradient_R,) = torch.autograd.grad(tokens.loss_R.sum(), inputs.log_probs_R)
+    assert [x != 0 for x in gradient_R.tolist()] == [True, True, False, False, False]
+    assert tokens.clipped_high_R.tolist() == [False, False, False, True, False]  # type: ignore[attr-defined]
+    assert tokens.clipped_low_R.tolist() == [False, False, False, False, True]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_log_prob_that_is_nan_is_not_masked(name: str) -> None:
+    """Its gradient is nan, so that the learner skips the update."""
+    inputs = inputs_of([(1.0, [0.0, 0.1])], config_of(name))
+    for place in (0, 1):
+        broken_R = inputs.log_probs_R.detach().index_fill(0, torch.tensor(place), math.nan).requires_grad_()
+        loss = config_of(name).tokens(replace(inputs, log_probs_R=broken_R)).loss_R.sum()
+        assert loss.isnan()
+
+
+@pytest.mark.parametrize(("name", "cap"), [("ipo", 1e4), ("dppo_tv", 20.0), ("dppo_kl", 20.0)])
+@pytest.mark.parametrize("log_ratio", [12.0, 30.0])
+def test_a_capped_ratio_keeps_its_gradient(name: str, cap: float, log_ratio: float) -> None:
+    """30 is beyond the largest log-ratio that has a gradient of its own."""
+    inputs = inputs_of([(-1.0, [0.0, log_ratio])], config_of(name))
+    inputs = replace(inputs, log_probs_R=(inputs.log_probs_R - 5).detach().requires_grad_())
+    batch = replace(inputs.batch, behaviour_logprobs_R=inputs.batch.behaviour_logprobs_R - 5)
+    loss = config_of(name).tokens(replace(inputs, batch=batch)).loss_R.sum()
+    (gradient_R,) = torch.autograd.grad(loss, inputs.log_probs_R)
+    assert gradient_R.tolist() == pytest.approx([1.0, cap], rel=1e-12)
 
 
 LIMITS = (1e-4, 0.04, 0.5)

@@ -34,7 +34,7 @@ class GspoLoss(BoundedLoss):
 
     name: Literal["gspo"] = "gspo"
     clips = True
-    averages_ratios = True
+    reads_responses = True
 
     clip_low: float = Field(1 - 3e-4, gt=0, le=1)
     """Lower bound of a response's ratio: a mean over its tokens, so that it stays near 1; default as in the paper."""
@@ -58,7 +58,7 @@ class GmpoLoss(BoundedLoss):
 
     name: Literal["gmpo"] = "gmpo"
     clips = True
-    averages_ratios = True
+    reads_responses = True
 
     clip_low: float = Field(math.exp(-0.4), gt=0, le=1)
     """Lower bound of a token's ratio; default e^-0.4, as in the paper."""

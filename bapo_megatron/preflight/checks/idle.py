@@ -30,15 +30,15 @@ class Idle:
 
 
 _BOUNDS = "loss.name loss.search_bounds"
-_AVERAGING = " and ".join(losses_with(lambda section: section.averages_ratios))
+_OF_RESPONSES = ", ".join(losses_with(lambda section: section.reads_responses))
 
 IDLE = (
     Idle(
         "bapo.*",
         "loss.name",
-        lambda c, _: not c.loss.averages_ratios,
+        lambda c, _: not c.loss.reads_responses,
         'loss.name="bapo"',
-        f"the search chooses bounds of a token's ratio, but {_AVERAGING} take the mean over a response",
+        f"the search chooses bounds of a token's ratio, but these losses read whole responses: {_OF_RESPONSES}",
     ),
     Idle("bapo.*", _BOUNDS, lambda c, _: c.loss.searches_bounds, 'loss.name="bapo"'),
     Idle(

@@ -19,6 +19,14 @@ def check_loss(config: Config) -> Iterator[Violation]:
             "update: nothing is ever clipped",
             "set train.minibatches_per_step=2 or more to let the bounds act",
         )
+    num_sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if loss.reads_responses and num_sequences == train.minibatches_per_step:
+        yield warning(
+            ("loss.name", "train.minibatches_per_step", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
+            f'loss.name="{loss.name}" weights or masks whole responses, and each update has one response: Adam cancels '
+            "the weight, and a mask leaves nothing",
+            f"set train.minibatches_per_step below {num_sequences}, so that an update has several responses",
+        )
     if config.loss.searches_bounds and config.bapo.scope == "microbatch":
         yield warning(
             ("bapo.scope", "loss.name", "loss.search_bounds"),

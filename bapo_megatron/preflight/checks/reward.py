@@ -38,6 +38,13 @@ def check_reward(config: Config) -> Iterator[Violation]:
             'rollout.keep_group="informative" leaves these out of the batch',
             'set rollout.keep_group="all"',
         )
+    if reward.overlong_penalty and config.advantage.needs_binary:
+        yield Violation(
+            ("advantage.kind", "reward.overlong_penalty"),
+            f'advantage.kind="{config.advantage.kind}" needs rewards of 0 and 1, and reward.overlong_penalty='
+            f"{reward.overlong_penalty:g} makes others of them",
+            'set reward.overlong_penalty=0 or advantage.kind="grpo"',
+        )
     yield from _parts(reward)
     for table, one in config.prompt_sources.items():
         if reward.kind == "code" and not one.has_rows:
@@ -48,15 +55,15 @@ def check_reward(config: Config) -> Iterator[Violation]:
             )
     is_scaled = reward.scale != 1 or reward.running_std
     scaling = ("advantage.kind", "reward.scale", "reward.running_std", "reward.clip")
-    if config.advantage.divides_by_std and is_scaled and reward.clip is None:
+    if config.advantage.divides_by_group and is_scaled and reward.clip is None:
         name = "reward.running_std" if reward.running_std else f"reward.scale={reward.scale:g}"
         yield warning(
             scaling,
-            f'{name} does nothing with advantage.kind="{config.advantage.kind}", which divides by the standard '
-            "deviation of each group",
+            f'{name} does nothing with advantage.kind="{config.advantage.kind}", which divides by a '
+            "statistic of each group's rewards",
             'set advantage.kind="dr_grpo" or "rloo"',
         )
-    if config.advantage.whiten_batch and is_scaled and reward.clip is None and not config.advantage.divides_by_std:
+    if config.advantage.whiten_batch and is_scaled and reward.clip is None and not config.advantage.divides_by_group:
         yield warning(
             ("advantage.whiten_batch", *scaling),
             "advantage.whiten_batch=true divides by the standard deviation of the batch, so that reward.scale and "
