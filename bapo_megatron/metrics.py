@@ -34,6 +34,7 @@ class Metric:
     of: str = ""  # field of the loss's record that is reduced; "": the sum comes from a table (`learner.token_metrics`)
     updates: Literal["mean", "max", "sum", "last"] = "mean"  # reduction over the updates of a step
     per: str = ""  # metric that divides this one, once both are reduced
+    squared_per: str = ""  # metric of the same update that divides the square of this one
     panel: str = ""  # "section / title" of the figure that draws it; "": none
 
     @property

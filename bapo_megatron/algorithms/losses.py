@@ -206,6 +206,16 @@ class RatioTokenLoss(TokenLoss):
         ratio_R = importance_ratio(self.inputs.log_probs_R, self.inputs.batch.behaviour_logprobs_R, self.mask_R)
         return ratio_R - 1 - ratio_R.log()
 
+    @property
+    def importance_R(self) -> Tensor:
+        """pi_theta / pi_rollout, whatever the loss makes of it: the weights of Kish's effective sample size."""
+        ratio_R = importance_ratio(self.inputs.log_probs_R, self.inputs.batch.behaviour_logprobs_R, self.mask_R)
+        return torch.where(self.mask_R, ratio_R, 0.0)
+
+    @property
+    def importance_square_R(self) -> Tensor:
+        return self.importance_R.square()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedTokenLoss(RatioTokenLoss):

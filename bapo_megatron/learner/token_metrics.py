@@ -109,6 +109,9 @@ class TokenMetrics:
         present = largest[num_maxima + 1 :].tolist()
         declared = (*self.means, *self.largest)
         metrics = {m.key: x for m, x, is_present in zip(declared, values, present, strict=True) if is_present}
+        for metric in self.means:
+            if metric.squared_per and metric.key in metrics:
+                metrics[metric.key] = metrics[metric.key] ** 2 / (metrics[metric.squared_per] or math.nan)
         metrics["train/tokens"] = float(num_trained_tokens)
         return metrics, Mismatch(sums[1 + num_means :], largest[num_maxima])
 

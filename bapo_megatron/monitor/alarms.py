@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, variance
 
@@ -31,6 +32,9 @@ _MIN_UPDATES = 3  # an occasional spike or skipped update is normal
 _UPDATES_SHARE = 0.2
 _CLIPPED_SHARE = 0.8  # the first update after a push, when the policy still equals the sampler, rarely clips everything
 _ENTROPY_NATS = 0.005
+_RISE_STEPS = (5, 15, 45)  # so that a doubling within 20 steps is seen as well as one within 150
+_FALL_STDS = 0.1  # a smaller fall of the reward may be chance, which has a chance at each step
+_RISE = 1.25  # in healthy runs, means of five steps differ by less, and other data raise at most two of four
 _LOST_NATS = 1.0  # measured in the demo: below 0.3 at rates that learn, above it once the policy is destroyed
 _KL_NATS = 1e-8  # float32 rounding causes about 1e-13
 _OLD_TOKEN_UPDATES = 0.1  # with this mean age or more, a policy that moves must differ from the one that sampled
@@ -91,7 +95,7 @@ class Steps:
 
     def values(self, name: str) -> list[float]:
         """Return the finite values of a metric in the recent steps."""
-        return [value for row in self.recent if math.isfinite(value := row.get(name, math.nan))]
+        return _finite(self.recent, name)
 
     def always(self, test: Callable[[StepRow], bool]) -> bool:
         """Return whether there are at least five recent steps and all pass a test; nan must fail it."""
@@ -120,6 +124,10 @@ class Steps:
         """Whether nearly all responses of the recent steps pass."""
         rewards = self.values(reward_metric(self.latest))
         return bool(rewards) and all(map(is_pass_rate, self.recent)) and fmean(rewards) >= _HIGH_PASS_RATE
+
+
+def _finite(rows: Iterable[StepRow], name: str) -> list[float]:
+    return [value for row in rows if math.isfinite(value := row.get(name, math.nan))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,15 +248,16 @@ def _has_risen(rows: Sequence[StepRow]) -> bool:
 
     This recognizes a run that learned before its first evaluation.
     """
-    window = min(_WINDOW_STEPS, len(rows) // 2)
-    first, last = (
-        [value for row in part if math.isfinite(value := row.get(reward_metric(row), math.nan))]
-        for part in (rows[:window], rows[len(rows) - window :])
-    )
-    if min(len(first), len(last)) < 2:
+    window, name = min(_WINDOW_STEPS, len(rows) // 2), reward_metric(rows[-1])
+    return _exceeds(_finite(rows[len(rows) - window :], name), _finite(rows[:window], name))
+
+
+def _exceeds(values: Sequence[float], others: Sequence[float], least: float = 0.0) -> bool:
+    """Return whether the mean of some values exceeds the mean of others by more than chance, and than `least`."""
+    if min(len(values), len(others)) < 2:
         return False
-    error = math.sqrt(variance(first) / len(first) + variance(last) / len(last))
-    return fmean(last) - fmean(first) > Z_95 * error
+    error = math.sqrt(variance(values) / len(values) + variance(others) / len(others))
+    return fmean(values) - fmean(others) > max(Z_95 * error, least)
 
 
 def _no_entropy(steps: Steps) -> str | None:
@@ -256,6 +265,31 @@ def _no_entropy(steps: Steps) -> str | None:
         return None
     entropy = max(0.0, fmean(steps.values("loss/entropy")))  # rounding may leave it below 0
     return f"the entropy is {entropy:.1g} nats per token in {steps.span}."
+
+
+def _rising_entropy(steps: Steps) -> str | None:
+    """Compare four equal stretches up to this step: entropy rose from each to the next, and rewards fell in the last.
+
+    In early training, and with an entropy bonus of the right size, rewards do not fall. Other data change the entropy
+    within a few steps, which is a rise from the first stretch to the second and third, and none to the last.
+    """
+    for num in _RISE_STEPS:
+        if len(steps.rows) < 4 * num:
+            break
+        stretches = [steps.rows[-i * num :][:num] for i in (4, 3, 2, 1)]
+        entropies = [_finite(rows, "loss/entropy") for rows in stretches]
+        rewards = [_finite(rows, reward_metric(steps.latest)) for rows in stretches]
+        if not all(entropies) or not all(rewards):
+            continue
+        levels, means = [*map(fmean, entropies)], [*map(fmean, rewards)]
+        is_rising = all(after > max(0.0, _RISE * before) for before, after in pairwise(levels))
+        least = _FALL_STDS * stretches[-1][0].get("reward/std", 0.0)
+        if is_rising and means[-1] <= means[-2] and _exceeds([*chain(*rewards[:-1])], rewards[-1], least):
+            return (
+                f"within {4 * num} steps, the entropy rose from {levels[0]:.2g} to {levels[-1]:.2g} nats per token and "
+                f"the mean reward fell from {means[0]:.2g} to {means[-1]:.2g}."
+            )
+    return None
 
 
 def _all_clipped(steps: Steps) -> str | None:
@@ -407,6 +441,17 @@ RULES = (
         change="check rollout.temperature; start from an earlier checkpoint with a lower optimizer.lr, a higher upper "
         "clip bound (bapo.rho0, bapo.high) or train.entropy_coef.",
         tries=(("optimizer.lr", 1 / 3),),
+        from_before=True,
+    ),
+    Rule(
+        "rising entropy",
+        _rising_entropy,
+        cause="a learning rate that is too high, clip bounds that are too wide for old samples, failures that outweigh "
+        "successes, or an entropy bonus that is too large: the policy falls apart.",
+        change="start from an earlier checkpoint with a lower optimizer.lr, a lower upper clip bound (bapo.rho0, "
+        "bapo.high), fewer passes or a lower train.entropy_coef.",
+        unless=("mismatch",),
+        tries=(("train.entropy_coef", 1 / 3), ("optimizer.lr", 1 / 3)),
         from_before=True,
     ),
     Rule(

@@ -265,6 +265,7 @@ def literal_metrics(log_probs_T: Tensor, entropy_T: Tensor, batch: Batch, versio
     is_rare, is_uncommon = probs < 0.1, (probs >= 0.1) & (probs < 0.2)
     return {
         "loss/ratio_mean": ratio.mean().item(),
+        "loss/effective_share": (ratio.sum() ** 2 / (ratio.numel() * ratio.square().sum())).item(),
         "loss/ratio_max": ratio.max().item(),
         "loss/entropy": entropy_T[mask_T].mean().item(),
         "loss/clip_high_share": clipped_high.double().mean().item(),

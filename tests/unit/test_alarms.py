@@ -4,9 +4,10 @@ import csv
 import io
 import json
 import math
+import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -300,6 +301,85 @@ def test_a_plateau_after_learning_is_not_flat() -> None:
 
 def test_a_mean_reward_of_other_values_than_0_and_1_has_no_pass_rate() -> None:
     assert names(*[{**row, "reward/std": 1.7} for row in evaluated([0.3] * 6)]) == []
+
+
+# rising entropy
+
+
+def entropies(levels: Iterable[float], passes: Iterable[float]) -> list[Metrics]:
+    pairs = zip(levels, passes, strict=True)
+    return [{**WELL, "loss/entropy": x, "reward/mean": p, "reward/std": math.sqrt(p * (1 - p))} for x, p in pairs]
+
+
+def stretches(num: int, growth: float, passes: tuple[float, ...]) -> list[Metrics]:
+    """Return four stretches of `num` steps, each with its mean reward, and its entropy `growth` times the previous."""
+    means = [p + 0.01 * (-1) ** i for p in passes for i in range(num)]
+    return entropies([0.2 * growth**k for k in range(4) for _ in range(num)], means)
+
+
+FALLING = (0.6, 0.6, 0.55, 0.5)
+
+
+@pytest.mark.parametrize("num", [5, 15, 45])
+def test_entropy_that_rises_over_four_stretches_while_rewards_fall_is_an_alarm(num: int) -> None:
+    rows = stretches(num, 1.251, FALLING)
+    (alarm,) = raised(*[WELL] * 3, *rows)
+    assert (alarm.name, alarm.first_step) == ("rising entropy", 3 + 4 * num)
+    assert alarm.saw == (
+        f"within {4 * num} steps, the entropy rose from 0.2 to 0.39 nats per token and the mean reward fell from 0.6 "
+        "to 0.5."
+    )
+    assert names(*rows[1:]) == [], "too few steps"
+    assert names(*stretches(num, 1.24, FALLING)) == []
+    assert names(*stretches(num, 1 / 1.26, FALLING)) == []
+    assert names({**WELL, "mismatch/alarms": 1.0}, *rows[:-1], {**rows[-1], "mismatch/alarms": 1.0}) == ["mismatch"]
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        (0.3, 0.4, 0.5, 0.6),  # early training: the policy learns
+        (0.6, 0.6, 0.6, 0.6),  # an entropy bonus of the right size
+        (0.6, 0.6, 0.6, 0.57),  # by less than a tenth of the rewards' standard deviation
+        (0.6, 0.4, 0.3, 0.35),  # it recovers
+    ],
+)
+def test_entropy_may_rise_while_rewards_do_not_fall(passes: tuple[float, ...]) -> None:
+    assert names(*stretches(5, 1.5, passes)) == []
+
+
+def test_entropy_that_is_0_or_unknown_does_not_rise() -> None:
+    rows = stretches(5, 1.5, FALLING)
+    for level in (0.0, -1e-9, math.nan):  # rounding may leave it below 0
+        assert "rising entropy" not in names(*[{**row, "loss/entropy": level} for row in rows])
+    assert names(*[{**row, "reward/mean": math.nan} for row in rows]) == []
+
+
+@given(
+    at=st.integers(1, 70),
+    num_steps=st.integers(1, 3),
+    factor=st.floats(0.05, 20.0),
+    after=st.floats(0.0, 1.0),
+    seed=st.integers(0, 2**32),
+)
+def test_other_data_raise_no_alarm(at: int, num_steps: int, factor: float, after: float, seed: int) -> None:
+    """Overlapping rollouts mix old and new prompts for some steps."""
+    noise = random.Random(seed)
+    mixed = [min(1.0, max(0.0, (i - at) / num_steps)) for i in range(1, 90)]
+    levels = [0.3 * (1 + (factor - 1) * part) * noise.uniform(0.93, 1.07) for part in mixed]
+    passes = [(0.8 + (0.8 * after - 0.8) * part) * noise.uniform(0.9, 1.1) for part in mixed]
+    assert "rising entropy" not in names(*entropies(levels, passes))
+
+
+RUNS = [json.loads(line) for line in Path(__file__).with_name("entropy_runs.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run["settings"] or "demo")
+def test_the_alarm_tells_runs_that_fall_apart_from_healthy_ones(run: dict[str, Any]) -> None:
+    """Recorded by `bapo train demo` with 64 responses per update, one update per step and a learning rate of 5e-4."""
+    rows = entropies(run["entropy"], run["pass_rate"])
+    alarms = {alarm.name: alarm.first_step for alarm in raised(*rows)}
+    assert alarms.get("rising entropy") == run["alarm"]
 
 
 # learning rates

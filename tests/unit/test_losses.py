@@ -1,6 +1,7 @@
 """Losses and their gradients against the formula, token by token."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,6 +171,8 @@ def test_metrics_count_what_they_say():
             "loss/positive_mass": 3.45,
             "loss/negative_mass": 2.1,
             "loss/ratio_mean": 7.5,
+            "loss/effective_share": 7.5,
+            "loss/importance_square": 4 + 1 + 0.25 + 16,
             "loss/importance_weight_mean": 4,
             "loss/importance_capped_share": 0,
             "loss/approx_kl": 7.5 - 4 - sum(log_ratios[:4]),
@@ -208,6 +211,31 @@ def test_sums_add_up_over_micro_batches(tokens, cut):
         assert sums[1][name] + sums[2][name] == pytest.approx(value, rel=0, abs=error)
     for name, value in maxima[0].items():
         assert max(maxima[1][name], maxima[2][name]) == value
+
+
+@settings(max_examples=300, deadline=None)
+@given(tokens=tokens, cut=st.integers(0, 12), scale=st.floats(-3, 3), dropped=st.integers(0, 3))
+def test_the_effective_share_is_kish_s_formula_for_any_loss_and_division(tokens, cut, scale, dropped):
+    """It does not change if all weights are scaled, and masked tokens do not count."""
+    tokens = [*tokens, *[(9.0, 1.0)] * dropped]
+    is_trained = [i < len(tokens) - dropped for i in range(len(tokens))]
+
+    def share(loss, parts, shift):
+        rows = []
+        for part in parts:
+            log_ratios, advantages = zip(*tokens[part], strict=True) if tokens[part] else ((), ())
+            inputs = make_inputs([x + shift for x in log_ratios], advantages, mask=is_trained[part])
+            rows.append(TokenMetrics().summarize(loss.tokens(inputs), no_mismatch(), with_profile=False))
+        alone = SimpleNamespace(reduce_over_data=lambda table, op=None: table)
+        return TokenMetrics().reduce(rows, sum(is_trained), alone)[0]["loss/effective_share"]
+
+    weights = [math.exp(x) for (x, _), kept in zip(tokens, is_trained, strict=True) if kept]
+    expected = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
+    assert 1 / len(weights) <= expected * (1 + 1e-9)
+    parts = [slice(0, cut), slice(cut, None)]
+    for loss in (CONFIG, LOSSES["gspo"]()):
+        assert share(loss, [slice(None)], 0.0) == pytest.approx(expected, rel=1e-5)
+        assert share(loss, parts, scale) == pytest.approx(expected, rel=1e-5)
 
 
 def test_fixed_bounds():
