@@ -303,17 +303,18 @@ def check_resident(rank: int, world_size: int, root: Path, settings: dict[str, A
     num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     gradients, state = (num_trained * each / MIB for each in bytes_each)
     with trainer.turns.training():
-        for _ in range(2):  # gloo's buffers take their memory in the second one
-            trainer.update()
-        start = now_mib()
-    with trainer.turns.pushing():
-        assert_mib(now_mib() - start, -gradients - state, state)
-    assert_mib(now_mib() - start, -gradients - state - weights, state + weights)
-    with trainer.turns.pushing():
-        assert_mib(now_mib() - start, -gradients - state, state + weights)
-    with trainer.turns.training():
         trainer.update()
-        assert_mib(now_mib() - start, 0, state + weights)
+        before = now_mib()
+    with trainer.turns.pushing():
+        assert_mib(now_mib() - before, -gradients - state, state)
+    assert_mib(now_mib() - before, -gradients - state - weights, state + weights)
+    with trainer.turns.pushing():
+        assert_mib(now_mib() - before, -gradients - state, state + weights)
+    away = now_mib()
+    with trainer.turns.training():
+        assert_mib(now_mib() - away, state + weights, 0)  # nobody has written into the gradients yet
+        trainer.update()  # gloo takes memory of its own in one of the first updates
+        assert (now_mib() - away)[0] > gradients + state + weights - TOLERANCE_MIB
 
 
 @pytest.fixture(scope="module")
@@ -386,11 +387,11 @@ def test_resident_memory_of_an_engine_falls_and_comes_back(tmp_path: Path) -> No
         assert_mib(change_mib(), -weights - cache, 0)
         loop.run(engine.hold({"weights"}), HANG_S)
         loop.run(engine.transport.take(Folder(tmp_path / "large"), version=1), HANG_S)
-        assert_mib(change_mib(), -cache, 0)
+        assert change_mib()[0] > -cache - TOLERANCE_MIB  # the allocator may keep some of what loading took
         loop.run(engine.hold(ALL_MEMORY), HANG_S)
         loop.run(engine.resume(), HANG_S)
         loop.run(engine.generate_many(requests), HANG_S)
-        assert_mib(change_mib(), 0, 0)
+        assert change_mib()[0] > -TOLERANCE_MIB
         loop.run(engine.close(), HANG_S)
         loop.close()
 
