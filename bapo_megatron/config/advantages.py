@@ -14,6 +14,7 @@ ADVANTAGE = Seam(
     (*ESTIMATORS, *WITH_CRITIC),
     "def advantage(group: GroupView) -> list[float], one for each sample; or a list for each, one for each turn",
     ("group",),
+    other_names={"ppo": "gae", "a2c": "n_step"},
 )
 
 

@@ -9,8 +9,8 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from bapo_megatron.errors import UserError, closest, did_you_mean, in_one_line
@@ -63,6 +63,7 @@ class Seam:
     parameters: tuple[str, ...] | None = None  # passed by position; None means the object is checked elsewhere
     num_needed: int | None = None  # how many of the first parameters a function must take; None means all
     prefix: str = ""  # what may stand before a path, such as "replay:"
+    other_names: Mapping[str, str] = field(default_factory=dict, hash=False)  # of methods, lower case -> ours
 
     def is_prefixed(self, value: str) -> bool:
         """Return whether a value is a dotted path behind the prefix."""
@@ -74,7 +75,8 @@ class Seam:
             return value
         names = "".join(f'"{name}", ' for name in self.names)[:-2] + " or " * bool(self.names)
         prefixed = f' or "{self.prefix}my_module:my_name"' if self.prefix else ""
-        meant = did_you_mean(*(f'"{name}"' for name in closest(value, self.names)))
+        here = self.other_names.get(value.lower())
+        meant = did_you_mean(*(f'"{name}"' for name in ([here] if here else closest(value, self.names))))
         advice = _of_file(value) or (meant and f"; {meant}")
         raise ValueError(f'must be {names}a path like "my_module:my_name"{prefixed}, got "{value}"{advice}')
 

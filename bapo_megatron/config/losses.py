@@ -97,6 +97,7 @@ LOSS = Seam(
     "def loss(inputs: LossInputs, options) -> TokenLoss, or Loss(loss, metrics=...)",
     ("inputs", "options"),
     num_needed=1,
+    other_names={other: name for name, section in LOSSES.items() for other in section.other_names},
 )
 
 

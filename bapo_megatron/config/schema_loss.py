@@ -172,6 +172,8 @@ class LossConfig(Section):
     reference_path: PathText | None = None
     """Hugging Face folder of the reference policy, with the policy's vocabulary. Unset: model.path."""
 
+    other_names: ClassVar[tuple[str, ...]] = ()
+    """Names of methods, in lower case, that have this loss: an answer to such a `loss.name` suggests it."""
     metrics: ClassVar[tuple[Any, ...]] = ()
     """The loss's own `Metric`s, from fields of its record or its rule, in addition to those in metrics.toml."""
     streams: ClassVar[tuple[Any, ...]] = ()

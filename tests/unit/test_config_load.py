@@ -57,6 +57,19 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
             f"loss.name must be {EVERY_LOSS} or a path like "
             '"my_module:my_name", got "bap"; did you mean "bapo"? (run.toml)',
         ),
+        *(
+            (
+                f"[loss]\nname = '{name}'",
+                f"loss.name must be {EVERY_LOSS} or a path like "
+                f'"my_module:my_name", got "{name}"; did you mean "{here}"? (run.toml)',
+            )
+            for name, here in (("ppo", "grpo"), ("PPO", "grpo"), ("a2c", "reinforce"))
+        ),
+        (
+            "[advantage]\nkind = 'ppo'",
+            'advantage.kind must be "grpo", "grpo_turns", "dr_grpo", "rloo", "max_rl", "gae", "n_step" or a path like '
+            '"my_module:my_name", got "ppo"; did you mean "gae"? (run.toml)',
+        ),
         (
             "[loss]\nproximal = 'learner'\nimportance_kind = 'mask'\nimportance_floor = 1\nimportance_cap = 1",
             "loss.importance_floor must be below loss.importance_cap, as masks would leave no weight but exactly 1, "

@@ -27,6 +27,7 @@ class GrpoLoss(ClippedLoss, BoundedLoss):
     """Fixed clip bounds."""
 
     name: Literal["grpo"] = "grpo"
+    other_names = ("ppo", "dapo")
 
     def tokens(self, inputs: LossInputs[ClipBounds]) -> ClippedTokenLoss:
         """Compute `LossInputs.clipped` with this section's weights."""

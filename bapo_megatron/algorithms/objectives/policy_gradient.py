@@ -44,6 +44,7 @@ class ReinforceLoss(RatioLoss):
     """Plain policy gradient: no ratio, no bounds, no mask."""
 
     name: Literal["reinforce"] = "reinforce"
+    other_names = ("a2c", "gpg")
 
     def tokens(self, inputs: LossInputs[ClipBounds]) -> RatioTokenLoss:
         """Compute -w A log pi per token."""
