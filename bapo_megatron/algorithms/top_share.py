@@ -64,7 +64,7 @@ class _Search:
 
     means: UpdateMeans
     num_wanted: int
-    num_left: int  # of them, how many lie in the interval; all above it are selected
+    num_left: int  # the wanted tokens within the interval; all above it are selected
     start: int
     shift: int
 

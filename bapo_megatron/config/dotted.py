@@ -63,7 +63,7 @@ class Seam:
     parameters: tuple[str, ...] | None = None  # passed by position; None means the object is checked elsewhere
     num_needed: int | None = None  # how many of the first parameters a function must take; None means all
     prefix: str = ""  # what may stand before a path, such as "replay:"
-    other_names: Mapping[str, str] = field(default_factory=dict, hash=False)  # of methods, lower case -> ours
+    other_names: Mapping[str, str] = field(default_factory=dict, hash=False)  # elsewhere, in lower case -> here
 
     def is_prefixed(self, value: str) -> bool:
         """Return whether a value is a dotted path behind the prefix."""

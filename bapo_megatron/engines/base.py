@@ -21,7 +21,7 @@ Extra = Literal["weight_manifest", "weight_digests", "score", "release"]
 received. "score" and "release": `Engine.score` and `Engine.hold` answer."""
 
 Memory = Literal["weights", "kv_cache", "cuda_graph"]
-"""What a server can release, by SGLang's tags (srt/constants.py)."""
+"""A kind of memory that a server can release, by SGLang's tags (srt/constants.py)."""
 
 ALL_MEMORY: frozenset[Memory] = frozenset(get_args(Memory))
 
@@ -251,3 +251,8 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Close the client; it cannot be used afterwards."""
         ...
+
+
+def listed(memory: Set[str]) -> str:
+    """Return memory as words. Example: listed({"weights", "kv_cache"}) == "kv_cache and weights"."""
+    return " and ".join(sorted(memory))

@@ -1,4 +1,4 @@
-"""What an SGLang server has released of its memory: it says so, and refuses calls that would end it.
+"""A middleware for SGLang servers: it says what the server has released, and refuses calls that would end it.
 
 SGLang's schedulers end on an assertion if memory is released while requests run, and with a KeyError if memory that is
 not released is restored (srt/managers/scheduler_components/weight_updater.py). Kernels that touch released memory end
@@ -13,7 +13,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from bapo_megatron.engines.base import ALL_MEMORY, Memory
+from bapo_megatron.engines.base import ALL_MEMORY, Memory, listed
 from bapo_megatron.engines.http import RELEASED_ROUTE
 
 Message = MutableMapping[str, Any]
@@ -65,12 +65,12 @@ class ReleasedMemory:
             if not self._is_still:
                 return "memory can be released while generation is paused: call pause_generation with mode=retract"
             if again := self._released & _tags(body):
-                return f"the memory of {_listed(again)} is released already"
+                return f"the memory of {listed(again)} is released already"
         elif path == _RESTORE:
             if held := _tags(body) - self._released:
-                return f"the memory of {_listed(held)} is not released"
+                return f"the memory of {listed(held)} is not released"
         elif (path == _CONTINUE and self._released) or (path in _OF_WEIGHTS and "weights" in self._released):
-            return f"the memory of {_listed(self._released)} is released: call resume_memory_occupation first"
+            return f"the memory of {listed(self._released)} is released: call resume_memory_occupation first"
         return None
 
     def _note(self, path: str, body: bytes) -> None:
@@ -117,10 +117,6 @@ def _json(body: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _listed(memory: Any) -> str:
-    return " and ".join(sorted(memory))
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Where a model's values are: on its device, or in copies in the machine's memory while its storages are empty."""
+"""The copies in the machine's memory that stand for a model's storages while these are empty."""
 
 import torch
 from torch import Tensor, UntypedStorage

@@ -69,7 +69,7 @@ class TrainerMemory:
     # other phases
     update: int  # Adam's temporaries
     moved: int  # weights and state, the reference's and critic's too: in turns, they wait in the machine's memory
-    frozen: int  # of these, weights that are not trained: their copies there stay
+    frozen: int  # the part of `moved` that is never trained, so that its copies stay
     sync: int  # buckets, the full tensors gathered for them, and a weight to which its adapters are added
 
     @property
@@ -81,7 +81,7 @@ class TrainerMemory:
 
     @property
     def pushing(self) -> int:
-        """What a rank that takes turns with a server has on the GPU while weights are pushed."""
+        """The bytes on the GPU while a rank that takes turns with a server pushes weights."""
         return self.context + self.weights + self.sync
 
 

@@ -90,12 +90,12 @@ class RunPlan:
 
     @property
     def up_bytes(self) -> int:
-        """What a rank that takes turns copies to its GPU in each step; 0 without turns."""
+        """The bytes that a rank copies to its GPU in each step; 0 without turns."""
         return max((one.moved for one in self._moving), default=0)
 
     @property
     def down_bytes(self) -> int:
-        """What such a rank copies back to the machine's memory."""
+        """The bytes that it copies back to the machine's memory in each step."""
         return max((one.moved - one.frozen for one in self._moving), default=0)
 
     @property

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bapo_megatron.engines.base import Memory, PauseMode, TokenScores
+from bapo_megatron.engines.base import Memory, PauseMode, TokenScores, listed
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.protocol import SamplingParams
 from bapo_megatron.engines.embedded.sampler import sample
@@ -306,9 +306,7 @@ class BatchingEngine:
     def resume(self) -> None:
         """Sample again. Raises NotNowError while memory is released."""
         if self.released:
-            raise NotNowError(
-                f"the memory of {_listed(self.released)} is released: call resume_memory_occupation first"
-            )
+            raise NotNowError(f"the memory of {listed(self.released)} is released: call resume_memory_occupation first")
         self.paused = None
 
     def flush_cache(self) -> None:
@@ -339,7 +337,7 @@ class BatchingEngine:
                 "memory can be released while generation is paused: call pause_generation with mode=retract"
             )
         if again := self.released & memory:
-            raise NotNowError(f"the memory of {_listed(again)} is released already")
+            raise NotNowError(f"the memory of {listed(again)} is released already")
         self.released |= memory
         if "kv_cache" in memory:
             self._kept.clear()
@@ -352,7 +350,7 @@ class BatchingEngine:
     def restore(self, memory: Set[Memory]) -> None:
         """Use memory again. Raises NotNowError if some was not released."""
         if held := memory - self.released:
-            raise NotNowError(f"the memory of {_listed(held)} is not released")
+            raise NotNowError(f"the memory of {listed(held)} is not released")
         self.released -= memory
 
     def set_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -628,7 +626,3 @@ def _similar_lengths(sequences: list[Sequence]) -> Iterator[list[Sequence]]:
         group.append(sequence)
     if group:
         yield group
-
-
-def _listed(memory: Set[Memory]) -> str:
-    return " and ".join(sorted(memory))
