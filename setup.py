@@ -41,7 +41,7 @@ TRAIN = [  # the framework; every package has wheels, so no compiler is needed
 PARQUET = ["pyarrow"]  # data.path with files that end in .parquet
 DATASETS = ["datasets"]  # data.source = "hub"
 GYM = ["reasoning-gym"]  # data.source = "reasoning_gym"; needs pycosat, which has no wheels, and so a C compiler
-STUDIES = ["matplotlib"]  # the plots of `bapo reproduce`
+STUDIES = ["matplotlib", "mpmath"]  # the plots and tests of `bapo reproduce`
 GPU = [
     "transformer-engine[pytorch]>=2.9,<2.12",  # the range that megatron-core 0.16.1 names; compiled when installed
     "nvidia-ml-py",

@@ -300,7 +300,15 @@ VERBS = (
         verbs.reproduce,
         (
             argument("names", nargs="*", metavar="NAME", help="studies, TOML files, or all; without any, list them"),
-            argument("--quick", action="store_true", help="one seed, a few steps: a test that it runs"),
+            argument(
+                "--quick", action="store_true", help="one seed, a few steps, with --in-place: a test that it runs"
+            ),
+            argument(
+                "--at",
+                metavar="COMMIT",
+                help="the code that trains (default: that of the finished runs, for a new study HEAD)",
+            ),
+            argument("--in-place", action="store_true", help="train with the code of this checkout as it is"),
             argument("--output", type=Path, metavar="DIR", help="for the results (default: runs/reproduce/results)"),
             argument("--runs", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="for the runs"),
             argument("--jobs", type=_whole, metavar="N", help="runs at a time (default: one per core)"),

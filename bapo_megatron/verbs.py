@@ -258,15 +258,19 @@ def reproduce(options: Namespace) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(f"the studies need matplotlib, which is not installed; run {install_command('studies')}")
     sys.path.insert(0, str(CHECKOUT))
+    if options.at is not None and (options.in_place or options.quick):
+        raise UserError("--at trains with the code of a commit, --in-place and --quick with this checkout; choose one")
     run = importlib.import_module("studies.run")  # studies/ import the package, never the other way round
     run.reproduce(
         run.Options(
             names=tuple(options.names),
             quick=options.quick,
-            output=options.output or options.runs / "results",
+            output=options.output or options.runs / ("quick" if options.quick else "results"),
             runs_dir=options.runs,
             num_jobs=options.jobs,
             timeout_s=options.timeout_s,
+            in_place=options.in_place,
+            at=options.at,
         )
     )
     return 0

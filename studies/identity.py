@@ -1,4 +1,4 @@
-"""The identity of a training run: equal settings, files and package make it the same run in every study."""
+"""The identity of a training run: equal code, settings and files make it the same run in every study."""
 
 import hashlib
 import json
@@ -10,7 +10,8 @@ from bapo_megatron.assets import SHIPPED_MODELS, shipped_model_path
 from bapo_megatron.checkpoint.folder import digest_of
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.version import __version__
+from bapo_megatron.runs.inputs import function_modules
+from studies.code import code_here
 
 _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")  # settings, weights, tokenizer
 
@@ -18,16 +19,17 @@ _MODEL_FILES = ("*.json", "*.safetensors", "tokenizer.model")  # settings, weigh
 def run_name(config: Config) -> str:
     """Return 16 hex digits that identify a run.
 
-    They depend on all settings (including defaults) except run.name and run.dir, on the version of this package, and on
-    the content of the models and data files that the settings name, but not on a judge's code.
+    They depend on all settings (including defaults) except run.name and run.dir, on the code (code.py), and on the
+    content of the models, data files and functions that the settings name.
 
     Raises:
         ConfigError: such a file cannot be read. A missing file counts as empty; checks.py reports it.
     """
     identity = {
-        "bapo-megatron": __version__,
+        "code": code_here(),
         "settings": config.model_dump(mode="json", exclude={"run": {"name", "dir"}}),
         "files": {setting: _digests(path) for setting, path in inputs(config)},
+        "modules": {name: [*map(_digests, files)] for name, files in function_modules(config).items()},
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 

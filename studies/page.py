@@ -1,10 +1,9 @@
-"""A study's files: NAME.csv (all figures), NAME.svg (the plots) and NAME.md (the page)."""
+"""A study's files besides its rows: NAME.csv (all figures), NAME.svg (the plots) and NAME.md (the page)."""
 
 import io
-import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bapo_megatron.errors import plural
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.report.style import INK, LINE_WIDTH, look
 from bapo_megatron.runtime.files import write_atomically
-from studies.pool import environment_path
+from studies.code import is_commit
 from studies.results import (
     COMPARISONS,
     DERIVED,
@@ -23,10 +23,12 @@ from studies.results import (
     HEADLINE,
     PROFILE,
     PROFILE_PARTS,
+    Comparison,
     FinalFigure,
     StudyResult,
 )
-from studies.study import Plot, Run, Study
+from studies.rows import Row
+from studies.study import Plot, Study
 
 _GRID = "#d5dae2"
 RC: dict[Any, Any] = {
@@ -66,12 +68,12 @@ _PROFILE_LABELS = {
     f"{PROFILE}/clip_high_share": "clipped at the upper bound [share]",
     f"{PROFILE}/clip_low_share": "clipped at the lower bound [share]",
 }
-_PACKAGES = ("bapo-megatron", "torch", "megatron-core", "transformers")
+_PACKAGES = ("torch", "megatron-core", "transformers")
 
 
-def write(name: str, study: Study, runs: Sequence[Run], result: StudyResult, *, folder: Path, command: str) -> None:
+def write(name: str, study: Study, rows: Sequence[Row], result: StudyResult, *, folder: Path, command: str) -> None:
     """Write the three files, each atomically, but none if one of them cannot be made."""
-    origin = {"command": command, **_origin(runs)}
+    origin = {"command": command, **_origin(rows)}
     texts = {
         "csv": result.as_csv(),
         "svg": _draw(study, result),
@@ -87,29 +89,35 @@ def line_style(index: int) -> Any:
     return (0, dashes) if (dashes := look(index).dashes) else "-"
 
 
-def _origin(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the date, machine and package versions that the runs recorded, and all of them if runs differ."""
-    said = [json.loads(environment_path(run.config).read_text(encoding="utf-8")) for run in runs]
-    dates = sorted({environment["time"][: len("2026-01-31")] for environment in said})
+def _origin(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the dates, machines, code and package versions of the rows."""
+
+    def all_of(values: Iterable[str], separator: str = " and ") -> str:
+        return separator.join(sorted(set(values)))
+
+    dates = sorted({row.time[: len("2026-01-31")] for row in rows})
     return {
         "date": dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
-        "machine": "; ".join(sorted({f"{e['num_cores']} CPU cores, {e['platform']}" for e in said})),
-        "versions": {
-            package: " and ".join(sorted({e["packages"].get(package, "unknown") for e in said}))
-            for package in _PACKAGES
-        },
+        "machine": all_of((row.machine for row in rows), "; "),
+        "code": all_of(f"`{row.code[:12]}`" if is_commit(row.code) else "not committed" for row in rows),
+        "versions": {name: all_of(row.packages.get(name, "unknown") for row in rows) for name in _PACKAGES},
     }
 
 
 def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, Any]) -> str:
     seeds = ", ".join(map(str, result.seeds))
     versions = ", ".join(f"{package} {version}" for package, version in origin["versions"].items())
+    facts = [
+        f"`{origin['command']}`, {origin['date']}, {origin['machine']}",
+        f"seeds {seeds}",
+        f"code {origin['code']}",
+    ]
     lines = [
         f"# {study.title}",
         "",
         f"{study.figure}: {study.question}",
         "",
-        f"`{origin['command']}`, {origin['date']}, {origin['machine']}; seeds {seeds}; {versions}.",
+        f"{'; '.join([*facts, versions])}.",
         "Written by the command; what the figures mean for BAPO: [docs/reproduction.md](../../docs/reproduction.md).",
         "",
         f"![{study.title}]({name}.svg)",
@@ -118,19 +126,36 @@ def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, An
         "",
         *_table(result),
     ]
-    if result.comparisons:
-        lines += [
-            "",
-            f"Differences in {HEADLINE}, seed by seed, with their standard error:",
-            "",
-            "| | against | difference | higher in |",
-            "|---|---|---|---|",
-        ]
-        for c in result.comparisons:
-            error = "" if c.standard_error is None else f" ± {c.standard_error:.3f}"
-            difference = f"{c.difference:+.3f}{error}"
-            lines.append(f"| {c.first} | {c.second} | {difference} | {c.num_higher} of {c.num_seeds} seeds |")
+    for is_explored in (False, True):
+        if chosen := [c for c in result.comparisons if c.is_exploratory == is_explored]:
+            lines += ["", _about(chosen, is_explored), "", *_comparison_table(chosen)]
     return "\n".join(lines) + "\n"
+
+
+def _about(comparisons: Sequence[Comparison], is_explored: bool) -> str:
+    """Say what a table of comparisons has, and how far its p-values go."""
+    number = len(comparisons)
+    differences = f"Differences in {HEADLINE}, seed by seed, with their standard error"
+    if is_explored:
+        return f"{differences}: {plural(number, 'exploratory comparison')}, which can suggest but not decide."
+    test = (
+        f"p is of a paired t-test, and Holm's p corrects it for all {number} comparisons"
+        if number > 1
+        else ("p is of a paired t-test")
+    )
+    return f"{differences}: {plural(number, 'comparison')}. {test}."
+
+
+def _comparison_table(comparisons: Sequence[Comparison]) -> list[str]:
+    columns = ["", "against", "difference", "higher in"]
+    columns += ["p", "Holm's p"] if any(c.holm_p is not None for c in comparisons) else []
+    lines = [f"| {' | '.join(columns)} |".replace("|  |", "| |"), "|---" * len(columns) + "|"]
+    for c in comparisons:
+        error = "" if c.standard_error is None else f" ± {c.standard_error:.3f}"
+        cells = [c.first, c.second, f"{c.difference:+.3f}{error}", f"{c.num_higher} of {plural(c.num_seeds, 'seed')}"]
+        cells += ["" if p is None else f"{p:.2g}" for p in (c.p, c.holm_p)][: len(columns) - len(cells)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _legend_of(study: Study) -> list[str]:

@@ -4,6 +4,8 @@ A fork server imports torch, Megatron and bapo_megatron once. Each run consists 
 with one rank, with the loop, HTTP API and weight sync of `bapo train`.
 """
 
+import json
+import math
 import multiprocessing
 import os
 import time
@@ -24,6 +26,10 @@ from bapo_megatron.errors import UserError
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.steps import read_metrics
 from bapo_megatron.runtime import LOOPBACK
+from studies.code import code_here
+from studies.results import figures_of, value
+from studies.rows import Row
+from studies.study import Run
 
 # What rollout.engine may be, and the module whose `main` serves.
 ENGINES = {"embedded": "bapo_megatron.engines.embedded.server", "studies.bfloat16:KIND": "studies.bfloat16"}
@@ -48,6 +54,30 @@ def is_finished(config: Config) -> bool:
     metrics = read_metrics(run_path(config) / "metrics.jsonl")
     is_at_end = bool(metrics) and metrics[-1]["step"] == config.train.num_steps
     return is_at_end and environment_path(config).is_file()
+
+
+def row_of(run: Run, wanted: Sequence[str], seconds: float = 0.0) -> Row:
+    """Return what a finished run leaves.
+
+    Args:
+        wanted: `Plot.metric` of the study's plots.
+        seconds: how long the run took, if it was not interrupted; otherwise its steps count.
+    """
+    steps = read_metrics(run_path(run.config) / "metrics.jsonl")
+    environment = json.loads(environment_path(run.config).read_text(encoding="utf-8"))
+    finals, curves = figures_of(steps, wanted)
+    return Row(
+        run=run.config.run.name,
+        code=code_here(),
+        variant=run.variant,
+        seed=run.seed,
+        time=environment["time"],
+        machine=f"{environment['num_cores']} cores of {environment['processor']}",
+        packages=environment["packages"],
+        seconds=round(max(seconds, math.fsum(value(step, "time/step_s") for step in steps)), 1),
+        finals=finals,
+        curves=curves,
+    )
 
 
 def train_all(

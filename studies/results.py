@@ -1,18 +1,19 @@
-"""Curves with their spread over seeds, final figures and paired comparisons, from the metrics of a study's runs."""
+"""Curves with their spread over seeds, final figures and paired comparisons, from the rows of a study's runs."""
 
 import csv
 import io
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from mpmath import betainc
 
 from bapo_megatron.algorithms.diagnostics import BINS, MEANS
-from bapo_megatron.runs.steps import read_metrics
-from studies.pool import run_path
-from studies.study import Run, Study
+from studies.rows import Points, Row
+from studies.study import Study
 
-Row = Mapping[str, float]
+Step = Mapping[str, float]
 
 LAST_PART = 0.25  # share of a run's steps over which "at the end" averages
 PROFILE = "profile"  # plots the token profile (monitor.token_profile = true): a run's means by token probability
@@ -20,11 +21,11 @@ PROFILE_PARTS = ("share", *MEANS)
 COMPARISONS = "comparisons"  # plots the differences between variants with their errors
 
 
-def _share(part: str, rest: str) -> Callable[[Row], float]:
+def _share(part: str, rest: str) -> Callable[[Step], float]:
     return lambda row: row[part] / (row[part] + row[rest]) if row[part] + row[rest] > 0 else math.nan
 
 
-DERIVED: dict[str, tuple[str, Callable[[Row], float]]] = {
+DERIVED: dict[str, tuple[str, Callable[[Step], float]]] = {
     "clip_share": ("clipped share of tokens", lambda row: row["loss/clip_high_share"] + row["loss/clip_low_share"]),
     "positive_token_share": (
         "positive share of tokens",
@@ -89,9 +90,12 @@ class Comparison:
     first: str
     second: str
     difference: float
-    standard_error: float | None
+    standard_error: float | None  # None for a single seed
     num_higher: int
     num_seeds: int
+    p: float | None = None  # of the paired t-test; None for a single seed
+    holm_p: float | None = None  # the same for all of `compare` together; None if exploratory, or for a single seed
+    is_exploratory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,92 +121,145 @@ class StudyResult:
         return text.getvalue()
 
 
-def gather(study: Study, runs: Sequence[Run]) -> StudyResult:
-    """Read the metrics of finished runs."""
-    by_variant: dict[str, dict[int, Sequence[Row]]] = {}
-    for run in runs:
-        by_variant.setdefault(run.variant, {})[run.seed] = read_metrics(run_path(run.config) / "metrics.jsonl")
-    wanted = [plot.metric for plot in study.plots]
-    variants = [_variant(name, list(seeds.values()), wanted) for name, seeds in by_variant.items()]
+def figures_of(steps: Sequence[Step], wanted: Sequence[str]) -> tuple[dict[str, float], dict[str, Points]]:
+    """Return a run's final figures, finite ones only, and the curves of the wanted plots.
+
+    Args:
+        steps: the run's metrics, one for each step.
+        wanted: `Plot.metric` of the study's plots.
+    """
+    finals = {column: _final(steps, metric, part) for column, (metric, part) in FINALS.items()}
+    curves = {metric: _curve(steps, metric) for metric in curves_of(wanted) if not metric.startswith(f"{PROFILE}/")}
+    if PROFILE in wanted:
+        curves |= {f"{PROFILE}/{part}": _profile(steps, part) for part in PROFILE_PARTS}
+    return {column: rounded(figure) for column, figure in finals.items() if math.isfinite(figure)}, curves
+
+
+def curves_of(wanted: Sequence[str]) -> list[str]:
+    """Return the names of the curves that these plots show."""
+    profile = [f"{PROFILE}/{part}" for part in PROFILE_PARTS] if PROFILE in wanted else []
+    return [metric for metric in wanted if metric not in (PROFILE, COMPARISONS)] + profile
+
+
+def gather(study: Study, rows: Sequence[Row]) -> StudyResult:
+    """Compute what the page shows. Each variant has a row for each seed, with the curves of the study's plots."""
+    by_variant: dict[str, list[Row]] = {}
+    for row in rows:
+        by_variant.setdefault(row.variant, []).append(row)
+    wanted = curves_of([plot.metric for plot in study.plots])
+    variants = [_variant(name, of_seeds, wanted) for name, of_seeds in by_variant.items()]
     finals = {variant.name: variant.finals for variant in variants}
-    comparisons = [
-        _compare(first, second, finals[first][HEADLINE].by_seed, finals[second][HEADLINE].by_seed)
-        for first, second in study.compare
-        if all(HEADLINE in finals.get(name, {}) for name in (first, second))
-    ]
-    return StudyResult(list(dict.fromkeys(run.seed for run in runs)), variants, comparisons)
+
+    def compared(pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
+        return [
+            _compare(first, second, finals[first][HEADLINE].by_seed, finals[second][HEADLINE].by_seed)
+            for first, second in pairs
+            if all(HEADLINE in finals.get(name, {}) for name in (first, second))
+        ]
+
+    exploratory = [replace(c, is_exploratory=True) for c in compared(study.explore)]
+    comparisons = [*_together(compared(study.compare)), *exploratory]
+    return StudyResult(list(dict.fromkeys(row.seed for row in rows)), variants, comparisons)
 
 
-def value(row: Row, metric: str) -> float:
+def value(step: Step, metric: str) -> float:
     """Return a step's metric, recorded or derived, or nan if the run lacks it."""
     try:
-        return DERIVED[metric][1](row) if metric in DERIVED else row[metric]
+        return DERIVED[metric][1](step) if metric in DERIVED else step[metric]
     except KeyError:
         return math.nan
 
 
-def _variant(name: str, seeds: Sequence[Sequence[Row]], wanted: Sequence[str]) -> VariantResult:
+def rounded(figure: float) -> float:
+    """Keep the precision of float32."""
+    return float(f"{figure:.9g}")
+
+
+def _variant(name: str, rows: Sequence[Row], wanted: Sequence[str]) -> VariantResult:
     finals = {}
-    for column, (metric, part) in FINALS.items():
-        by_seed = [_final(rows, metric, part) for rows in seeds]
-        if all(map(math.isfinite, by_seed)):
+    for column in FINALS:
+        if all(column in row.finals for row in rows):
+            by_seed = [row.finals[column] for row in rows]
             std = statistics.stdev(by_seed) if len(by_seed) > 1 else None
             finals[column] = FinalFigure(statistics.fmean(by_seed), std, by_seed)
-    curves = {metric: _curve(seeds, metric) for metric in wanted if metric not in (PROFILE, COMPARISONS)}
-    if PROFILE in wanted:
-        curves |= {f"{PROFILE}/{part}": _profile(seeds, part) for part in PROFILE_PARTS}
-    return VariantResult(name, finals, curves)
+    return VariantResult(name, finals, {metric: _spread([row.curves[metric] for row in rows]) for metric in wanted})
 
 
-def _profile(seeds: Sequence[Sequence[Row]], part: str) -> Curve:
+def _profile(steps: Sequence[Step], part: str) -> Points:
     """Return the share of a run's trained tokens in each bin, or the mean of `part` over the tokens in each bin."""
-    rows_SB = [[_over_run(rows, bin_name, part) for bin_name in BINS] for rows in seeds]
-    centres = [(b + 0.5) / len(BINS) for b in range(len(BINS))]
-    return _spread(centres, rows_SB)
+    centres = tuple((b + 0.5) / len(BINS) for b in range(len(BINS)))
+    return Points(x=centres, y=tuple(_or_none(_over_run(steps, bin_name, part)) for bin_name in BINS))
 
 
-def _over_run(rows: Sequence[Row], bin_name: str, part: str) -> float:
-    shares = [value(row, f"{bin_name}_share") for row in rows]
+def _over_run(steps: Sequence[Step], bin_name: str, part: str) -> float:
+    shares = [value(step, f"{bin_name}_share") for step in steps]
     if part == "share":
         return _mean(shares)
-    weighted = [(share, value(row, f"{bin_name}_{part}")) for share, row in zip(shares, rows, strict=True)]
+    weighted = [(share, value(step, f"{bin_name}_{part}")) for share, step in zip(shares, steps, strict=True)]
     weighted = [(share, v) for share, v in weighted if share > 0 and math.isfinite(v)]
     total = math.fsum(share for share, _ in weighted)
     return math.fsum(share * v for share, v in weighted) / total if total else math.nan
 
 
-def _final(rows: Sequence[Row], metric: str, part: str) -> float:
+def _final(steps: Sequence[Step], metric: str, part: str) -> float:
     if part == "last":
-        return value(rows[-1], metric)
+        return value(steps[-1], metric)
     if part == "median":
-        finite = [v for row in rows if math.isfinite(v := value(row, metric))]
+        finite = [v for step in steps if math.isfinite(v := value(step, metric))]
         return statistics.median(finite) if finite else math.nan
-    first = len(rows) - max(1, round(len(rows) * LAST_PART)) if part == "end" else 0
-    return _mean([value(row, metric) for row in rows[first:]])
+    first = len(steps) - max(1, round(len(steps) * LAST_PART)) if part == "end" else 0
+    return _mean([value(step, metric) for step in steps[first:]])
 
 
-def _curve(seeds: Sequence[Sequence[Row]], metric: str) -> Curve:
+def _curve(steps: Sequence[Step], metric: str) -> Points:
     """Return the metric over the steps that have it: evaluations do not happen in every step."""
-    steps = [(rows[0]["version"], [value(row, metric) for row in rows]) for rows in zip(*seeds, strict=True)]
-    recorded = [(x, values) for x, values in steps if any(map(math.isfinite, values))]
-    return _spread([x for x, _ in recorded], list(zip(*(values for _, values in recorded), strict=True)))
+    points = [(step["version"], v) for step in steps if math.isfinite(v := value(step, metric))]
+    return Points(x=tuple(x for x, _ in points), y=tuple(rounded(y) for _, y in points))
 
 
-def _spread(x: list[float], by_seed: Sequence[Sequence[float]]) -> Curve:
-    columns = [[v for v in column if math.isfinite(v)] for column in zip(*by_seed, strict=True)]
+def _spread(curves: Sequence[Points]) -> Curve:
+    """Return mean and range over seeds at each x that any seed has."""
+    at: dict[float, list[float]] = {x: [] for x in sorted({x for points in curves for x in points.x})}
+    for points in curves:
+        for x, y in zip(points.x, points.y, strict=True):
+            at[x] += [] if y is None else [y]
     return Curve(
-        x=x,
-        mean=[_mean(column) for column in columns],
-        low=[min(column, default=math.nan) for column in columns],
-        high=[max(column, default=math.nan) for column in columns],
+        x=list(at),
+        mean=[_mean(column) for column in at.values()],
+        low=[min(column, default=math.nan) for column in at.values()],
+        high=[max(column, default=math.nan) for column in at.values()],
     )
+
+
+def _or_none(figure: float) -> float | None:
+    return rounded(figure) if math.isfinite(figure) else None
 
 
 def _compare(first: str, second: str, ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
-    higher = sum(d > 0 for d in differences)
-    return Comparison(first, second, statistics.fmean(differences), error, higher, len(differences))
+    mean, number = statistics.fmean(differences), len(differences)
+    error = statistics.stdev(differences) / math.sqrt(number) if number > 1 else None
+    p = _t_test(mean, error, number - 1) if error is not None else None
+    return Comparison(first, second, mean, error, sum(d > 0 for d in differences), number, p)
+
+
+def _t_test(mean: float, error: float, degrees: int) -> float:
+    """Return the probability, under Student's t, of a mean that is as far from 0: I_x(degrees / 2, 1 / 2)."""
+    square = degrees * error**2
+    return (
+        float(betainc(degrees / 2, 0.5, 0, square / (square + mean**2), regularized=True))
+        if square
+        else float(not mean)
+    )
+
+
+def _together(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Set `holm_p` (Holm 1979): the k-th smallest of n p-values times n - k + 1, and no less than the one before."""
+    holm: dict[int, float] = {}
+    known = [(c.p, i) for i, c in enumerate(comparisons) if c.p is not None]
+    for k, (p, i) in enumerate(sorted(known)):
+        holm[i] = max([min(1.0, p * (len(known) - k)), *holm.values()])
+    return [replace(c, holm_p=holm.get(i)) for i, c in enumerate(comparisons)]
 
 
 def _mean(values: Sequence[float]) -> float:

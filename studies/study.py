@@ -4,7 +4,8 @@ title = "BAPO against GRPO"                 figure = "Figure 9"
 question = "Does BAPO learn more?"          docs/reproduction.md answers it
 seeds = [0, 1, 2, 3, 4]
 settings = { train = { ... } }              tables of a configuration, merged over base.toml
-compare = [["BAPO", "GRPO"]]                pairs of variants, compared seed by seed
+compare = [["BAPO", "GRPO"]]                pairs of variants, compared seed by seed: what the study is to decide
+explore = [["BAPO", "wide"]]                optional: further pairs, whose differences are only hints
 [[variants]]
 name = "GRPO"
 settings = { loss = { name = "grpo" } }     merged over the study's settings
@@ -47,7 +48,7 @@ class Variant(Section):
 
 class Plot(Section):
     """A panel: a metric over optimizer updates with its spread over seeds, or "profile" (the token profile), or
-    "comparisons" (the differences between the pairs in `compare`)."""
+    "comparisons" (the differences between the pairs in `compare` and `explore`)."""
 
     metric: str
     label: str | None = None
@@ -76,6 +77,8 @@ class Study(Section):
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
     regimes: tuple[Variant, ...] = ()
     compare: tuple[tuple[str, str], ...] = ()
+    """Pairs whose p-values are corrected for their number."""
+    explore: tuple[tuple[str, str], ...] = ()
     plots: Annotated[tuple[Plot, ...], Field(min_length=1)]
     quick: Quick = Field(default_factory=Quick)
     needs: str | None = None
@@ -90,7 +93,7 @@ class Study(Section):
         for seeds in (self.seeds, self.quick.seeds):
             if len(set(seeds)) < len(seeds):
                 raise ValueError(f"the same seed twice in {list(seeds)}")
-        for name in [*(name for pair in self.compare for name in pair), *self.quick.variants]:
+        for name in [*(name for pair in (*self.compare, *self.explore) for name in pair), *self.quick.variants]:
             if name not in names:
                 raise ValueError(f"there is no variant {name!r}")
         return self
@@ -99,6 +102,10 @@ class Study(Section):
         """Return the study without regimes, with each variant in each regime as a separate variant."""
         if not self.regimes:
             return self
+
+        def in_each(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+            return tuple((f"{a}, {r.name}", f"{b}, {r.name}") for r in self.regimes for a, b in pairs)
+
         return self.model_copy(
             update={
                 "variants": tuple(
@@ -106,7 +113,8 @@ class Study(Section):
                     for r in self.regimes
                     for v in self.variants
                 ),
-                "compare": tuple((f"{a}, {r.name}", f"{b}, {r.name}") for r in self.regimes for a, b in self.compare),
+                "compare": in_each(self.compare),
+                "explore": in_each(self.explore),
                 "quick": self.quick.model_copy(
                     update={"variants": tuple(f"{v}, {r.name}" for r in self.regimes for v in self.quick.variants)}
                 ),

@@ -1,6 +1,8 @@
 """The environment of an attempt: Python, machine, packages, and the state of this package's checkout."""
 
+import contextlib
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -36,6 +38,7 @@ def describe_environment() -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "num_cores": num_cores(),
+        "processor": _processor(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
     }
 
@@ -51,6 +54,14 @@ def git_state(folder: Path) -> tuple[str | None, str]:
         kept = encoded[:MAX_DIFF_BYTES].decode(errors="ignore")
         diff = f"{kept}\n[cut: the whole diff has {len(encoded)} bytes]\n"
     return commit.strip(), diff
+
+
+def _processor() -> str:
+    """Return the processor's name: its kind decides in which order sums are computed."""
+    with contextlib.suppress(OSError):
+        if named := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return named[1].strip()
+    return platform.machine()
 
 
 def _git(folder: Path, *args: str) -> str | None:
