@@ -306,7 +306,7 @@ VERBS = (
             argument(
                 "--at",
                 metavar="COMMIT",
-                help="the code that trains (default: that of the finished runs, for a new study HEAD)",
+                help="the code that trains (default: the code of the finished runs, for a new study HEAD)",
             ),
             argument("--in-place", action="store_true", help="train with the code of this checkout as it is"),
             argument("--output", type=Path, metavar="DIR", help="for the results (default: runs/reproduce/results)"),

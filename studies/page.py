@@ -134,21 +134,19 @@ def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, An
 
 def _about(comparisons: Sequence[Comparison], is_explored: bool) -> str:
     """Say what a table of comparisons has, and how far its p-values go."""
-    number = len(comparisons)
-    differences = f"Differences in {HEADLINE}, seed by seed, with their standard error"
+    number, differences = len(comparisons), f"ifferences in {HEADLINE}, seed by seed, with their standard error"
     if is_explored:
-        return f"{differences}: {plural(number, 'exploratory comparison')}, which can suggest but not decide."
-    test = (
-        f"p is of a paired t-test, and Holm's p corrects it for all {number} comparisons"
-        if number > 1
-        else ("p is of a paired t-test")
-    )
-    return f"{differences}: {plural(number, 'comparison')}. {test}."
+        return f"Exploratory d{differences}. {plural(number, 'comparison')} can suggest, but not decide."
+    if all(c.p is None for c in comparisons):
+        return f"D{differences}."
+    corrected = f" Holm's p corrects it for all {number} comparisons." if number > 1 else ""
+    return f"D{differences}. p is of a paired t-test.{corrected}"
 
 
 def _comparison_table(comparisons: Sequence[Comparison]) -> list[str]:
     columns = ["", "against", "difference", "higher in"]
-    columns += ["p", "Holm's p"] if any(c.holm_p is not None for c in comparisons) else []
+    if any(c.holm_p is not None for c in comparisons):
+        columns += ["p", "Holm's p"] if len(comparisons) > 1 else ["p"]
     lines = [f"| {' | '.join(columns)} |".replace("|  |", "| |"), "|---" * len(columns) + "|"]
     for c in comparisons:
         error = "" if c.standard_error is None else f" ± {c.standard_error:.3f}"

@@ -66,6 +66,7 @@ def row_of(run: Run, wanted: Sequence[str], seconds: float = 0.0) -> Row:
     steps = read_metrics(run_path(run.config) / "metrics.jsonl")
     environment = json.loads(environment_path(run.config).read_text(encoding="utf-8"))
     finals, curves = figures_of(steps, wanted)
+    in_steps = math.fsum(took for step in steps if math.isfinite(took := value(step, "time/step_s")))
     return Row(
         run=run.config.run.name,
         code=code_here(),
@@ -74,7 +75,7 @@ def row_of(run: Run, wanted: Sequence[str], seconds: float = 0.0) -> Row:
         time=environment["time"],
         machine=f"{environment['num_cores']} cores of {environment['processor']}",
         packages=environment["packages"],
-        seconds=round(max(seconds, math.fsum(value(step, "time/step_s") for step in steps)), 1),
+        seconds=round(max(seconds, in_steps), 1),
         finals=finals,
         curves=curves,
     )

@@ -93,8 +93,8 @@ class Comparison:
     standard_error: float | None  # None for a single seed
     num_higher: int
     num_seeds: int
-    p: float | None = None  # of the paired t-test; None for a single seed
-    holm_p: float | None = None  # the same for all of `compare` together; None if exploratory, or for a single seed
+    p: float | None = None  # by a paired t-test; None for a single seed, and if all seeds differ equally
+    holm_p: float | None = None  # corrected for all of `compare`; None if exploratory, or without p
     is_exploratory: bool = False
 
 
@@ -129,9 +129,10 @@ def figures_of(steps: Sequence[Step], wanted: Sequence[str]) -> tuple[dict[str, 
         wanted: `Plot.metric` of the study's plots.
     """
     finals = {column: _final(steps, metric, part) for column, (metric, part) in FINALS.items()}
-    curves = {metric: _curve(steps, metric) for metric in curves_of(wanted) if not metric.startswith(f"{PROFILE}/")}
-    if PROFILE in wanted:
-        curves |= {f"{PROFILE}/{part}": _profile(steps, part) for part in PROFILE_PARTS}
+    parts = {f"{PROFILE}/{part}": part for part in PROFILE_PARTS}
+    curves = {
+        name: _profile(steps, parts[name]) if name in parts else _curve(steps, name) for name in curves_of(wanted)
+    }
     return {column: rounded(figure) for column, figure in finals.items() if math.isfinite(figure)}, curves
 
 
@@ -239,18 +240,14 @@ def _compare(first: str, second: str, ours: Sequence[float], theirs: Sequence[fl
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     mean, number = statistics.fmean(differences), len(differences)
     error = statistics.stdev(differences) / math.sqrt(number) if number > 1 else None
-    p = _t_test(mean, error, number - 1) if error is not None else None
+    p = _t_test(mean, error, number - 1) if error else None
     return Comparison(first, second, mean, error, sum(d > 0 for d in differences), number, p)
 
 
 def _t_test(mean: float, error: float, degrees: int) -> float:
     """Return the probability, under Student's t, of a mean that is as far from 0: I_x(degrees / 2, 1 / 2)."""
     square = degrees * error**2
-    return (
-        float(betainc(degrees / 2, 0.5, 0, square / (square + mean**2), regularized=True))
-        if square
-        else float(not mean)
-    )
+    return float(betainc(degrees / 2, 0.5, 0, square / (square + mean**2), regularized=True))
 
 
 def _together(comparisons: Sequence[Comparison]) -> list[Comparison]:

@@ -1,6 +1,6 @@
 """A study's rows: one line of NAME.jsonl for each finished run. The page is made from them alone.
 
-So a study can go on where its folder of runs is gone, and a row can be committed as soon as its run is done.
+So a study continues where its folder of runs is gone, and a row can be committed as soon as its run is done.
 """
 
 import fcntl
@@ -94,7 +94,7 @@ class RowFile:
             yield
 
 
-def minutes_left(left: Mapping[tuple[str, int], float], rows: Iterable[Row], num_jobs: int) -> float | None:
+def seconds_left(left: Mapping[tuple[str, int], float], rows: Iterable[Row], num_jobs: int) -> float | None:
     """Estimate how long the missing runs take, from the rows of the same variant, or of all; None without any.
 
     Args:
@@ -108,4 +108,4 @@ def minutes_left(left: Mapping[tuple[str, int], float], rows: Iterable[Row], num
         return None
     mean_s = fmean(seconds for of_variant in took.values() for seconds in of_variant)
     total_s = sum(share * fmean(took.get(variant, [mean_s])) for (variant, _), share in left.items())
-    return total_s / max(1, min(num_jobs, len(left))) / 60
+    return total_s / max(1, min(num_jobs, len(left)))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError, plural
+from bapo_megatron.runs.numbers import duration
 from bapo_megatron.runs.resuming import num_steps_done
 from bapo_megatron.runtime import num_cores
 from bapo_megatron.runtime.files import explaining_os_errors
@@ -20,7 +21,7 @@ from studies.checks import problems_of
 from studies.code import ROOT, commit_of, is_commit, run_in, uncommitted, worktree
 from studies.pool import is_finished, row_of, run_path, train_all
 from studies.results import curves_of, gather
-from studies.rows import Row, RowFile, minutes_left
+from studies.rows import Row, RowFile, seconds_left
 from studies.study import Run, Study, load_study, plan_runs, shipped_studies
 
 ALL = "all"
@@ -201,8 +202,8 @@ def _train(missing: Mapping[str, Run], file: RowFile, wanted: list[str], options
         with adding:
             file.add(row_of(run, wanted, seconds))
             del left[run.variant, run.seed]
-            minutes = minutes_left(left, [*file.read().values()], options.num_parallel)
-            counts = f"[{len(missing) - len(left)}/{len(missing)}, about {minutes:.0f} min left]"
+            rest = duration(seconds_left(left, file.read().values(), options.num_parallel) or 0.0)
+            counts = f"[{len(missing) - len(left)}/{len(missing)}, about {rest} left]"
             print(f"  {counts} {run.variant}, seed {run.seed}: {seconds:.0f} s", flush=True)
 
     configs = [run.config for run in missing.values()]
@@ -214,11 +215,11 @@ def _share_left(config: Config) -> float:
 
 
 def _what_is_left(num_runs: int, left: Mapping[tuple[str, int], float], rows: list[Row], options: Options) -> str:
-    """Say it in a few words. Example: "4 of 40 runs to do, 1 of them begun, about 2 min"."""
+    """Say it in a few words. Example: "4 of 40 runs to do, 1 of them begun, about 2 min 10 s"."""
     num_begun = sum(share < 1 for share in left.values())
     begun = f", {num_begun} of them begun" if num_begun else ""
-    minutes = minutes_left(left, rows, options.num_parallel)
-    about = f", about {minutes:.0f} min" if minutes is not None and left else ""
+    seconds = seconds_left(left, rows, options.num_parallel)
+    about = f", about {duration(seconds)}" if seconds else ""
     return f"{len(left)} of {plural(num_runs, 'run')} to do{begun}{about}"
 
 

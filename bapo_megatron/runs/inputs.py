@@ -99,7 +99,7 @@ def _files(module: str) -> list[Path]:
 
 
 def _folders(package: str) -> Iterable[Path]:
-    """Return where a package is looked for: where it was imported from, or on the search path."""
+    """Return the folders that may hold a package: its own if it has been imported, or the search path."""
     loaded = getattr(sys.modules.get(package), "__path__", None)
     return (
         [Path(path).parent for path in loaded] if loaded else [Path(one or ".").absolute() for one in ("", *sys.path)]

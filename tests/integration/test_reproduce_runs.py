@@ -2,6 +2,10 @@
 
 import csv
 import json
+import math
+import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,7 +26,8 @@ from studies.pool import is_finished, run_path, train_all
 from studies.study import Run, load_study, plan_runs
 from tests.hang import HANG_S, PATIENT
 
-COMMITTED = Path(__file__).parents[2] / "studies" / "results"
+ROOT = Path(__file__).parents[2]
+COMMITTED = ROOT / "studies" / "results"
 
 STUDY = """
 title = "Two short runs"
@@ -71,10 +76,10 @@ def test_the_verb_trains_writes_and_does_not_repeat(tmp_path: Path, capsys: pyte
     """One of its two runs has an engine in other arithmetic."""
     bfloat16 = 'loss = { name = "grpo" }, rollout = { engine = "studies.bfloat16:KIND" }'
     (tmp_path / "short.toml").write_text(STUDY.replace('loss = { name = "grpo" }', bfloat16))
-    command = ["reproduce", str(tmp_path / "short.toml"), "--runs", str(tmp_path / "runs"), "--jobs", "2"]
+    command = ["reproduce", str(tmp_path / "short.toml"), "--runs", str(tmp_path / "runs"), "--jobs", "2", "--in-place"]
     assert main(command) == 0
     assert "2 of 2 runs to do" in (said := capsys.readouterr().out)
-    assert "[2/2, about 0 min left]" in said
+    assert "[2/2, about 0.0 s left]" in said
     assert own_children() == set()
     results = tmp_path / "runs" / "results"
     rows = list(csv.DictReader((results / "short.csv").open()))
@@ -84,16 +89,109 @@ def test_the_verb_trains_writes_and_does_not_repeat(tmp_path: Path, capsys: pyte
     assert float(mismatch[0]["mean"]) > 1e-4 > 1e-5 > float(mismatch[1]["mean"]) > 0
     assert (results / "short.svg").is_file()
 
-    (first,) = [
-        r for r in plan_runs(load_study(command[1]), quick=False, runs_dir=tmp_path / "runs") if r.variant == "BAPO"
-    ]
-    metrics = run_path(first.config) / "metrics.jsonl"
-    before = metrics.read_text()
-    metrics.write_text(before.splitlines()[0] + "\n")  # as if the run had been interrupted
     assert main(command) == 0
-    assert "1 of 2 runs to do" in capsys.readouterr().out
-    again = read_metrics(metrics)
-    assert [row["reward/mean"] for row in again] == [json.loads(line)["reward/mean"] for line in before.splitlines()]
+    assert "0 of 2 runs to do" in capsys.readouterr().out
+
+
+CRASH = """
+import os, signal, time
+from pathlib import Path
+from bapo_megatron.algorithms.advantages import ESTIMATORS
+
+NUM_GROUPS = {num_groups}
+seen = 0
+
+
+def advantage(group):
+    global seen
+    seen += 1
+    if Path("crash").exists() and seen == NUM_GROUPS:  # in the third step: the second is saved
+        while not (study := Path("crash").read_text()):
+            time.sleep(0.01)
+        os.kill(int(study), signal.SIGKILL)
+        time.sleep(3600)  # the study's end is this process's
+    return ESTIMATORS["grpo"].function(group)
+"""
+LEARNED = ("version", "loss/", "bapo/", "optimizer/", "mismatch/", "staleness/", "reward/mean", "reward/std", "eval/")
+
+
+def outcome(run: Path) -> tuple[list[dict[str, float]], list[bytes]]:
+    """Return what a run has learned: its metrics without clocks, and the files of its last weights."""
+    rows = read_metrics(run / "metrics.jsonl")
+    weights = sorted((run / "checkpoints" / f"step-{len(rows):06d}").rglob("*.safetensors"))
+    assert weights
+    return (
+        [{name: v for name, v in row.items() if name.startswith(LEARNED) and not math.isnan(v)} for row in rows],
+        [file.read_bytes() for file in weights],
+    )
+
+
+@pytest.mark.slow
+def test_an_interrupted_study_continues_equal_to_an_uninterrupted_one(tmp_path: Path) -> None:
+    """It is killed in the middle of a run, its code breaks meanwhile, and its last row is cut in the middle."""
+    root, here, runs = tmp_path / "repo", tmp_path / "here", tmp_path / "runs"
+    here.mkdir()
+    for name in ("bapo_megatron", "patches", "configs", "studies"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for command in (
+        ["init", "-q"],
+        ["add", "-A"],
+        ["-c", "user.name=Me", "-c", "user.email=a@b.c", "commit", "-qm", "1"],
+    ):
+        subprocess.run(["git", "-C", str(root), *command], check=True)
+    text = STUDY.replace("num_steps = 2", "num_steps = 4") + "[quick]\n"
+    (here / "short.toml").write_text(
+        text.replace('loss = { name = "grpo" }', 'advantage = { kind = "crash:advantage" }')
+    )
+    (here / "crash.py").write_text(CRASH.format(num_groups=2 * 4 + 2))
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    def start(runs: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", "-m", "bapo_megatron", "reproduce", "short.toml", "--jobs", "1"]
+        environment = os.environ | {"PYTHONPATH": path}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen([*command, "--runs", str(runs)], cwd=here, env=environment, **pipes)  # type: ignore[call-overload, no-any-return]
+
+    def finish(runs: Path) -> str:
+        study = start(runs)
+        said = str(study.communicate(timeout=HANG_S)[0])
+        assert study.returncode == 0, said
+        return said
+
+    finish(tmp_path / "whole")
+    (here / "crash").touch()
+    study = start(runs)
+    (here / "crash").write_text(str(study.pid))
+    study.communicate(timeout=HANG_S)
+    assert study.returncode == -signal.SIGKILL
+    (here / "crash").unlink()
+    (commit,) = {place.name for place in (runs / "code").iterdir()}
+    assert "0 of 2 runs to do" not in (said := finish(runs))
+    assert "2 of 2 runs to do, 1 of them begun" in said
+
+    file = runs / "results" / "short.jsonl"
+    (root / "bapo_megatron" / "train.py").write_text("raise SystemExit('the next version is not ready')\n")
+    for is_kept in (True, False):  # the folder of the run whose row is cut
+        rows = file.read_bytes()
+        file.write_bytes(rows[: rows.rindex(b'"curves"')])
+        last = json.loads(rows.splitlines()[-1])
+        if not is_kept:
+            shutil.rmtree(runs / last["run"])
+        said = finish(runs)
+        assert f"code: commit {commit}" in said
+        assert ("0 of 2 runs to do" in said) == is_kept
+    ours, theirs = (
+        {row["run"]: row for row in map(json.loads, (of / "results" / "short.jsonl").read_text().splitlines())}
+        for of in (runs, tmp_path / "whole")
+    )
+    assert len(ours) == 2
+    for row in (*ours.values(), *theirs.values()):
+        del row["time"], row["seconds"]
+    assert ours == theirs
+    for name in ours:
+        assert outcome(runs / name) == outcome(tmp_path / "whole" / name)
+    pages = [(of / "results" / "short.svg").read_bytes() for of in (runs, tmp_path / "whole")]
+    assert pages[0] == pages[1]
 
 
 def test_a_run_that_fails_ends_the_others_and_names_its_log(tmp_path: Path) -> None:
@@ -117,7 +215,7 @@ def test_a_run_has_a_deadline(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nothing_outlives_a_study_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "long.toml").write_text(STUDY.replace("num_steps = 2", "num_steps = 1_000_000"))
-    command = [sys.executable, "-m", "bapo_megatron", "reproduce", str(tmp_path / "long.toml")]
+    command = [sys.executable, "-m", "bapo_megatron", "reproduce", str(tmp_path / "long.toml"), "--in-place"]
     with (tmp_path / "log").open("w") as log:
         study = subprocess.Popen([*command, "--runs", str(tmp_path / "runs")], stdout=log, stderr=log)
     try:

@@ -22,10 +22,11 @@ from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.resolved import resolve
 from bapo_megatron.resolved.placement import Placement
 from bapo_megatron.runtime.files import JsonlWriter
-from studies import bfloat16
+from studies import bfloat16, pool
 from studies.page import write
-from studies.pool import is_finished, run_path
-from studies.results import DERIVED, gather, value
+from studies.pool import is_finished, row_of, run_path
+from studies.results import DERIVED, StudyResult, gather, value
+from studies.rows import Row
 from studies.run import Options, reproduce
 from studies.study import Run, Study, load_study, plan_runs, shipped_studies
 from studies.turn_ages import ages_by_turn
@@ -195,13 +196,21 @@ def finish(run: Run, rows: Sequence[Mapping[str, float | None]], *, torch: str =
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     packages = {"bapo-megatron": "0.9", "torch": torch, "megatron-core": "0.1", "transformers": "5.0"}
-    facts = {"time": "2025-03-01T12:00:00+00:00", "num_cores": 2, "platform": "Linux-test", "packages": packages}
+    facts = {"time": "2025-03-01T12:00:00+00:00", "num_cores": 2, "processor": "Test", "packages": packages}
     (folder / "environment.json").write_text(json.dumps(facts | environment))
 
 
+def rows_of(study: Study, runs: Sequence[Run]) -> list[Row]:
+    return [row_of(run, [plot.metric for plot in study.plots]) for run in runs]
+
+
+def result_of(study: Study, runs: Sequence[Run]) -> StudyResult:
+    return gather(study, rows_of(study, runs))
+
+
 def write_page(tmp_path: Path, study: Study, runs: Sequence[Run]) -> str:
-    folder = tmp_path / "out"
-    write("mine", study, runs, gather(study, runs), folder=folder, command="bapo reproduce mine")
+    folder, rows = tmp_path / "out", rows_of(study, runs)
+    write("mine", study, rows, gather(study, rows), folder=folder, command="bapo reproduce mine")
     return (folder / "mine.md").read_text()
 
 
@@ -219,7 +228,7 @@ def test_results_are_those_of_numpy(tmp_path: Path) -> None:
         finish(run, rows)
         assert is_finished(run.config)
 
-    result = gather(study, runs)
+    result = result_of(study, runs)
     narrow, wide = result.variants
     assert result.seeds == [3, 1]
     assert wide.curves["reward/mean"].mean == pytest.approx(rewards[[1, 3]].mean(0))
@@ -236,6 +245,11 @@ def test_results_are_those_of_numpy(tmp_path: Path) -> None:
     assert comparison.difference == pytest.approx(differences.mean())
     assert comparison.standard_error == pytest.approx(differences.std(ddof=1) / math.sqrt(2))
     assert comparison.num_higher == (differences > 0).sum()
+    assert (
+        comparison.p
+        == comparison.holm_p
+        == pytest.approx(1 - 2 * math.atan(abs(comparison.difference) / comparison.standard_error) / math.pi)
+    )
 
     page = write_page(tmp_path, study, runs)
     assert f"| wide | narrow | {differences.mean():+.3f} ±" in page
@@ -254,18 +268,21 @@ def test_results_are_those_of_numpy(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "mine.svg").read_text() == drawn, "the same figures give the same file"
 
 
-def test_a_page_says_when_and_with_what_its_runs_were_trained(tmp_path: Path) -> None:
+def test_a_page_says_when_and_with_what_its_runs_were_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "code_here", lambda: "1234567890abcdef")
     study = study_from(tmp_path)
     runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
     for run in runs:
         finish(run, [row(4, 0.5, 0.1) | {"eval/reward": 0.5}], time="2025-03-01T23:00:00+00:00", num_cores=3)
-    assert "2025-03-01, 3 CPU cores, Linux-test; seeds 3, 1; bapo-megatron 0.9, torch 2.0, megatron" in write_page(
+    assert "2025-03-01, 3 cores of Test; seeds 3, 1; code `1234567890ab`; torch 2.0, megatron" in write_page(
         tmp_path, study, runs
     )
     finish(runs[1], [row(4, 0.5, 0.1)], time="2025-02-27T00:00:00+00:00", torch="1.9")
     page = write_page(tmp_path, study, runs)
-    assert "2025-02-27 to 2025-03-01, 2 CPU cores, Linux-test; 3 CPU cores, Linux-test; seeds" in page
+    assert "2025-02-27 to 2025-03-01, 2 cores of Test; 3 cores of Test; seeds" in page
     assert "torch 1.9 and 2.0" in page
+    monkeypatch.setattr(pool, "code_here", lambda: "files-1234")
+    assert "; code not committed; torch" in write_page(tmp_path, study, runs)
 
 
 def test_a_page_that_cannot_be_drawn_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +338,7 @@ def test_skipped_updates_do_not_count_in_the_median(tmp_path: Path) -> None:
     for run in runs:
         rows = [row(i + 1, 0.5, 0.1) | {"optimizer/grad_norm": norm} for i, norm in enumerate(norms[run.variant])]
         finish(run, rows)
-    narrow, wide = gather(study, runs).variants
+    narrow, wide = result_of(study, runs).variants
     assert narrow.finals["gradient norm, median"].mean == 2.0
     assert "gradient norm, median" not in wide.finals
 
@@ -331,7 +348,7 @@ def test_a_variant_without_headline_is_not_compared(tmp_path: Path) -> None:
     runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
     for run in runs:
         finish(run, [row(4, 0.5, 0.1)])
-    assert gather(study, runs).comparisons == []
+    assert result_of(study, runs).comparisons == []
 
 
 def test_one_bin_of_the_profile_can_be_plotted(tmp_path: Path) -> None:
@@ -361,7 +378,7 @@ def test_a_curve_of_evaluations_has_the_steps_that_were_evaluated(tmp_path: Path
     for run in runs:
         evaluated = {step: {"eval/reward": step / 8 + run.seed} for step in (2, 4)}
         finish(run, [row(step, 0.5, 0.1) | evaluated.get(step, {}) for step in range(1, 5)])
-    curve = gather(study, runs).variants[0].curves["eval/reward"]
+    curve = result_of(study, runs).variants[0].curves["eval/reward"]
     seeds = [run.seed for run in runs]
     assert curve.x == [20, 40]
     assert curve.low == [0.25 + min(seeds), 0.5 + min(seeds)]
@@ -405,8 +422,8 @@ def test_a_profile_is_weighted_with_its_tokens(tmp_path: Path) -> None:
             clean = {name: None if np.isnan(v) else v for name, v in bins.items()}
             rows.append(row(step + 1, 0.5, 0.1) | clean | {"eval/reward": 0.5})
         run_path(run.config).mkdir(parents=True)
-        (run_path(run.config) / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    profile = gather(study, runs).variants[0].curves
+        finish(run, rows)
+    profile = result_of(study, runs).variants[0].curves
     weights = np.where(np.isnan(entropies[0]), 0, shares[0])
     expected = (weights * np.nan_to_num(entropies[0])).sum(0) / np.where(weights.sum(0) > 0, weights.sum(0), np.nan)
     assert profile["profile/entropy"].mean == pytest.approx(expected, nan_ok=True)

@@ -46,10 +46,30 @@ def test_another_default_is_another_run() -> None:
     assert run_name(Newer(loss=NewerLoss(clip_high=1.2))) == run_name(grpo)
 
 
-def test_another_version_of_the_package_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
     before = run_name(Config())
-    monkeypatch.setattr(identity, "__version__", "99.0")
+    monkeypatch.setattr(identity, "code_here", lambda: "another commit")
     assert run_name(Config()) != before
+
+
+@pytest.mark.parametrize("changed", ["teacher.py", "helper.py", "deep/inner.py", "deep/__init__.py"])
+def test_another_function_or_what_it_imports_is_another_run(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep").mkdir()
+    for name in ("deep/__init__.py", "deep/other.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "teacher.py").write_text("import math\nimport helper\n")
+    (tmp_path / "helper.py").write_text("def f():\n    from deep.inner import g\n")
+    (tmp_path / "deep" / "inner.py").write_text("import helper\n")
+    config = config_of(advantage={"kind": "teacher:advantage"})
+    before = run_name(config)
+    (tmp_path / "deep" / "other.py").write_text("x = 1\n")
+    assert run_name(config) == before, "nobody imports it"
+    with (tmp_path / changed).open("a") as file:
+        file.write("x = 1\n")
+    assert run_name(config) != before
 
 
 @pytest.mark.parametrize("file", MODEL_FILES)
