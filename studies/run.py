@@ -104,7 +104,7 @@ def _go_to_worktree(options: Options) -> None:
         raise ConfigError(f"these studies belong to different commits ({each}); give one at a time, or --at HEAD")
     (commit,) = set(codes.values())
     place = worktree(commit, options.runs_dir / "code")
-    print(f"code: commit {commit[:12]}, in {place}", flush=True)
+    print(f"commit {commit[:12]}: code, and all files of the checkout but models/, come from {place}", flush=True)
     for name in (source for source in sources if source in shipped):
         there = place / shipped[name].relative_to(ROOT)
         if not there.is_file():

@@ -178,7 +178,7 @@ def test_an_interrupted_study_continues_equal_to_an_uninterrupted_one(tmp_path: 
         if not is_kept:
             shutil.rmtree(runs / last["run"])
         said = finish(runs)
-        assert f"code: commit {commit}" in said
+        assert f"commit {commit}: code, and all files" in said
         assert ("0 of 2 runs to do" in said) == is_kept
     ours, theirs = (
         {row["run"]: row for row in map(json.loads, (of / "results" / "short.jsonl").read_text().splitlines())}
