@@ -41,8 +41,11 @@ class Row(BaseModel):
     curves: Mapping[str, Points]
 
 
+_BEGUN = "begun"  # the only key of a line without a row
+
+
 class RowFile:
-    """The rows of one study."""
+    """The rows of one study, and the code with which it began."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,6 +58,8 @@ class RowFile:
         """
         rows: dict[str, Row] = {}
         for record in read_jsonl(self.path):
+            if _BEGUN in record:
+                continue
             try:
                 row = Row.model_validate(record)
             except ValidationError as error:
@@ -66,6 +71,17 @@ class RowFile:
             rows.pop(row.run, None)
             rows[row.run] = row
         return rows
+
+    def code(self) -> str | None:
+        """Return the code of the latest row or, before it, of the runs that have begun; None for a new study."""
+        records = read_jsonl(self.path)
+        return str(records[-1].get(_BEGUN) or records[-1].get("code")) if records else None
+
+    def begin(self, code: str) -> None:
+        """Note the code of runs that begin, so that they continue with it, whenever they are interrupted."""
+        if self.code() != code:
+            with closing(JsonlWriter(self.path)) as writer:
+                writer.write({_BEGUN: code})
 
     def add(self, row: Row) -> None:
         """Append a row, and read it back.

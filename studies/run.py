@@ -18,7 +18,7 @@ from bapo_megatron.runtime import num_cores
 from bapo_megatron.runtime.files import explaining_os_errors
 from studies import page
 from studies.checks import problems_of
-from studies.code import ROOT, commit_of, is_commit, run_in, uncommitted, worktree
+from studies.code import ROOT, code_here, commit_of, is_commit, run_in, uncommitted, worktree
 from studies.pool import is_finished, row_of, run_path, train_all
 from studies.results import curves_of, gather
 from studies.rows import Row, RowFile, seconds_left
@@ -82,8 +82,8 @@ def _listed(options: Options) -> Iterator[str]:
     for name in names:
         study = load_study(name)
         yield f"{name:{width}}  {study.figure}: {study.question}"
-        if rows := [*options.rows_of(name).read().values()]:
-            code = rows[-1].code
+        if code := options.rows_of(name).code():
+            rows = [*options.rows_of(name).read().values()]
             wanted = {(variant.name, seed): 1.0 for variant in study.variants for seed in study.seeds}
             done = {(row.variant, row.seed) for row in rows if row.code == code}
             left = {run: share for run, share in wanted.items() if run not in done}
@@ -124,17 +124,16 @@ def _go_to_worktree(options: Options) -> None:
 def _code_of(source: str, options: Options) -> str:
     """Return the commit that a study belongs to."""
     load_study(source)
-    rows = [*options.rows_of(Path(source).stem).read().values()]
+    code = options.rows_of(Path(source).stem).code()
     if options.at is not None:
         return commit_of(options.at)
-    if not rows and (problem := uncommitted()):
+    if code is None and (problem := uncommitted()):
         raise ConfigError(f"{problem}; commit it, so that rows can name their code, or add --in-place")
-    if rows and not is_commit(rows[-1].code):
+    if code is not None and not is_commit(code):
         raise ConfigError(
-            f"the latest row of {source} comes from code that was not committed; add --in-place, or begin again with "
-            "--at HEAD"
+            f"{source} has begun with code that was not committed; add --in-place, or begin again with --at HEAD"
         )
-    return commit_of(rows[-1].code if rows else "HEAD")
+    return commit_of(code or "HEAD")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +183,8 @@ def _finish(plan: _Plan, options: Options) -> None:
     left = {(run.variant, run.seed): _share_left(run.config) for run in missing.values()}
     heading = f"{plan.name}: {plan.study.title} ({plan.study.figure})"
     print(f"{heading}; {_what_is_left(len(plan.runs), left, [*rows.values()], options)}", flush=True)
+    if missing:
+        file.begin(code_here())
     _train(missing, file, wanted, options)
     rows = file.read()
     labelled = [

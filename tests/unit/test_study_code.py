@@ -164,8 +164,8 @@ def test_a_new_study_has_the_code_of_head(repo: Path, tmp_path: Path, monkeypatc
 def test_a_study_that_has_begun_keeps_its_code(
     repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = code_now()
-    RowFile(tmp_path / "out" / "mine.jsonl").add(make_row("narrow", 3, code=first))
+    first, file = code_now(), RowFile(tmp_path / "out" / "mine.jsonl")
+    file.begin(first)  # a kill before the first row
     (repo / "bapo_megatron" / "a.py").write_text("x = 2\n")
     assert str(tmp_path / "runs" / "code" / first[:12]) in become(monkeypatch, "mine").environment["PYTHONPATH"]
     assert "as in that commit" not in capsys.readouterr().out
@@ -174,6 +174,7 @@ def test_a_study_that_has_begun_keeps_its_code(
     assert f"mine: as in that commit; to use it as it is in this checkout, give {repo}" in capsys.readouterr().out
     git(repo, "commit", "--quiet", "--all", "--message", "second")
     second = code_now()
+    file.add(make_row("narrow", 3, code=first))
     became = become(monkeypatch, "mine", at="HEAD")
     assert str(tmp_path / "runs" / "code" / second[:12]) in became.environment["PYTHONPATH"]
     run.reproduce(run.Options((), False, tmp_path / "out", tmp_path / "runs", 2, 60.0))
@@ -183,7 +184,7 @@ def test_a_study_that_has_begun_keeps_its_code(
 @pytest.mark.parametrize(
     ("its_code", "at", "message"),
     [
-        ("files-12", None, "the latest row of mine comes from code that was not committed; add --in-place, or begin"),
+        ("files-12", None, "mine has begun with code that was not committed; add --in-place, or begin"),
         ("d" * 40, None, r"this clone has no commit d{40}; fetch it \(`git fetch --tags`, with --unshallow"),
         ("d" * 40, "no-such-tag", "this clone has no commit no-such-tag; fetch it"),
     ],

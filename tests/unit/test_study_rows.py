@@ -71,6 +71,16 @@ def test_the_last_row_of_a_run_counts(tmp_path: Path) -> None:
     assert [(row.variant, row.seconds) for row in file.read().values()] == [("B", 60.0), ("A", 2.0)]
 
 
+def test_code_is_of_the_latest_line(tmp_path: Path) -> None:
+    file = RowFile(tmp_path / "mine.jsonl")
+    assert file.code() is None
+    for code in ("a", "a", "b"):
+        file.begin(code)
+    assert (file.code(), file.read(), len(file.path.read_text().splitlines())) == ("b", {}, 2)
+    file.add(make_row(code="c"))
+    assert (file.code(), len(file.read())) == ("c", 1)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
