@@ -10,7 +10,7 @@ from bapo_megatron.preflight.check import violations_of
 from bapo_megatron.preflight.inputs import Findings
 from studies.identity import inputs
 from studies.pool import ENGINES
-from studies.results import COMPARISONS, DERIVED, HEADLINE, PROFILE
+from studies.results import COMPARISONS, DERIVED, FINALS, PROFILE
 from studies.study import Run, Study
 
 # A study's runs (pool.py) have one engine and one trainer rank.
@@ -32,6 +32,9 @@ def problems_of(name: str, study: Study, runs: Sequence[Run]) -> list[str]:
 
 def _plots(study: Study) -> Iterator[str]:
     known = [*METRICS, *DERIVED, PROFILE, COMPARISONS]
+    if study.headline not in FINALS:
+        advice = did_you_mean(*closest(study.headline, FINALS)) or f"give one of: {', '.join(FINALS)}"
+        yield f'headline: there is no final figure "{study.headline}"; {advice}'
     if COMPARISONS in (plot.metric for plot in study.plots) and not study.compare:
         yield f'plots: "{COMPARISONS}" has nothing to show without compare'
     for i, plot in enumerate(study.plots):
@@ -58,13 +61,13 @@ def _figures(study: Study, run: Run) -> Iterator[str]:
     is_compared = any(run.variant in pair for pair in study.compare)
     if is_compared and run.config.eval.interval_steps is None:
         yield (
-            f"compare uses the {HEADLINE} after the last step, but eval.interval_steps is unset; "
-            "set eval.interval_steps, or leave the variant out of compare"
+            f"compare uses the {study.headline}, but eval.interval_steps is unset; set eval.interval_steps, or leave "
+            "the variant out of compare"
         )
     if is_compared and run.config.eval.sets:
         yield (
-            f"compare uses the {HEADLINE} of the unnamed evaluation set, which eval.sets replaces; leave eval.sets "
-            "out, or leave the variant out of compare"
+            f"compare uses the {study.headline} of the unnamed evaluation set, which eval.sets replaces; leave "
+            "eval.sets out, or leave the variant out of compare"
         )
     if PROFILE in (plot.metric for plot in study.plots) and not run.config.monitor.token_profile:
         yield f'the plot of "{PROFILE}" needs monitor.token_profile = true'

@@ -20,7 +20,6 @@ from studies.results import (
     COMPARISONS,
     DERIVED,
     FINALS,
-    HEADLINE,
     PROFILE,
     PROFILE_PARTS,
     Comparison,
@@ -125,22 +124,30 @@ def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, An
         *_legend_of(study),
         "",
         *_table(result),
+        *_failures(result),
     ]
     for is_explored in (False, True):
         if chosen := [c for c in result.comparisons if c.is_exploratory == is_explored]:
-            lines += ["", _about(chosen, is_explored), "", *_comparison_table(chosen)]
+            lines += ["", _about(study.headline, chosen, is_explored), "", *_comparison_table(chosen)]
     return "\n".join(lines) + "\n"
 
 
-def _about(comparisons: Sequence[Comparison], is_explored: bool) -> str:
+def _about(headline: str, comparisons: Sequence[Comparison], is_explored: bool) -> str:
     """Say what a table of comparisons has, and how far its p-values go."""
-    number, differences = len(comparisons), f"ifferences in {HEADLINE}, seed by seed, with their standard error"
+    number, differences = len(comparisons), f"ifferences in {headline}, seed by seed, with their standard error"
     if is_explored:
         return f"Exploratory d{differences}. {plural(number, 'comparison')} can suggest, but not decide."
     if all(c.p is None for c in comparisons):
         return f"D{differences}."
     corrected = f" Holm's p corrects it for all {number} comparisons." if number > 1 else ""
     return f"D{differences}. p is of a paired t-test.{corrected}"
+
+
+def _failures(result: StudyResult) -> list[str]:
+    """List the runs that failed, under their table."""
+    failed = [(variant.name, *failure) for variant in result.variants for failure in variant.failures.items()]
+    lines = [f"- {name}, seed {seed}: {' '.join(reason.split())}" for name, seed, reason in failed]
+    return ["", "Failed runs, which no figure above includes:", "", *lines] if lines else []
 
 
 def _comparison_table(comparisons: Sequence[Comparison]) -> list[str]:
@@ -159,14 +166,17 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> list[str]:
 def _legend_of(study: Study) -> list[str]:
     """Explain the plots."""
     lines = []
-    if any(plot.metric != COMPARISONS for plot in study.plots):
+    curves = [plot for plot in study.plots if plot.metric != COMPARISONS]
+    if any(not plot.seeds for plot in curves):
         lines.append(
             "Lines are means over seeds; bands, drawn if lines are few, reach from the lowest to the highest seed."
         )
+    if any(plot.seeds for plot in curves):
+        lines.append("Thin lines are single seeds.")
     if any(plot.metric == COMPARISONS for plot in study.plots):
         lines.append(
-            f"Points are mean differences in {HEADLINE}, seed by seed; bars reach {_ERRORS_SHOWN} standard errors to "
-            "each side."
+            f"Points are mean differences in {study.headline}, seed by seed; bars reach {_ERRORS_SHOWN} standard errors "
+            "to each side."
         )
     return lines
 
@@ -177,7 +187,8 @@ def _table(result: StudyResult) -> list[str]:
     rows = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for variant in result.variants:
         cells = [_cell(variant.finals.get(column)) for column in columns]
-        rows.append(f"| {variant.name} | {' | '.join(cells)} |")
+        failed = f" ({len(variant.failures)} of {plural(len(result.seeds), 'seed')} failed)" if variant.failures else ""
+        rows.append(f"| {variant.name}{failed} | {' | '.join(cells)} |")
     return rows
 
 
@@ -208,9 +219,9 @@ def _draw(study: Study, result: StudyResult) -> str:
         for axis, plot in zip(axes, panels, strict=False):
             if plot.metric == COMPARISONS:
                 _draw_comparisons(axis, result)
-                axis.set_xlabel(plot.label or f"difference in {HEADLINE}")
+                axis.set_xlabel(plot.label or f"difference in {study.headline}")
                 continue
-            _draw_curves(axis, result, plot.metric)
+            _draw_curves(axis, result, plot.metric, of_seeds=plot.seeds)
             axis.set_ylabel(plot.label or _label(plot.metric))
             axis.set_yscale("log" if plot.log and _has_positive(result, plot.metric) else "linear")
         for axis in axes[len(panels) :]:
@@ -238,8 +249,14 @@ def _legend_columns(labels: Sequence[str]) -> int:
     return max(1, min(len(labels), 90 // (max(map(len, labels)) + 6)))
 
 
-def _draw_curves(axis: Axes, result: StudyResult, metric: str) -> None:
+def _draw_curves(axis: Axes, result: StudyResult, metric: str, *, of_seeds: bool = False) -> None:
     for i, variant in enumerate(result.variants):
+        if of_seeds:
+            for j, points in enumerate(variant.by_seed[metric]):
+                y = [math.nan if v is None else v for v in points.y]
+                label = variant.name if j == 0 else None
+                axis.plot(points.x, y, label=label, color=look(i).colour, linestyle=line_style(i), lw=LINE_WIDTH / 2)
+            continue
         curve = variant.curves[metric]
         colour = look(i).colour
         axis.plot(curve.x, curve.mean, label=variant.name, color=colour, linestyle=line_style(i))

@@ -37,6 +37,7 @@ ENGINES = {"embedded": "bapo_megatron.engines.embedded.server", "studies.bfloat1
 _WORKERS = "studies.workers"
 _ROOT = Path(__file__).parents[1]
 _POLL_S = 0.05
+_ENDED_ITSELF = 2  # exit code of `run_rank` for an error that is not a fault of the code
 _END_TIMEOUT_S = 15.0
 
 
@@ -56,12 +57,13 @@ def is_finished(config: Config) -> bool:
     return is_at_end and environment_path(config).is_file()
 
 
-def row_of(run: Run, wanted: Sequence[str], seconds: float = 0.0) -> Row:
-    """Return what a finished run leaves.
+def row_of(run: Run, wanted: Sequence[str], seconds: float = 0.0, failure: str | None = None) -> Row:
+    """Return what a run leaves that has finished, or failed.
 
     Args:
         wanted: `Plot.metric` of the study's plots.
         seconds: how long the run took, if it was not interrupted; otherwise its steps count.
+        failure: why it failed.
     """
     steps = read_metrics(run_path(run.config) / "metrics.jsonl")
     environment = json.loads(environment_path(run.config).read_text(encoding="utf-8"))
@@ -76,25 +78,29 @@ def row_of(run: Run, wanted: Sequence[str], seconds: float = 0.0) -> Row:
         machine=f"{environment['num_cores']} cores of {environment['processor']}",
         packages=environment["packages"],
         seconds=round(max(seconds, in_steps), 1),
-        finals=finals,
+        finals={} if failure else finals,
         curves=curves,
+        failure=failure,
     )
 
 
 def train_all(
-    configs: Sequence[Config], *, num_jobs: int, timeout_s: float, tell: Callable[[Config, float], None]
+    configs: Sequence[Config], *, num_jobs: int, timeout_s: float, tell: Callable[[Config, float, str | None], None]
 ) -> None:
-    """Train every configuration to its last step; call `tell` with each finished one and its seconds.
+    """Train every configuration to its last step; call `tell` with each one that is done.
+
+    A run that ends itself with an error after its first step, such as one whose weights are no longer finite, is done
+    too: that is a result.
 
     Args:
         configs: checked configurations (checks.py), with one engine and one trainer rank.
         num_jobs: how many runs may train at the same time.
         timeout_s: how long one run may take.
-        tell: called with the configuration of each finished run and its seconds.
+        tell: called with the run's configuration, its seconds, and the error that ended it, or None.
 
     Raises:
-        UserError: a run failed or took too long, or its folder cannot be used. The message names the run and its log;
-            all other runs are ended.
+        UserError: a run failed before its first step, or was killed, or took too long, or its folder cannot be used.
+            The message names the run and its log; all other runs are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKERS])
@@ -106,13 +112,13 @@ def train_all(
             return
         started = time.monotonic()
         try:
-            _train(config, _Forks(context, lifeline), stop, started + timeout_s)
+            failure = _train(config, _Forks(context, lifeline), stop, started + timeout_s)
         except _StoppedError:
             return
         except BaseException:
             stop.set()
             raise
-        tell(config, time.monotonic() - started)
+        tell(config, time.monotonic() - started, failure)
 
     with _environment_of_forks(), lifeline, ours, ThreadPoolExecutor(num_jobs) as pool:
         futures = [pool.submit(train, config) for config in configs]
@@ -149,7 +155,9 @@ class _Forks:
                 process.join(_END_TIMEOUT_S)
 
 
-def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
+def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> str | None:
+    """Train one run. Returns the error with which it ended itself after its first step, or None."""
+
     def is_ready(url: str, engine: ForkServerProcess) -> bool:
         if engine.exitcode is not None:
             raise UserError(f"the engine of {run.path} ended with exit code {engine.exitcode}; its log: {engine_log}")
@@ -171,8 +179,15 @@ def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> None:
             wait(lambda: is_ready(url, engine))
             with forks.running("train", run.path, url, key) as trainer:
                 wait(lambda: trainer.exitcode is not None)
+                said = _error(run)
+                if trainer.exitcode == _ENDED_ITSELF and said and read_metrics(run.metrics_path):
+                    return said
                 if trainer.exitcode != 0:
-                    raise UserError(_complaint(run, trainer.exitcode))
+                    log = run.log_path("trainer", 0)
+                    raise UserError(
+                        f"the run {run.path} ended with exit code {trainer.exitcode}: {said or 'see its log'} ({log})"
+                    )
+    return None
 
 
 def _engine_arguments(config: Config, port: int) -> list[str]:
@@ -208,7 +223,6 @@ def _environment_of_forks() -> Iterator[None]:
                 del os.environ[name]
 
 
-def _complaint(run: RunDir, code: int | None) -> str:
-    said = [path.read_text() for path in sorted(run.log_dir.glob("error-*.txt"))]
-    told = said[0] if said else "see its log"
-    return f"the run {run.path} ended with exit code {code}: {told} ({run.log_path('trainer', 0)})"
+def _error(run: RunDir) -> str:
+    """Return the error that the trainer left; "" without one."""
+    return "".join(path.read_text() for path in sorted(run.log_dir.glob("error-*.txt"))[:1])

@@ -11,10 +11,11 @@ from mpmath import betainc
 
 from bapo_megatron.algorithms.diagnostics import BINS, MEANS
 from studies.rows import Points, Row
-from studies.study import Study
+from studies.study import HEADLINE, Study
 
 Step = Mapping[str, float]
 
+LAST_EVALS = 10
 LAST_PART = 0.25  # share of a run's steps over which "at the end" averages
 PROFILE = "profile"  # plots the token profile (monitor.token_profile = true): a run's means by token probability
 PROFILE_PARTS = ("share", *MEANS)
@@ -35,9 +36,11 @@ DERIVED: dict[str, tuple[str, Callable[[Step], float]]] = {
 }
 
 # Column of the table -> metric, and how a run's values become one figure: the last value, the mean at the end, the mean
-# of all, or the median.
+# of all, the median, or the median or lowest of the last evaluations.
 FINALS: dict[str, tuple[str, str]] = {
-    "pass rate": ("eval/reward", "last"),
+    HEADLINE: ("eval/reward", "last"),
+    f"median of the last {LAST_EVALS}": ("eval/reward", "evals_median"),
+    f"worst of the last {LAST_EVALS}": ("eval/reward", "evals_worst"),
     "reward at the end": ("reward/mean", "end"),
     "entropy at the end": ("loss/entropy", "end"),
     "gradient norm, median": ("optimizer/grad_norm", "median"),
@@ -52,7 +55,6 @@ FINALS: dict[str, tuple[str, str]] = {
     "mismatch": ("mismatch/logprob_mean", "all"),
     "other experts": ("routes/other_share", "all"),
 }
-HEADLINE = "pass rate"  # the figure by which variants are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class FinalFigure:
-    """A final figure of a variant: mean and standard deviation over seeds (None for a single seed)."""
+    """A final figure of a variant: mean and standard deviation over the seeds that finished (None for a single one)."""
 
     mean: float
     std: float | None
-    by_seed: list[float]
+    by_seed: list[float | None]  # None for a failed run
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class VariantResult:
     name: str
     finals: dict[str, FinalFigure]
     curves: dict[str, Curve]
+    by_seed: dict[str, list[Points]]  # each curve, in the order of the seeds
+    failures: dict[int, str]  # by seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +117,10 @@ class StudyResult:
         table.writerow(["variant", "figure", "x", "mean", "low", "high", *(f"seed {seed}" for seed in self.seeds)])
         for variant in self.variants:
             for column, final in variant.finals.items():
-                spread = [final.mean, min(final.by_seed), max(final.by_seed)]
-                table.writerow([variant.name, column, "", *map(_digits, [*spread, *final.by_seed])])
+                finished = [v for v in final.by_seed if v is not None]
+                by_seed = [math.nan if v is None else v for v in final.by_seed]
+                spread = [final.mean, min(finished), max(finished)]
+                table.writerow([variant.name, column, "", *map(_digits, [*spread, *by_seed])])
             for metric, curve in variant.curves.items():
                 for point in zip(curve.x, curve.mean, curve.low, curve.high, strict=True):
                     table.writerow([variant.name, metric, *map(_digits, point), *("" for _ in self.seeds)])
@@ -152,11 +158,11 @@ def gather(study: Study, rows: Sequence[Row]) -> StudyResult:
     finals = {variant.name: variant.finals for variant in variants}
 
     def compared(pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
-        return [
-            _compare(first, second, finals[first][HEADLINE].by_seed, finals[second][HEADLINE].by_seed)
-            for first, second in pairs
-            if all(HEADLINE in finals.get(name, {}) for name in (first, second))
-        ]
+        by_seed = {
+            name: figures[study.headline].by_seed for name, figures in finals.items() if study.headline in figures
+        }
+        known = [(a, b, by_seed[a], by_seed[b]) for a, b in pairs if a in by_seed and b in by_seed]
+        return [_compare(*one) for one in known if any(None not in both for both in zip(*one[2:], strict=True))]
 
     exploratory = [replace(c, is_exploratory=True) for c in compared(study.explore)]
     comparisons = [*_together(compared(study.compare)), *exploratory]
@@ -178,12 +184,15 @@ def rounded(figure: float) -> float:
 
 def _variant(name: str, rows: Sequence[Row], wanted: Sequence[str]) -> VariantResult:
     finals = {}
+    finished = [row for row in rows if row.failure is None]
     for column in FINALS:
-        if all(column in row.finals for row in rows):
-            by_seed = [row.finals[column] for row in rows]
-            std = statistics.stdev(by_seed) if len(by_seed) > 1 else None
-            finals[column] = FinalFigure(statistics.fmean(by_seed), std, by_seed)
-    return VariantResult(name, finals, {metric: _spread([row.curves[metric] for row in rows]) for metric in wanted})
+        if finished and all(column in row.finals for row in finished):
+            figures = [row.finals[column] for row in finished]
+            std = statistics.stdev(figures) if len(figures) > 1 else None
+            finals[column] = FinalFigure(statistics.fmean(figures), std, [row.finals.get(column) for row in rows])
+    by_seed = {metric: [row.curves[metric] for row in rows] for metric in wanted}
+    curves = {metric: _spread(points) for metric, points in by_seed.items()}
+    return VariantResult(name, finals, curves, by_seed, {row.seed: row.failure for row in rows if row.failure})
 
 
 def _profile(steps: Sequence[Step], part: str) -> Points:
@@ -205,9 +214,12 @@ def _over_run(steps: Sequence[Step], bin_name: str, part: str) -> float:
 def _final(steps: Sequence[Step], metric: str, part: str) -> float:
     if part == "last":
         return value(steps[-1], metric)
+    finite = [v for step in steps if math.isfinite(v := value(step, metric))]
     if part == "median":
-        finite = [v for step in steps if math.isfinite(v := value(step, metric))]
         return statistics.median(finite) if finite else math.nan
+    if part.startswith("evals_"):
+        last = finite[-LAST_EVALS:]
+        return math.nan if len(last) < LAST_EVALS else min(last) if part == "evals_worst" else statistics.median(last)
     first = len(steps) - max(1, round(len(steps) * LAST_PART)) if part == "end" else 0
     return _mean([value(step, metric) for step in steps[first:]])
 
@@ -236,8 +248,10 @@ def _or_none(figure: float) -> float | None:
     return rounded(figure) if math.isfinite(figure) else None
 
 
-def _compare(first: str, second: str, ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+def _compare(first: str, second: str, ours: Sequence[float | None], theirs: Sequence[float | None]) -> Comparison:
+    """Compare on the seeds that both have finished, which must be one or more."""
+    pairs = zip(ours, theirs, strict=True)
+    differences = [a - b for a, b in pairs if a is not None and b is not None]
     mean, number = statistics.fmean(differences), len(differences)
     error = statistics.stdev(differences) / math.sqrt(number) if number > 1 else None
     p = _t_test(mean, error, number - 1) if error else None

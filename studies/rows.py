@@ -25,7 +25,7 @@ class Points(BaseModel):
 
 
 class Row(BaseModel):
-    """What a finished run leaves."""
+    """What a run leaves that has finished, or failed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,6 +39,7 @@ class Row(BaseModel):
     seconds: float  # of training
     finals: Mapping[str, float]  # by the columns of results.FINALS
     curves: Mapping[str, Points]
+    failure: str | None = None  # why training ended early; such a run has curves, but no final figures
 
 
 _BEGUN = "begun"  # the only key of a line without a row

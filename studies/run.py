@@ -198,14 +198,15 @@ def _train(missing: Mapping[str, Run], file: RowFile, wanted: list[str], options
     left = {(run.variant, run.seed): _share_left(run.config) for run in missing.values()}
     adding = threading.Lock()
 
-    def tell(config: Config, seconds: float) -> None:
+    def tell(config: Config, seconds: float, failure: str | None) -> None:
         run = missing[config.run.name]
         with adding:
-            file.add(row_of(run, wanted, seconds))
+            file.add(row_of(run, wanted, seconds, failure))
             del left[run.variant, run.seed]
             rest = duration(seconds_left(left, file.read().values(), options.num_parallel) or 0.0)
             counts = f"[{len(missing) - len(left)}/{len(missing)}, about {rest} left]"
-            print(f"  {counts} {run.variant}, seed {run.seed}: {seconds:.0f} s", flush=True)
+            failed = f", failed: {failure}" if failure else ""
+            print(f"  {counts} {run.variant}, seed {run.seed}: {seconds:.0f} s{failed}", flush=True)
 
     configs = [run.config for run in missing.values()]
     train_all(configs, num_jobs=options.num_parallel, timeout_s=options.timeout_s, tell=tell)

@@ -38,6 +38,8 @@ from studies.identity import run_name
 _FOLDER = Path(__file__).parent
 _BASE = _FOLDER / "base.toml"
 
+HEADLINE = "pass rate"
+
 
 class Variant(Section):
     """One curve of a figure or, as a regime, the settings that several curves share."""
@@ -55,6 +57,8 @@ class Plot(Section):
     """Label of the axis; the default is the metric's name."""
     log: bool = False
     """Whether the axis is logarithmic."""
+    seeds: bool = False
+    """Whether to draw a line for each seed, in place of their mean."""
 
 
 class Quick(Section):
@@ -79,6 +83,8 @@ class Study(Section):
     compare: tuple[tuple[str, str], ...] = ()
     """Pairs whose p-values are corrected for their number."""
     explore: tuple[tuple[str, str], ...] = ()
+    headline: str = HEADLINE
+    """The final figure by which variants are compared, a column of results.FINALS."""
     plots: Annotated[tuple[Plot, ...], Field(min_length=1)]
     quick: Quick = Field(default_factory=Quick)
     needs: str | None = None
