@@ -1,7 +1,8 @@
 """From a group (all responses to one prompt) to advantages, one per response or one per turn.
 
 A group whose rewards are all equal (such as a group of one), or differ by rounding alone, teaches nothing: its built-in
-advantages are exactly 0. `whiten` then brings the advantages of a whole batch to one scale, if the run asks for it.
+advantages are exactly 0, except in REINFORCE++. `whiten` brings the advantages of a whole batch to one scale, if the
+run or the method asks for it.
 
 The configuration reads this file, so it does not import torch: the built-in advantages use the methods of tensors.
 
@@ -15,9 +16,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
-
-from bapo_megatron.errors import UserError
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +67,7 @@ class GroupView:
     prompt: Prompt
     samples: tuple[SampleView, ...]
     gamma: float = 1.0  # advantage.gamma
+    weights: Mapping[str, float] = field(default_factory=dict)  # reward.weights, of parts by name
 
     @property
     def rewards_G(self) -> Tensor:
@@ -83,20 +83,21 @@ class Advantage:
 
     function: Callable[[GroupView], Tensor | list[list[float]]]
     divides_by_group: bool = False  # by a statistic of the group's rewards, so that scaling them has no effect
-    needs_binary: bool = False  # refuses rewards other than 0 and one value above 0
-    discounts: bool = False  # by advantage.gamma
+    needs_binary: bool = False  # the judge's verdicts must be 0 or 1
+    needs_group: bool = True  # compares the responses to one prompt: theirs sum to 0
+    reads_parts: bool = False  # compares each part of the verdicts, and not their sum
+    discounts: Literal["", "turns", "tokens"] = ""  # what advantage.gamma counts; `BatchBuilder` does it for tokens
+    whitens: Literal["", "responses", "tokens"] = ""  # what the method whitens over, in the whole batch
 
 
 def grpo(group: GroupView) -> Tensor:
     """Compute (r - mean) / (std + 1e-6), std with divisor G - 1: GRPO, arXiv 2402.03300, Eq. 3."""
-    rewards_G, advantages_G = group.rewards_G, dr_grpo(group)
-    return advantages_G / (rewards_G.std() + _EPSILON) if bool(advantages_G.any()) else advantages_G
+    return _standardised(group.rewards_G)
 
 
 def dr_grpo(group: GroupView) -> Tensor:
     """Compute r - mean: Dr. GRPO, arXiv 2503.20783, which leaves out the standard deviation."""
-    rewards_G = group.rewards_G
-    return rewards_G - rewards_G.mean() if _differ(rewards_G) else rewards_G.new_zeros(rewards_G.shape)
+    return _centred(group.rewards_G)
 
 
 def rloo(group: GroupView) -> Tensor:
@@ -106,20 +107,31 @@ def rloo(group: GroupView) -> Tensor:
 
 
 def max_rl(group: GroupView) -> Tensor:
-    """Compute (r - mean) / mean: MaxRL, arXiv 2602.02710, which counts a success the more the rarer it is.
-
-    Raises UserError if a group has rewards besides 0 and one value above 0, which reward.scale made of 1.
-    """
+    """Compute (r - mean) / mean: MaxRL, arXiv 2602.02710, which counts a success the more the rarer it is."""
     rewards_G, advantages_G = group.rewards_G, dr_grpo(group)
-    if not bool(advantages_G.any()):
-        return advantages_G
-    unfit = [r for r in rewards_G.tolist() if has_spread(0.0, r) and has_spread(r, float(rewards_G.max()))]
-    if unfit:
-        raise UserError(
-            f'advantage.kind="max_rl" needs rewards of 0 and 1, but judge and reward.* gave {unfit[0]:g}: set '
-            'advantage.kind="grpo", or leave out what makes other rewards'
-        )
-    return advantages_G / rewards_G.mean()
+    return advantages_G / rewards_G.mean() if bool(advantages_G.any()) else advantages_G
+
+
+def gdpo(group: GroupView) -> Tensor:
+    """Compute sum_k w_k grpo(part k), to be whitened over responses: GDPO, arXiv 2601.05242.
+
+    So no part's spread hides another's. w_k is reward.weights, and a response without the part counts as 0. TRL whitens
+    over responses too (`normalize_then_sum` in grpo_trainer.py, which adds 1e-4 to each std), and verl over tokens
+    (`compute_gdpo_outcome_advantage` in core_algos.py).
+    """
+    total_G = group.rewards_G.new_zeros(len(group.samples))
+    for name in dict.fromkeys(name for sample in group.samples for name in sample.parts):
+        parts_G = total_G.new_tensor([sample.parts.get(name, 0.0) for sample in group.samples])
+        total_G = total_G + group.weights.get(name, 1.0) * _standardised(parts_G)
+    return total_G
+
+
+def reinforce_plus_plus(group: GroupView) -> Tensor:
+    """Return r, to be discounted and whitened over the batch's trained tokens: REINFORCE++, arXiv 2501.03262.
+
+    `compute_reinforce_plus_plus_outcome_advantage` in verl's core_algos.py, where the reward comes with the last token.
+    """
+    return group.rewards_G
 
 
 def grpo_turns(group: GroupView) -> list[list[float]]:
@@ -138,16 +150,28 @@ def grpo_turns(group: GroupView) -> list[list[float]]:
     return [[(value - mean) / (std + _EPSILON) for value in turns] for turns in returns]
 
 
+def _standardised(values_G: Tensor) -> Tensor:
+    centred_G = _centred(values_G)
+    return centred_G / (values_G.std() + _EPSILON) if bool(centred_G.any()) else centred_G
+
+
+def _centred(values_G: Tensor) -> Tensor:
+    return values_G - values_G.mean() if _differ(values_G) else values_G.new_zeros(values_G.shape)
+
+
 def _returns(rewards: Sequence[float], gamma: float) -> list[float]:
     return list(accumulate(reversed(rewards), lambda later, reward: reward + gamma * later))[::-1]
 
 
 ESTIMATORS = {
     "grpo": Advantage(grpo, divides_by_group=True),
-    "grpo_turns": Advantage(grpo_turns, divides_by_group=True, discounts=True),
+    "grpo_turns": Advantage(grpo_turns, divides_by_group=True, discounts="turns"),
     "dr_grpo": Advantage(dr_grpo),
     "rloo": Advantage(rloo),
     "max_rl": Advantage(max_rl, divides_by_group=True, needs_binary=True),
+    "gdpo": Advantage(gdpo, divides_by_group=True, reads_parts=True, whitens="responses"),
+    "reinforce_plus_plus": Advantage(reinforce_plus_plus, needs_group=False, discounts="tokens", whitens="tokens"),
+    "reinforce_plus_plus_baseline": Advantage(dr_grpo, whitens="tokens"),
 }
 """Built-in advantages by `advantage.kind`."""
 
@@ -155,9 +179,8 @@ ESTIMATORS = {
 def whiten(advantages_S: Tensor, *, is_centred: bool = False) -> Tensor:
     """Compute (A - mean) / (std + 1e-6), with the sample standard deviation over the batch; 0 if all A are equal.
 
-    After `dr_grpo` this is REINFORCE++ with a group baseline (arXiv 2501.03262): (A - mean of the batch) / std of the
-    batch, with A = r - mean of the group. Statistics are over responses, not tokens (as in OpenRLHF), so one response's
-    length does not change the advantages of the others. Unlike with `grpo`, a group of nearly equal rewards is not
+    Statistics are over responses, so one response's length does not change the advantages of the others; REINFORCE++
+    has `whitened` of gae.py in its place, over tokens. Unlike with `grpo`, a group of nearly equal rewards is not
     scaled up to the size of the others. A response of several turns counts once per turn.
 
     Args:

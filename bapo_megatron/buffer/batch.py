@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from bapo_megatron.algorithms.advantages import ESTIMATORS, GroupView, SampleView, has_spread, whiten
+from bapo_megatron.algorithms.advantages import GroupView, SampleView, has_spread, whiten
+from bapo_megatron.algorithms.gae import whitened
 from bapo_megatron.config.advantages import advantage_function
 from bapo_megatron.config.schema import Config, MixedSource
+from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.shaping import MomentsState, RewardScaler, is_trained, shaped_reward
 from bapo_megatron.tokens import BEHAVIOUR_LOGPROBS, CORE_STREAMS, TOKEN_IDS, VERSIONS, TokenStream
 from bapo_megatron.types import Batch, Ended, Group, Sample, Sampled, Segment, total
@@ -42,17 +44,20 @@ class BatchBuilder:
         Each turn of a sample has one advantage, spread over its tokens. Each trajectory becomes a sequence; one without
         a sampled token is left out. Tokens of a sample that is not trained (see `is_trained`) are masked. Both still
         count in their group's advantages. An invalid sample does not count in them either.
+
+        Raises UserError for a verdict that advantage.kind cannot use.
         """
-        config = self._config
+        config, method = self._config, self._config.advantage
+        _check_verdicts(groups, config)
         shaped = [[shaped_reward(s, config) for s in group.valid] for group in groups]
         rewards, reward_metrics = self._scaler.scaled(shaped)
-        gamma, factor = config.advantage.gamma, self._scaler.factor
-        views = [group_view(group, values, gamma, factor) for group, values in zip(groups, rewards, strict=True)]
+        factor = self._scaler.factor
+        views = [group_view(group, values, config, factor) for group, values in zip(groups, rewards, strict=True)]
         turn_lens = torch.tensor([n for view in views for sample in view.samples for n in sample.turn_lengths])
         of_turns = [x for view in views for values in self._advantages(view) for x in values]
         advantages = torch.tensor(of_turns, dtype=torch.float64)
-        if config.advantage.whiten_batch:
-            advantages = whiten(advantages, is_centred=config.advantage.kind in ESTIMATORS)
+        if method.whitens == "responses":
+            advantages = whiten(advantages, is_centred=method.is_centred)
         samples = [sample for group in groups for sample in group.valid]
         places = [i for i, sample in enumerate(samples) for t in sample.trajectories if t.num_sampled_tokens]
         trajectories = [t for sample in samples for t in sample.trajectories if t.num_sampled_tokens]
@@ -67,7 +72,14 @@ class BatchBuilder:
         is_trained_S = torch.tensor([is_trained(samples[i], config) for i in places], dtype=torch.bool)
         of_samples = [reward for values in rewards for reward in values]
         rewards_S = torch.tensor([of_samples[i] for i in places], dtype=torch.float64)
-        advantages_R = advantages.repeat_interleave(turn_lens).float()
+        mask_T = sampled_T & is_trained_S.repeat_interleave(seq_lens_S)
+        advantages_R = advantages.repeat_interleave(turn_lens)
+        if method.is_per_token:  # the reward comes with the last token
+            num_later = [torch.arange(t.num_sampled_tokens).flip(0) for t in trajectories]
+            advantages_R = advantages_R * method.gamma ** torch.cat([turn_lens[:0], *num_later]).double()
+        advantages_T = torch.zeros(sampled_T.numel(), dtype=torch.float64).masked_scatter(sampled_T, advantages_R)
+        if method.whitens == "tokens":
+            advantages_T = whitened(advantages_T, mask_T)
         core: dict[TokenStream, Tensor] = {}
         extra: dict[TokenStream, Tensor] = {}
         for stream in dict.fromkeys([TOKEN_IDS, BEHAVIOUR_LOGPROBS, *(stream for s in segments for stream in s.rows)]):
@@ -76,10 +88,10 @@ class BatchBuilder:
             token_ids_T=core[TOKEN_IDS],
             seq_lens_S=seq_lens_S,
             sampled_T=sampled_T,
-            advantages_T=torch.zeros(sampled_T.numel()).masked_scatter(sampled_T, advantages_R),
+            advantages_T=advantages_T.float(),
             behaviour_logprobs_T=core[BEHAVIOUR_LOGPROBS],
             versions_T=versions_T,
-            mask_T=sampled_T & is_trained_S.repeat_interleave(seq_lens_S),
+            mask_T=mask_T,
             rewards_S=rewards_S.float(),
             extra=extra,
             metrics=batch_metrics(groups)
@@ -97,16 +109,36 @@ class BatchBuilder:
         self._scaler.load_state_dict(state["rewards"])
 
 
-def group_view(group: Group, rewards: Sequence[float], gamma: float, factor: float) -> GroupView:
+def _check_verdicts(groups: Sequence[Group], config: Config) -> None:
+    """Raise UserError for a verdict that advantage.kind cannot use, whatever the others of its group are."""
+    method = config.advantage
+    if not (method.needs_binary or method.reads_parts):
+        return
+    for sample in chain(*(group.valid for group in groups)):
+        reward, parts = float(sample.reward or 0.0), sample.need.parts if isinstance(sample.need, Ended) else {}
+        where = f'advantage.kind="{method.kind}", prompt {sample.prompt.prompt_id}'
+        if method.needs_binary and has_spread(reward, 0.0) and has_spread(reward, 1.0):
+            raise UserError(
+                f"{where}: a response has the reward {reward:g}, and must have 0 or 1; let the judge return these, or "
+                'set advantage.kind="grpo"'
+            )
+        summed = math.fsum(config.reward.weights.get(name, 1.0) * part for name, part in parts.items())
+        if method.reads_parts and has_spread(reward, summed):
+            raise UserError(
+                f"{where}: a response has the reward {reward:g}, and its parts add up to {summed:g}; let what gives "
+                'rewards always return them as parts by name, or set advantage.kind="grpo"'
+            )
+
+
+def group_view(group: Group, rewards: Sequence[float], config: Config, factor: float) -> GroupView:
     """Return the view of a group that its advantage gets.
 
     Args:
         rewards: the rewards of its valid samples, shaped and scaled.
-        gamma: advantage.gamma.
         factor: the scale of rewards, for the turns' own.
     """
     samples = (_sample_view(s, reward, factor) for s, reward in zip(group.valid, rewards, strict=True))
-    return GroupView(group.prompt, tuple(samples), gamma)
+    return GroupView(group.prompt, tuple(samples), config.advantage.gamma, config.reward.weights)
 
 
 def _sample_view(sample: Sample, reward: float, factor: float) -> SampleView:

@@ -457,14 +457,17 @@ class AdvantageConfig(Section):
 
     kind: Annotated[str, AfterValidator(ADVANTAGE.known)] = "grpo"
     """One advantage per response, from its group: grpo: (r - mean) / std; dr_grpo: r - mean; rloo: r - mean of the
-    others; max_rl: (r - mean) / mean, of rewards 0 and 1; or your own function, "my_package.my_module:my_advantage".
-    One per turn: grpo_turns: grpo of the rewards from this turn on, discounted by gamma. One per token, from a critic
-    (see [critic]): gae: generalized advantage estimation; n_step: n-step returns."""
+    others; max_rl: (r - mean) / mean, of rewards 0 and 1; gdpo: the sum of grpo of each part of the reward, by
+    reward.weights, whitened over the batch's responses; reinforce_plus_plus_baseline: r - mean, whitened over the
+    batch's trained tokens; or your own function, "my_package.my_module:my_advantage".
+    One per turn: grpo_turns: grpo of the rewards from this turn on, discounted by gamma. One per token:
+    reinforce_plus_plus: r, discounted by gamma and whitened over the batch's trained tokens, without a group; from a
+    critic (see [critic]): gae: generalized advantage estimation; n_step: n-step returns."""
     whiten_batch: bool = False
-    """Whiten the advantages over the responses of the batch: with dr_grpo, REINFORCE++ with a group baseline."""
+    """Whiten the advantages over the responses of the batch."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of later rewards, per token (gae, n_step) or per turn (grpo_turns); 1 means none, as usual if the reward
-    comes at the end."""
+    """Discount of later rewards, per token (gae, n_step, reinforce_plus_plus) or per turn (grpo_turns); 1 means none,
+    as usual if the reward comes at the end."""
     lam: float = Field(1.0, ge=0, le=1)
     """gae: 1 is the whole return minus the value, without bias; a smaller one trusts the critic more: the reward fades
     by this factor per token, and values take its place."""
@@ -475,23 +478,52 @@ class AdvantageConfig(Section):
 
     @property
     def compares_responses(self) -> bool:
-        """Whether advantages come from the rewards of a group, not from a critic's values."""
+        """Whether advantages compare rewards, of a group or of the batch, not a reward with a critic's values."""
         return self.kind not in WITH_CRITIC
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a single response to a prompt teaches nothing."""
+        return self.compares_responses and (self.kind not in ESTIMATORS or self._has("needs_group"))
+
+    @property
+    def is_centred(self) -> bool:
+        """Whether the advantages of each group are known to sum to 0, before they are whitened."""
+        return self._has("needs_group")
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether the tokens of a turn may have different advantages."""
+        return self.kind in WITH_CRITIC or (self.kind in ESTIMATORS and ESTIMATORS[self.kind].discounts == "tokens")
+
+    @property
+    def whitens(self) -> Literal["", "responses", "tokens"]:
+        """What in the batch advantages are whitened over; `whiten_tokens` says it of a critic's."""
+        of_kind: Literal["", "responses", "tokens"] = ESTIMATORS[self.kind].whitens if self.kind in ESTIMATORS else ""
+        return of_kind or ("responses" if self.whiten_batch else "")
 
     @property
     def discounts(self) -> bool:
         """Whether gamma may matter; a function of your own can read it."""
-        return self.kind not in ESTIMATORS or ESTIMATORS[self.kind].discounts
+        return self.kind not in ESTIMATORS or self._has("discounts")
 
     @property
     def needs_binary(self) -> bool:
         """Whether rewards must be 0 or 1."""
-        return self.kind in ESTIMATORS and ESTIMATORS[self.kind].needs_binary
+        return self._has("needs_binary")
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether the parts of a verdict count, in place of their sum."""
+        return self._has("reads_parts")
 
     @property
     def divides_by_group(self) -> bool:
         """Whether a statistic of its rewards divides each group, so that scaling rewards has no effect."""
-        return self.kind in ESTIMATORS and ESTIMATORS[self.kind].divides_by_group
+        return self._has("divides_by_group")
+
+    def _has(self, trait: str) -> bool:
+        return self.kind in ESTIMATORS and bool(getattr(ESTIMATORS[self.kind], trait))
 
 
 class CriticConfig(Section):

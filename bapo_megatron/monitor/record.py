@@ -176,7 +176,7 @@ class Recorder:
         if self._config.rollout.record:
             write_groups(self._run_dir.rollouts_dir, step, groups)
         assert self._rollouts is not None
-        advantages = turn_advantages(groups, batch) if self._config.advantage.compares_responses else {}
+        advantages = {} if self._config.advantage.is_per_token else turn_advantages(groups, batch)
         samples = [s for g in groups for s in g.samples]
         for sample in samples[: self._config.monitor.samples_per_step]:
             record = sample_record(step, sample, self._rollouts.decode, advantages.get(sample.sample_id))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -20,7 +21,7 @@ from typing_extensions import TypedDict
 
 from bapo_megatron.algorithms.advantages import has_spread
 from bapo_megatron.config import dotted
-from bapo_megatron.types import Natural, Number
+from bapo_megatron.types import Ended, Natural, Number
 
 if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config, RewardConfig
@@ -55,10 +56,15 @@ def is_informative(group: Group, config: Config) -> bool:
     """Return whether a scored group can change the policy: it has tokens to train on, and its shaped rewards differ.
 
     rollout.keep_group = "informative" drops the others (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2).
-    Rewards that reward.clip makes equal do not differ, but with reward.running_std only the batch can tell.
+    Rewards that reward.clip makes equal do not differ, but with reward.running_std only the batch can tell. GDPO learns
+    from groups in which any part differs.
     """
     if not any(s.num_sampled_tokens and is_trained(s, config) for s in group.valid):
         return False
+    if config.advantage.reads_parts:
+        parts = [s.need.parts for s in group.valid if isinstance(s.need, Ended)]
+        columns = [[one.get(name, 0.0) for one in parts] for name in {*chain(*parts)}]
+        return any(has_spread(min(column), max(column)) for column in columns)
     rewards = [shaped_reward(s, config) for s in group.valid]
     if config.reward.clip is not None and not config.reward.running_std:
         rewards = [bounded(config.reward.scale * reward, config.reward.clip) for reward in rewards]

@@ -23,6 +23,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
 from bapo_megatron.runs.steps import read_metrics
 from studies.pool import is_finished, run_path, train_all
+from studies.rows import RowFile
 from studies.study import Run, load_study, plan_runs
 from tests.hang import HANG_S, PATIENT
 
@@ -181,12 +182,13 @@ def test_an_interrupted_study_continues_equal_to_an_uninterrupted_one(tmp_path: 
         assert f"commit {commit}: code, and all files" in said
         assert ("0 of 2 runs to do" in said) == is_kept
     ours, theirs = (
-        {row["run"]: row for row in map(json.loads, (of / "results" / "short.jsonl").read_text().splitlines())}
+        {
+            name: row.model_dump(exclude={"time", "seconds"})
+            for name, row in RowFile(of / "results" / "short.jsonl").read().items()
+        }
         for of in (runs, tmp_path / "whole")
     )
     assert len(ours) == 2
-    for row in (*ours.values(), *theirs.values()):
-        del row["time"], row["seconds"]
     assert ours == theirs
     for name in ours:
         assert outcome(runs / name) == outcome(tmp_path / "whole" / name)

@@ -13,8 +13,6 @@ OPTIONS = (
     "parallel.tensor=1",
     "loss.kl_coef=0.05",
     "loss.kl_target=0.0001",
-    "advantage.kind=dr_grpo",
-    "advantage.whiten_batch=true",
     "reward.running_std=true",
     "reward.clip=1.5",
     "optimizer.schedule=cosine",
@@ -35,10 +33,15 @@ COMPARED = (
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_exactly(forked_engine: Engine, tmp_path: Path) -> None:
-    whole = train(forked_engine, tmp_path, "whole", "train.num_steps=3", *OPTIONS)
-    train(forked_engine, tmp_path, "resumed", "train.num_steps=2", *OPTIONS)
-    resumed = train(forked_engine, tmp_path, "resumed", "train.num_steps=3", *OPTIONS)
+@pytest.mark.parametrize(
+    "advantage",
+    ["advantage.kind=dr_grpo advantage.whiten_batch=true", "advantage.kind=reinforce_plus_plus advantage.gamma=0.99"],
+)
+def test_a_resumed_run_goes_on_exactly(forked_engine: Engine, tmp_path: Path, advantage: str) -> None:
+    options = (*OPTIONS, *advantage.split())
+    whole = train(forked_engine, tmp_path, "whole", "train.num_steps=3", *options)
+    train(forked_engine, tmp_path, "resumed", "train.num_steps=2", *options)
+    resumed = train(forked_engine, tmp_path, "resumed", "train.num_steps=3", *options)
     assert len(whole) == len(resumed) == 3
     for row, expected in zip(resumed, whole, strict=True):
         for name in COMPARED:

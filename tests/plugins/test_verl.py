@@ -1,13 +1,16 @@
-"""The loss of verl in an environment that holds verl from the package index, on 1 and 2 ranks."""
+"""Our loss in an environment that holds verl from the package index, on 1 and 2 ranks; and verl's own functions."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.plugins import same_as_verl
 from tests.plugins.environments import ROOT, Environment, make_environment
 
 RUN = str(ROOT / "tests" / "plugins" / "verl_run.py")
+FUNCTIONS_RUN = str(ROOT / "tests" / "plugins" / "verl_functions_run.py")
+RECORDED = ROOT / "tests" / "plugins" / "recorded" / "verl.json"
 BARE = [  # verl asks for an older transformers, and for packages that a loss does not import
     "verl==0.9.1",
     "tensordict==0.10.0",
@@ -71,3 +74,13 @@ def test_two_ranks(environment: Environment, tmp_path: Path) -> None:
     assert result["microbatch"]["equal"] == 60
     assert result["microbatch"]["all_reduces"] == 60, "one per micro-batch"
     assert all(result[scope]["equal"] == 20 for scope in ("lagged", "smoothed"))
+
+
+@pytest.mark.slow
+def test_its_losses_and_advantages_are_ours(environment: Environment, tmp_path: Path) -> None:
+    environment.run(environment.python, FUNCTIONS_RUN, "out.json", "400", cwd=tmp_path)
+    same_as_verl.check(json.loads((tmp_path / "out.json").read_text()))
+
+
+def test_its_recorded_losses_and_advantages_are_ours() -> None:
+    same_as_verl.check(json.loads(RECORDED.read_text()))

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algorithms.advantages import ESTIMATORS, GroupView, SampleView, has_spread, whiten
@@ -26,10 +27,11 @@ rewards = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0, 3.0]), min_size=2, max
 )
 
 OF_ANY_REWARDS = [name for name, advantage in ESTIMATORS.items() if not advantage.needs_binary]
+OF_GROUPS = [name for name, advantage in ESTIMATORS.items() if advantage.needs_group]
 
 
 def group_of(rewards: list[float]) -> GroupView:
-    return GroupView(PROMPT, tuple(SampleView(reward, (4,), "stop") for reward in rewards))
+    return GroupView(PROMPT, tuple(SampleView(reward, (4,), "stop", {"all": reward}) for reward in rewards))
 
 
 @settings(max_examples=100, deadline=None)
@@ -41,6 +43,9 @@ def test_formulas(rewards: list[float]) -> None:
         "grpo": [(r - mean) / (std + 1e-6) for r in rewards],
         "dr_grpo": [r - mean for r in rewards],
         "rloo": [r - other for r, other in zip(rewards, others, strict=True)],
+        "gdpo": [(r - mean) / (std + 1e-6) for r in rewards],  # the reward has one part
+        "reinforce_plus_plus": rewards,
+        "reinforce_plus_plus_baseline": [r - mean for r in rewards],
     }
     for name, values in expected.items():
         got = [value for (value,) in advantage_function(name)(group_of(rewards))]
@@ -57,12 +62,132 @@ def test_max_rl_of_successes_is_the_failures_per_success(rewards: list[float], s
     assert got == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+def judged(prompt_id: int, *ends: tuple[int, Ended]) -> Group:
+    """Return a group whose responses have these numbers of tokens and these ends."""
+    prompt = replace(PROMPT, prompt_id=prompt_id)
+    segments = [([Segment.sampled(0, 0, (5,) * n, (-1.0,) * n)] if n else [], end) for n, end in ends]
+    return Group(prompt, tuple(Sample.of(f"{prompt_id}.{i}", prompt, *one) for i, one in enumerate(segments)))
+
+
+def trained(groups: Sequence[Group], kind: str, **sections: Any) -> list[float]:
+    """Return the advantages of the trained tokens of a batch."""
+    advantage = {"kind": kind, **sections.pop("advantage", {})}
+    batch = BatchBuilder(Config.model_validate({"advantage": advantage, **sections})).build(groups, {})
+    return batch.advantages_T[batch.mask_T].tolist()
+
+
+@pytest.mark.parametrize("others", [[0.0, 1.0], [0.5, 0.5], []])
+@pytest.mark.parametrize("unfit", [0.5, -1.0, 2.0, 0.99])
+def test_max_rl_refuses_a_reward_that_is_not_0_or_1_whatever_its_group(others: list[float], unfit: float) -> None:
+    groups = [
+        judged(3, (4, Ended("stop", 0.0)), (4, Ended("stop", 1.0))),
+        judged(4, *((4, Ended("stop", reward)) for reward in [unfit, *others])),
+    ]
+    with pytest.raises(UserError) as refused:
+        trained(groups, "max_rl")
+    assert str(refused.value) == (
+        f'advantage.kind="max_rl", prompt 4: a response has the reward {unfit:g}, and must have 0 or 1; let the judge '
+        'return these, or set advantage.kind="grpo"'
+    )
+    assert trained(groups[:1], "max_rl", reward={"scale": 5.0}) == [-1.0] * 4 + [1.0] * 4
+
+
 @pytest.mark.parametrize(
-    ("rewards", "unfit"), [([0.0, 0.5, 1.0], "0.5"), ([-1.0, 1.0], "-1"), ([-1.0, 0.0], "-1"), ([0.9, 1.0], "0.9")]
+    ("end", "said"),
+    [
+        (Ended("stop", 0.5), "the reward 0.5, and its parts add up to 0"),
+        (Ended("turns", 1.5, parts={"format": 0.5}), "the reward 1.5, and its parts add up to 0.5"),
+    ],
 )
-def test_max_rl_refuses_rewards_that_are_not_0_and_1(rewards: list[float], unfit: str) -> None:
-    with pytest.raises(UserError, match=rf'advantage.kind="max_rl" needs rewards of 0 and 1, .* gave {unfit}: set'):
-        advantage_function("max_rl")(group_of(rewards))
+def test_gdpo_refuses_a_reward_that_is_more_than_its_parts(end: Ended, said: str) -> None:
+    fits = Ended("stop", 1.5, parts={"format": 0.5, "correct": 1.0})
+    timed_out = Ended("stop", 0.0, problem="timeout")
+    assert trained([judged(3, (1, fits), (1, timed_out))], "gdpo") == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
+    with pytest.raises(UserError) as refused:
+        trained([judged(3, (1, fits), (1, end))], "gdpo")
+    assert str(refused.value) == (
+        f'advantage.kind="gdpo", prompt 3: a response has {said}; let what gives rewards always return them as parts '
+        'by name, or set advantage.kind="grpo"'
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    groups=st.lists(
+        st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=5),
+        min_size=1,
+        max_size=4,
+    ),
+    weights=st.tuples(st.floats(-2, 2), st.sampled_from([0.0, 0.25, 1.0])),
+)
+def test_gdpo_whitens_the_sum_of_standardised_parts(
+    groups: list[list[tuple[int, int, int]]], weights: tuple[float, float]
+) -> None:
+    """Follow `normalize_then_sum` of TRL 1.16's grpo_trainer.py, which adds 1e-4 to each std."""
+
+    def standardised(values: list[float]) -> list[float]:
+        mean, std = statistics.fmean(values), statistics.stdev(values)
+        return [(value - mean) / (std + 1e-6) for value in values]
+
+    sums: list[float] = []
+    for group in groups:
+        _, *parts = zip(*group, strict=True)
+        columns = [standardised([x / 3 for x in part]) for part in parts]
+        sums += [sum(w * value for w, value in zip(weights, row, strict=True)) for row in zip(*columns, strict=True)]
+    mean, std = statistics.fmean(sums), statistics.stdev(sums)
+    lengths = [num_tokens for group in groups for num_tokens, *_ in group]
+    expected = [(x - mean) / (std + 1e-6) for x, n in zip(sums, lengths, strict=True) for _ in range(n)]
+    names = ("correct", "format")
+
+    def end(*values: int) -> Ended:
+        parts = {name: value / 3 for name, value in zip(names, values, strict=True)}
+        return Ended("stop", sum(w * x for w, x in zip(weights, parts.values(), strict=True)), parts=parts)
+
+    built = [judged(i, *((n, end(*values)) for n, *values in group)) for i, group in enumerate(groups)]
+    got = trained(built, "gdpo", reward={"weights": dict(zip(names, weights, strict=True))})
+    assert got == pytest.approx(expected, abs=1e-4 if std < 1e-3 else 1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    groups=st.lists(
+        st.lists(st.tuples(st.integers(1, 6), st.sampled_from([0.0, 0.1, 1.0]), st.booleans()), min_size=2, max_size=4),
+        min_size=1,
+        max_size=4,
+    ),
+    gamma=st.sampled_from([0.5, 0.99, 1.0]),
+)
+@pytest.mark.parametrize("kind", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_reinforce_plus_plus_whitens_over_the_trained_tokens_of_the_batch(
+    kind: str, groups: list[list[tuple[int, float, bool]]], gamma: float
+) -> None:
+    """Against sums written out, with the sample standard deviation; truncated responses are not trained."""
+    values: list[float] = []
+    for group in groups:
+        mean = statistics.fmean(reward for _, reward, _ in group)
+        for num_tokens, reward, is_cut in group:
+            if not is_cut and kind == "reinforce_plus_plus":
+                values += [gamma**k * reward for k in reversed(range(num_tokens))]
+            elif not is_cut:
+                values += [reward - mean] * num_tokens
+    assume(len(values) > 1)
+    mean, std = statistics.fmean(values), statistics.stdev(values)
+    expected = [(value - mean) / (std + 1e-8) for value in values]
+    ends = [[(n, Ended("length" if is_cut else "stop", r)) for n, r, is_cut in group] for group in groups]
+    built = [judged(i, *group) for i, group in enumerate(ends)]
+    got = trained(built, kind, advantage={"gamma": gamma}, rollout={"truncated": "mask"})
+    assert got == pytest.approx(expected if std > 1e-9 else [0.0] * len(values), abs=1e-5)
+
+
+def test_of_several_sequences_each_ends_with_the_reward() -> None:
+    """A sample with two trajectories, of two tokens and one, against one of a single token."""
+    (one,) = judged(3, (2, Ended("stop", 1.0))).samples
+    sample = replace(one, trajectories=(*one.trajectories, *judged(3, (1, Ended("stop", 1.0))).samples[0].trajectories))
+    group = Group(PROMPT, (sample, replace(judged(3, (1, Ended("stop", 0.0))).samples[0], sample_id="3.1")))
+    values = [0.5, 1.0, 1.0, 0.0]
+    mean, std = statistics.fmean(values), statistics.stdev(values)
+    got = trained([group], "reinforce_plus_plus", advantage={"gamma": 0.5})
+    assert got == pytest.approx([(value - mean) / std for value in values], abs=1e-6)
 
 
 turns = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 1.0]), min_size=1, max_size=5)
@@ -105,13 +230,13 @@ def test_turns_of_one_sample_or_with_equal_returns_teach_nothing() -> None:
     assert ESTIMATORS["grpo_turns"].function(group_of_turns([[0.5, 1.0], [1.0]], 0.5)) == [[0.0, 0.0], [0.0]]
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", OF_GROUPS)
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [0.1] * 7, [1.0], []])
 def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float]) -> None:
     assert advantage_function(name)(group_of(rewards)) == [[0.0]] * len(rewards)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", OF_GROUPS)
 @pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2 - 0.3, 0.0], [1e8 + 1e-8, 1e8], [1e-30, 0.0]])
 def test_rewards_that_differ_by_rounding_are_equal(name: str, rewards: list[float]) -> None:
     assert len(set(rewards)) > 1
@@ -261,6 +386,10 @@ def test_the_view_is_of_the_group_that_was_judged() -> None:
     assert batch.advantages_T.tolist() == [0, 0, 4, 4, 0, 0, 4, 4, 4, 4]
 
 
+def with_parts(reward: float) -> Ended:
+    return Ended("stop", reward, parts={"all": reward})
+
+
 def sample_of_turns(index: int, rewards: Sequence[float | None], end: Ended) -> Sample:
     """Return a sample whose turn k, from 0, has k + 1 tokens; the last turn has the rest of the reward."""
     turns = ([Segment.sampled(0, 0, (5,) * (k + 1), (-1.0,) * (k + 1))] for k in range(len(rewards)))
@@ -301,7 +430,7 @@ def test_a_tenth_of_failed_samples_changes_no_bit_for_the_others(
         Group(
             PROMPT,
             tuple(
-                sample_of_turns(i, r, Ended("failed", None, "error") if i % 10 == failed else Ended("stop", sum(r)))
+                sample_of_turns(i, r, Ended("failed", None, "error") if i % 10 == failed else with_parts(sum(r)))
                 for i, r in enumerate(samples)
             ),
         )

@@ -141,10 +141,30 @@ def messages(*overrides: str, hf_config: dict[str, Any] = HF_CONFIG) -> list[str
         ("environment.kind=guess environment.max_turn_tokens=600", ["max_turn_tokens=600", "max_response_tokens=512"]),
         ("environment.kind=guess environment.max_answer_tokens=500", ["of 1024 tokens with 4 - 1", "2524", "=2048"]),
         ("critic.lr=1e-4", ["critic.lr=0.0001 has no effect", 'advantage.kind="gae" or "n_step"']),
-        ("advantage.gamma=0.9", ["advantage.gamma=0.9 has no effect", '"n_step" or "grpo_turns"']),
+        ("advantage.gamma=0.9", ["advantage.gamma=0.9 has no effect", '"grpo_turns" or "reinforce_plus_plus"']),
         ("advantage.kind=gae critic.warmup_steps=100", ["warmup_steps=100", "never change", "train.num_steps"]),
         ("advantage.kind=gae rollout.keep_group=informative", ["samples_per_prompt=8", 'keep_group="all"']),
-        ("advantage.kind=gae advantage.whiten_batch=true", ["one per token", "whiten_tokens"]),
+        ("advantage.kind=gae advantage.whiten_batch=true", ['over responses, and advantage.kind="gae" over tokens']),
+        (
+            "advantage.kind=reinforce_plus_plus_baseline advantage.whiten_batch=true",
+            ["whiten_batch=true whitens over responses", "over tokens", "leave it out"],
+        ),
+        (
+            "advantage.kind=reinforce_plus_plus rollout.keep_group=informative",
+            ["teach as much as others", 'keep_group="all"'],
+        ),
+        (
+            "advantage.kind=reinforce_plus_plus_baseline rollout.samples_per_prompt=1",
+            ["an advantage compares the responses to one prompt"],
+        ),
+        ("advantage.kind=reinforce_plus_plus_baseline reward.scale=2", ["divides by the standard deviation of the"]),
+        ("advantage.kind=gdpo", ["needs rewards with parts, and the judge gives one number", "set reward.judges"]),
+        ("advantage.kind=gdpo reward.judges.a=math reward.clip=2", ["reward.clip=2.0 has no effect", "the parts of a"]),
+        (
+            "advantage.kind=gdpo reward.judges.a=math reward.overlong_penalty=1",
+            ["reward.overlong_penalty=1.0 has no effect", 'advantage.kind="grpo"'],
+        ),
+        ("advantage.kind=gdpo reward.judges.a=math reward.scale=2", ["reward.scale=2 does nothing"]),
         ("advantage.kind=n_step rollout.truncated=mask", ['truncated="mask"', "does not learn"]),
         (
             "advantage.kind=gae rollout.samples_per_prompt=1 rollout.keep_group=informative",
@@ -283,6 +303,15 @@ def test_a_critic_needs_no_groups() -> None:
 
 def test_turns_may_be_discounted() -> None:
     assert messages("advantage.kind=grpo_turns", "advantage.gamma=0.9") == []
+
+
+def test_reinforce_plus_plus_needs_no_groups_and_may_discount() -> None:
+    assert messages("advantage.kind=reinforce_plus_plus", "rollout.samples_per_prompt=1", "advantage.gamma=0.9") == []
+
+
+def test_gdpo_takes_parts_from_judges_from_a_judge_of_ones_own_or_from_an_environment() -> None:
+    for given in ('reward.judges={a="math"}', "reward.weights={a=1}", "environment.kind=my_module:my_step"):
+        assert not [m for m in messages("advantage.kind=gdpo", given) if "needs rewards with parts" in m]
 
 
 def test_overlap_on_shared_cores_warns() -> None:

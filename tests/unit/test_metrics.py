@@ -158,7 +158,11 @@ def test_parts_of_the_reward_are_metrics_and_stand_next_to_the_sample() -> None:
     assert {"parts", "reason"}.isdisjoint(without)
 
 
-@given(st.data(), st.sampled_from(["grpo", "dr_grpo", "rloo", "grpo_turns", "gae"]), st.booleans())
+@given(
+    st.data(),
+    st.sampled_from(["grpo", "dr_grpo", "rloo", "grpo_turns", "reinforce_plus_plus_baseline", "gae"]),
+    st.booleans(),
+)
 def test_each_recorded_sample_has_the_advantages_that_were_trained(
     data: st.DataObject, kind: str, whitens: bool
 ) -> None:

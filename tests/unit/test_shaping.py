@@ -1,5 +1,6 @@
 """Shaped rewards, and which groups and responses teach something."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,6 +85,18 @@ class TestInformative:
         assert not is_informative(equal_verdicts, make_config())
         assert is_informative(equal_verdicts, make_config(1.0, 20))
         assert not is_informative(group(response(3), response(100, "length", reward=2.0)), make_config(1.0))
+
+    @pytest.mark.parametrize(("kind", "differs"), [("grpo", False), ("gdpo", True)])
+    def test_parts_have_to_differ_if_they_count(self, kind: str, differs: bool) -> None:
+        def of_parts(num_tokens: int, **parts: float) -> Sample:
+            return replace(response(num_tokens), need=Ended("stop", 1.0, parts=parts))
+
+        config = Config.model_validate({"advantage": {"kind": kind}})
+        equal_sums = group(of_parts(3, correct=1.0, format=0.0), of_parts(4, correct=0.0, format=1.0))
+        assert is_informative(equal_sums, config) == differs
+        assert not is_informative(group(of_parts(3, correct=1.0), of_parts(4, correct=1.0)), config)
+        timed_out = replace(response(4), need=Ended("stop", 0.0, "timeout"))
+        assert is_informative(group(of_parts(3, correct=1.0), timed_out), config)
 
     def test_some_token_has_to_be_trained(self) -> None:
         cut = group(response(100, "length"), response(100, "length", reward=0.0))

@@ -128,7 +128,8 @@ class DppoLoss(ProbabilityLoss):
     """A token is masked once A has moved its probability too far by some divergence."""
 
     max_ratio: float = Field(20.0, ge=1, le=LARGEST)
-    """Cap of the ratio that weights a token that is not masked; its gradient stays. The default is verl's."""
+    """Cap of the ratio that weights a token that is not masked; its gradient stays. 20 is the fallback of verl's
+    function, and 3 the default of its configuration."""
     max_fall: float
     max_rise: float
 

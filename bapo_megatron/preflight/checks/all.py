@@ -12,6 +12,7 @@ from bapo_megatron.preflight.checks.eval import check_eval
 from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.preflight.checks.layout import check_batch, check_gpu_count, check_layout, check_sync
 from bapo_megatron.preflight.checks.learning import (
+    check_advantage,
     check_critic,
     check_kl,
     check_loss,
@@ -68,6 +69,7 @@ def check_settings(
         *check_units(config, given),
         *check_kl(config),
         *check_schedule(config, given),
+        *check_advantage(config),
         *check_critic(config),
         *check_sync(config),
         *check_monitor(config),

@@ -93,7 +93,7 @@ IDLE = (
         "advantage.gamma",
         "advantage.kind",
         lambda c, _: c.advantage.discounts,
-        'advantage.kind="gae", "n_step" or "grpo_turns"',
+        'advantage.kind="gae", "n_step", "grpo_turns" or "reinforce_plus_plus"',
     ),
     Idle(
         "advantage.whiten_tokens",
@@ -154,6 +154,13 @@ IDLE = (
         lambda c, _: not c.environment.is_agent,
         "a step function",
         "each sample has a program of its own, and rollout.groups_in_flight says how many there are",
+    ),
+    Idle(
+        "reward.overlong_penalty reward.clip",
+        "advantage.kind",
+        lambda c, _: not c.advantage.reads_parts,
+        'advantage.kind="grpo"',
+        "gdpo reads the parts of a verdict, and not the reward that follows from them",
     ),
     Idle(
         "reward.overlong_buffer_tokens",

@@ -171,7 +171,7 @@ def check_batch(config: Config) -> Iterator[Violation]:
             f"fewer than parallel.data={data} ranks",
             advice,
         )
-    if r.samples_per_prompt < 2 and config.advantage.compares_responses:
+    if r.samples_per_prompt < 2 and config.advantage.needs_group:
         yield Violation(
             ("rollout.samples_per_prompt", "advantage.kind"),
             f"rollout.samples_per_prompt={r.samples_per_prompt}: an advantage compares the responses to one prompt "

@@ -161,27 +161,17 @@ def check_schedule(config: Config, given: Collection[str] | None) -> Iterator[Vi
         )
 
 
-def check_critic(config: Config) -> Iterator[Violation]:
-    """Find settings for groups that a critic does not need, and a critic whose warm-up lasts for the whole run."""
-    advantage, critic, r = config.advantage, config.critic, config.rollout
-    if advantage.compares_responses:
-        return
-    if advantage.whiten_batch:
+def check_advantage(config: Config) -> Iterator[Violation]:
+    """Find settings for groups, or for whole responses, that the advantage cannot use."""
+    advantage, r = config.advantage, config.rollout
+    if advantage.whiten_batch and (advantage.whitens == "tokens" or not advantage.compares_responses):
         yield Violation(
             ("advantage.whiten_batch", "advantage.kind"),
-            f'advantage.whiten_batch=true is for one advantage per response, and advantage.kind="{advantage.kind}" has '
-            "one per token",
-            "set advantage.whiten_tokens instead",
+            f'advantage.whiten_batch=true whitens over responses, and advantage.kind="{advantage.kind}" over tokens',
+            "leave it out",
         )
-    if critic.warmup_steps >= config.train.num_steps and not config.train.rollout_only:
-        yield warning(
-            ("train.num_steps", "critic.warmup_steps", "advantage.kind", "train.rollout_only"),
-            f"critic.warmup_steps={critic.warmup_steps} of train.num_steps={config.train.num_steps} steps train only "
-            "the critic: the policy would never change",
-            "set train.num_steps above it",
-        )
-    if r.keep_group == "informative":
-        cost = "are all there are" if r.samples_per_prompt == 1 else "teach a critic as much as others"
+    if r.keep_group == "informative" and not advantage.needs_group:
+        cost = "are all there are" if r.samples_per_prompt == 1 else "teach as much as others"
         yield Violation(
             ("rollout.keep_group", "rollout.samples_per_prompt", "advantage.kind"),
             f'rollout.keep_group="informative" leaves out groups of equal rewards, which {cost} with '
@@ -189,7 +179,21 @@ def check_critic(config: Config) -> Iterator[Violation]:
             'set rollout.keep_group="all"',
             "error" if r.samples_per_prompt == 1 else "warning",
         )
-    if r.truncated == "mask":
+
+
+def check_critic(config: Config) -> Iterator[Violation]:
+    """Find a critic whose warm-up lasts for the whole run, and responses that it does not learn from."""
+    train, num_warm = config.train, config.critic.warmup_steps
+    if config.advantage.compares_responses:
+        return
+    if num_warm >= train.num_steps and not train.rollout_only:
+        yield warning(
+            ("train.num_steps", "critic.warmup_steps", "advantage.kind", "train.rollout_only"),
+            f"critic.warmup_steps={num_warm} of train.num_steps={train.num_steps} steps train only the critic: the "
+            "policy would never change",
+            "set train.num_steps above it",
+        )
+    if config.rollout.truncated == "mask":
         yield warning(
             ("rollout.truncated", "advantage.kind"),
             'rollout.truncated="mask": the critic does not learn from truncated responses either, and so predicts the '

@@ -45,6 +45,13 @@ def check_reward(config: Config) -> Iterator[Violation]:
             f"{reward.overlong_penalty:g} makes others of them",
             'set reward.overlong_penalty=0 or advantage.kind="grpo"',
         )
+    if config.advantage.reads_parts and config.has_judge and not (reward.judges or reward.weights):
+        yield Violation(
+            ("advantage.kind", "reward.judges", "reward.weights", "reward.kind", "environment.kind"),
+            f'advantage.kind="{config.advantage.kind}" needs rewards with parts, and the judge gives one number',
+            'set reward.judges, such as {correct = "math", format = "my_rewards:has_box"}, or reward.weights for the '
+            "parts that a judge of yours returns",
+        )
     yield from _parts(reward)
     for table, one in config.prompt_sources.items():
         if reward.kind == "code" and not one.has_rows:
@@ -63,10 +70,11 @@ def check_reward(config: Config) -> Iterator[Violation]:
             "statistic of each group's rewards",
             'set advantage.kind="dr_grpo" or "rloo"',
         )
-    if config.advantage.whiten_batch and is_scaled and reward.clip is None and not config.advantage.divides_by_group:
+    if config.advantage.whitens and is_scaled and reward.clip is None and not config.advantage.divides_by_group:
+        name = "whiten_batch=true" if config.advantage.whiten_batch else f'kind="{config.advantage.kind}"'
         yield warning(
             ("advantage.whiten_batch", *scaling),
-            "advantage.whiten_batch=true divides by the standard deviation of the batch, so that reward.scale and "
+            f"advantage.{name} divides by the standard deviation of the batch, so that reward.scale and "
             "reward.running_std do nothing",
             "leave one of them out",
         )
