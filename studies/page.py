@@ -174,10 +174,8 @@ def _legend_of(study: Study) -> list[str]:
     if any(plot.seeds for plot in curves):
         lines.append("Thin lines are single seeds.")
     if any(plot.metric == COMPARISONS for plot in study.plots):
-        lines.append(
-            f"Points are mean differences in {study.headline}, seed by seed; bars reach {_ERRORS_SHOWN} standard errors "
-            "to each side."
-        )
+        points = f"Points are mean differences in {study.headline}, seed by seed"
+        lines.append(f"{points}; bars reach {_ERRORS_SHOWN} standard errors to each side.")
     return lines
 
 

@@ -38,6 +38,7 @@ _WORKERS = "studies.workers"
 _ROOT = Path(__file__).parents[1]
 _POLL_S = 0.05
 _ENDED_ITSELF = 2  # exit code of `run_rank` for an error that is not a fault of the code
+_LOST = {"skipped updates", "no group kept"}  # alarms of a run that cannot learn any more
 _END_TIMEOUT_S = 15.0
 
 
@@ -89,7 +90,7 @@ def train_all(
 ) -> None:
     """Train every configuration to its last step; call `tell` with each one that is done.
 
-    A run that ends itself with an error after its first step, such as one whose weights are no longer finite, is done
+    A run that ends because nothing is left to learn from, such as one whose gradients are no longer finite, is done
     too: that is a result.
 
     Args:
@@ -99,8 +100,8 @@ def train_all(
         tell: called with the run's configuration, its seconds, and the error that ended it, or None.
 
     Raises:
-        UserError: a run failed before its first step, or was killed, or took too long, or its folder cannot be used.
-            The message names the run and its log; all other runs are ended.
+        UserError: a run failed in another way or took too long, or its folder cannot be used. The message names the
+            run and its log; all other runs are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKERS])
@@ -156,7 +157,7 @@ class _Forks:
 
 
 def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> str | None:
-    """Train one run. Returns the error with which it ended itself after its first step, or None."""
+    """Train one run. Returns the error that ended it because nothing was left to learn from, or None."""
 
     def is_ready(url: str, engine: ForkServerProcess) -> bool:
         if engine.exitcode is not None:
@@ -180,7 +181,7 @@ def _train(config: Config, forks: _Forks, stop: Event, deadline: float) -> str |
             with forks.running("train", run.path, url, key) as trainer:
                 wait(lambda: trainer.exitcode is not None)
                 said = _error(run)
-                if trainer.exitcode == _ENDED_ITSELF and said and read_metrics(run.metrics_path):
+                if trainer.exitcode == _ENDED_ITSELF and said and _LOST & _alarms(run):
                     return said
                 if trainer.exitcode != 0:
                     log = run.log_path("trainer", 0)
@@ -226,3 +227,8 @@ def _environment_of_forks() -> Iterator[None]:
 def _error(run: RunDir) -> str:
     """Return the error that the trainer left; "" without one."""
     return "".join(path.read_text() for path in sorted(run.log_dir.glob("error-*.txt"))[:1])
+
+
+def _alarms(run: RunDir) -> set[str]:
+    """Return the names of the alarms that a run has raised."""
+    return {alarm["name"] for alarm in json.loads((run.path / "status.json").read_text(encoding="utf-8"))["alarms"]}

@@ -205,6 +205,43 @@ def test_a_run_that_fails_ends_the_others_and_names_its_log(tmp_path: Path) -> N
     assert own_children() == set()
 
 
+BREAKS = """
+import math
+from bapo_megatron.config.losses import Loss
+
+
+def broken(inputs, options):
+    return inputs.plain(inputs.log_probs_R * (math.nan if inputs.batch.versions_R.max() > 0 else 0))
+
+
+LOSS = Loss(broken)
+"""
+
+
+def test_a_run_that_ends_itself_is_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss becomes nan after the first step, and is skipped until the guard ends the run."""
+    failing = STUDY.replace("num_steps = 2", "num_steps = 30").replace(
+        'name = "BAPO"', 'name = "BAPO"\nsettings = { loss = { name = "breaks:LOSS" } }'
+    )
+    (tmp_path / "failing.toml").write_text(failing)
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    monkeypatch.chdir(tmp_path)
+    command = ["reproduce", "failing.toml", "--runs", "runs", "--jobs", "1", "--in-place"]
+    for said in ("2 of 2 runs to do", "0 of 2 runs to do"):
+        assert main(command) == 0
+        assert said in capsys.readouterr().out
+    page = (tmp_path / "runs" / "results" / "failing.md").read_text()
+    assert "| BAPO (1 of 1 seed failed) |" in page
+    assert "- BAPO, seed 0: the last 20 updates were skipped because their gradient was not finite" in page
+    rows = RowFile(tmp_path / "runs" / "results" / "failing.jsonl").read().values()
+    assert [(row.variant, row.failure is None, len(row.curves["reward/mean"].x)) for row in rows] == [
+        ("GRPO", True, 30),
+        ("BAPO", False, 10),
+    ]
+
+
 def test_a_run_has_a_deadline(tmp_path: Path) -> None:
     (tmp_path / "long.toml").write_text(STUDY.replace("num_steps = 2", "num_steps = 1_000_000"))
     runs = plan_runs(load_study(str(tmp_path / "long.toml")), quick=False, runs_dir=tmp_path / "runs")

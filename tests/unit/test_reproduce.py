@@ -400,6 +400,21 @@ def test_differences_are_drawn_with_their_errors(other: str, tmp_path: Path) -> 
     assert ("Lines are means" in page) == bool(other)
 
 
+def test_each_seed_is_drawn_and_any_final_figure_compared(tmp_path: Path) -> None:
+    text = 'headline = "reward at the end"\n' + MINIMAL.replace('"clip_share"', '"clip_share"\nseeds = true')
+    study = study_from(tmp_path, text)
+    runs = plan_runs(study, quick=False, runs_dir=tmp_path / "runs")
+    for run in runs:
+        finish(run, [row(step, 0.5 + run.seed / 8 * (run.variant == "wide"), 0.1) for step in range(1, 5)])
+    assert "Differences in reward at the end" in (page := write_page(tmp_path, study, runs))
+    assert "Thin lines are single seeds." in page
+    (comparison,) = result_of(study, runs).comparisons
+    assert comparison.difference == 0.25
+    (tmp_path / "typo.toml").write_text('headline = "pass raet"\n' + MINIMAL)
+    with pytest.raises(ConfigError, match=r'headline: there is no final figure "pass raet"; did you mean pass rate\?'):
+        reproduce(options(tmp_path, str(tmp_path / "typo.toml")))
+
+
 def test_derived_metrics() -> None:
     assert value({"loss/positive_mass": 1.0, "loss/negative_mass": 3.0}, "positive_mass_share") == 0.25
     assert math.isnan(value({"loss/positive_mass": 0.0, "loss/negative_mass": 0.0}, "positive_mass_share"))

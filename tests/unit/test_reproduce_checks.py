@@ -58,7 +58,7 @@ def run_all(*names: str) -> None:
         (
             SETTINGS,
             'settings = { eval = { interval_steps = "none" } }',
-            r"study mine, variant 'narrow': compare uses the pass rate .* set eval.interval_steps",
+            r"study mine, variant 'narrow': compare uses the pass rate, .* set eval.interval_steps",
         ),
         (
             SETTINGS,

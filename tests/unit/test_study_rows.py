@@ -1,6 +1,7 @@
 """Rows of studies: they are appended whole or not at all, and say how long the rest takes; comparisons by Holm."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.errors import ConfigError, UserError
-from studies.results import _t_test, gather
+from studies.page import write
+from studies.results import _t_test, figures_of, gather
 from studies.rows import Points, Row, RowFile, seconds_left
 from studies.study import Study
 
@@ -165,6 +167,48 @@ def test_without_a_spread_there_is_no_p() -> None:
     (comparison,) = gather(study, rows).comparisons
     assert (comparison.difference, comparison.standard_error) == (0.25, 0.0)
     assert (comparison.p, comparison.holm_p) == (None, None)
+
+
+def test_a_failed_run_is_in_no_mean_and_is_told(tmp_path: Path) -> None:
+    pairs = [("a", 0.5, None), ("b", 0.25, None), ("c", 0.75, "20 updates in a row were skipped:\nnan")]
+    rows = [make_row(name, 0, **{"pass rate": rate}) for name, rate, _ in pairs]
+    rows += [
+        make_row(name, 1, **{} if failure else {"pass rate": rate + 0.125}).model_copy(update={"failure": failure})
+        for name, rate, failure in pairs
+    ]
+    rows.append(make_row("gone", 0).model_copy(update={"failure": "all failed"}))
+    rows.append(make_row("gone", 1).model_copy(update={"failure": "all failed"}))
+    study = Study.model_validate(
+        PAGE
+        | {
+            "seeds": [0, 1],
+            "variants": [{"name": name} for name in ("a", "b", "c", "gone")],
+            "compare": [("a", "b"), ("c", "a"), ("gone", "a")],
+        }
+    )
+    result = gather(study, rows)
+    *_, c, gone = result.variants
+    assert c.finals["pass rate"].by_seed == [0.75, None]
+    assert (c.finals["pass rate"].mean, c.finals["pass rate"].std) == (0.75, None)
+    assert gone.finals == {}
+    assert [(x.first, x.second, x.num_seeds) for x in result.comparisons] == [("a", "b", 2), ("c", "a", 1)]
+    assert result.comparisons[1].difference == 0.25
+    write("mine", study, rows, result, folder=tmp_path, command="bapo reproduce mine")
+    page = (tmp_path / "mine.md").read_text()
+    assert "| c (1 of 2 seeds failed) | 0.750 |" in page
+    assert "| gone (2 of 2 seeds failed) |" in page
+    assert "Failed runs, which no figure above includes:\n\n- c, seed 1: 20 updates in a row were skipped: nan" in page
+    assert "c,pass rate,,0.75,0.75,0.75,0.75,\n" in (tmp_path / "mine.csv").read_text()
+
+
+def test_the_last_evaluations(tmp_path: Path) -> None:
+    def finals(num_evals: int) -> dict[str, float]:
+        steps = [{"version": float(i), "eval/reward": i / 16 if i < num_evals else math.nan} for i in range(20)]
+        return figures_of(steps, [])[0]
+
+    assert finals(12)["median of the last 10"] == 6.5 / 16
+    assert finals(12)["worst of the last 10"] == 2 / 16
+    assert "median of the last 10" not in finals(9)
 
 
 def test_the_docs_count_the_comparisons_of_the_pages() -> None:
