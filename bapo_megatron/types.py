@@ -661,16 +661,17 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """The input of one optimizer step: this rank's micro-batches, and the token count over all ranks.
+    """The input of one optimizer step: this rank's micro-batches, and what all ranks have together.
 
     Every data-parallel rank holds the same number of micro-batches. With pipeline stages, all micro-batches of a
     data-parallel rank have the same number of tokens.
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    num_trained_tokens: int  # over all data and context ranks: the divisor of loss and gradient
+    num_trained_tokens: int  # over all data and context ranks
     proximal_version: int | None = None  # weight version that computed the proximal log-probs; None without them
     counts: TokenCounts = TokenCounts()  # over all data ranks, without padding
+    num_trained_responses: int = 0  # with a trained token, over all data ranks
 
 
 @dataclass(frozen=True, slots=True)

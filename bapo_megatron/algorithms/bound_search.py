@@ -40,9 +40,10 @@ class ContributionRule(BoundsRule):
 
     def table(self, values: ScoredTokens, so_far: Any) -> Tensor:
         """Return the `contribution_table`."""
-        batch, ratios = values.batch, values.ratios(self._ratio_options)
+        batch, ratios, in_mean_R = values.batch, values.ratios(self._ratio_options), values.loss_weights()
+        weight_R = ratios.weight_R if in_mean_R is None else ratios.weight_R * in_mean_R
         return tabulated(
-            ratios.ratio_R, batch.advantages_R, batch.mask_R, batch.behaviour_logprobs_R, self._bapo, ratios.weight_R
+            ratios.ratio_R, batch.advantages_R, batch.mask_R, batch.behaviour_logprobs_R, self._bapo, weight_R
         )
 
     def decide(self, total: Tensor, so_far: Any) -> ClipBounds:

@@ -11,7 +11,12 @@ search, or from the configuration (`fixed_bounds`). There are two ways to measur
 
 The losses that a setting can name are in `objectives`; here are their inputs, their records and what they share.
 Nothing here is a sum or a mean: the learner sums losses and metrics over tokens, micro-batches and ranks, and divides
-once, by the token count of the whole optimizer step.
+once. With l_t the loss of a token, n_s the trained tokens of its response, N and S the trained tokens and the responses
+that have one, in the whole optimizer step (verl's `agg_loss` in core_algos.py):
+
+    mean_over = "tokens"      sum_t l_t / N                                        token-mean
+    mean_over = "responses"   sum_t l_t / n_s / S                                  seq-mean-token-mean
+    mean_over = "budget"      sum_t l_t / (S x rollout.max_response_tokens)        seq-mean-token-sum-norm
 
 Shape legend: R response tokens of a micro-batch.
 """
@@ -28,7 +33,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from bapo_megatron.algorithms.diagnostics import entropy_rule_sums, token_profile_sums
-from bapo_megatron.config.schema_loss import RatioOptions
+from bapo_megatron.config.schema_loss import MeanOver, RatioOptions
 from bapo_megatron.types import ClipBounds, MicroBatch
 
 MAX_LOG_RATIO = 20.0  # exp(20) is far beyond any bound, and far from overflow
@@ -51,6 +56,7 @@ class ScoredTokens:
     over_context: Callable[[Tensor], Tensor] = _no_context
     """Sums a float64 table over the ranks that hold the other tokens of these responses; all these ranks call it."""
     entropy_R: Tensor | None = None  # float32, nats, at the current weights; None unless the rule reads entropies
+    mean_over: MeanOver = "tokens"
 
     def ratios(self, options: RatioOptions) -> TokenRatios:
         """Compute r_t and w_t: see `token_ratios`."""
@@ -73,6 +79,18 @@ class ScoredTokens:
     def response_sums(self, values_R: Tensor) -> Tensor:
         """Return the sum over each token's response, float64 [R]; arguments as for `response_means`."""
         return _response_sums(values_R, self.batch, self.over_context)[0][self.batch.sequence_R]
+
+    def response_shares(self) -> Tensor:
+        """Return 1 / number of its response's trained tokens, float64 [R], 0 where masked.
+
+        Added up over all ranks and rounded, they are the number of responses with a trained token.
+        """
+        _, count_S = _response_sums(self.log_probs_R.detach(), self.batch, self.over_context)
+        return torch.where(self.batch.mask_R, 1 / count_S[self.batch.sequence_R], 0.0)
+
+    def loss_weights(self) -> Tensor | None:
+        """Return what the update's mean multiplies each token's loss by, float64 [R]; None means 1."""
+        return self.response_shares() if self.mean_over == "responses" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +161,7 @@ class LossInputs(ScoredTokens, Generic[Found]):
             "advantages_R": advantages_R,
             "capped_R": ratios.capped_R,
             "drifted_R": ratios.drifted_R,
+            "filtered_R": ratios.filtered_R,
         }
 
 
@@ -154,7 +173,7 @@ class TokenLoss:
     """
 
     inputs: LossInputs
-    loss_R: Tensor  # to be summed and divided by the step's token count; with gradient
+    loss_R: Tensor  # the mean over the step is the learner's; with gradient
     kl_reference_R: Tensor | None = None  # nats, from the policy to the reference; set by the learner
 
     @property
@@ -183,6 +202,7 @@ class RatioTokenLoss(TokenLoss):
     advantages_R: Tensor
     capped_R: Tensor  # bool: the importance weight was moved to a bound, or masked beyond it
     drifted_R: Tensor | None = None  # bool: masked by `max_drift`; None without it
+    filtered_R: Tensor | None = None  # bool: masked by the filter; None without it
 
     @property
     def positive_R(self) -> Tensor:
@@ -264,6 +284,7 @@ class TokenRatios:
     weight_R: Tensor  # w_t, at least 0, without gradient; 1 where masked
     capped_R: Tensor  # bool: the importance weight was moved to a bound, or masked beyond it
     drifted_R: Tensor | None  # bool: masked by `max_drift`; None without it
+    filtered_R: Tensor | None  # bool: masked by the filter; None without it
 
 
 def token_ratios(
@@ -274,8 +295,9 @@ def token_ratios(
 ) -> TokenRatios:
     """Compute r_t and w_t of the objective.
 
-    With `max_drift`, a token's weight is 0 if A < 0 and the mean of log(pi_rollout / pi_theta) over its response's
-    trained tokens exceeds `max_drift` (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, Eq. 9).
+    A token's weight is 0 outside the filter, if that masks (`outside_filter`). With `max_drift`, it is also 0 if A < 0
+    and the mean of log(pi_rollout / pi_theta) over its response's trained tokens exceeds `max_drift` (off-policy
+    sequence masking: DeepSeek-V3.2, arXiv 2512.02556, Eq. 9).
 
     Args:
         log_probs_R: nats, at the current weights; r_t keeps their gradient.
@@ -286,12 +308,37 @@ def token_ratios(
     weight_R, capped_R = torch.ones_like(ratio_R), torch.zeros_like(mask_R)
     if proximal_R is not None:
         weight_R, capped_R = _importance_weight(batch, proximal_R, options, over_context)
-    drifted_R = None
+    drifted_R = filtered_R = None
+    if proximal_R is not None and options.filter_level is not None and options.filter_kind == "mask":
+        filtered_R = outside_filter(batch, options, over_context)
+        weight_R = weight_R.masked_fill(filtered_R, 0.0)
     if options.max_drift is not None:
         drift_R = response_means(behaviour_R - log_probs_R.detach(), batch, over_context)
         drifted_R = mask_R & (batch.advantages_R < 0) & (drift_R > options.max_drift)
         weight_R = weight_R.masked_fill(drifted_R, 0.0)
-    return TokenRatios(ratio_R, weight_R.detach(), capped_R, drifted_R)
+    return TokenRatios(ratio_R, weight_R.detach(), capped_R, drifted_R, filtered_R)
+
+
+def outside_filter(
+    batch: MicroBatch, options: RatioOptions, over_context: Callable[[Tensor], Tensor] = _no_context
+) -> Tensor:
+    """Return the trained tokens whose ratio pi_prox / pi_rollout is outside filter_floor and filter_cap, bool [R].
+
+    The ratio is the token's, or its response's: `sequence` the product over trained tokens, `geometric` the product to
+    the power 1 / n. A bound itself is inside, and so is nan: the update will be skipped.
+
+    Args:
+        batch: with proximal log-probs.
+        over_context: see `ScoredTokens`.
+    """
+    assert batch.proximal_logprobs_R is not None, "the filter is of the ratio to the behaviour policy"
+    log_ratio_R = (batch.proximal_logprobs_R - batch.behaviour_logprobs_R).double()
+    if options.filter_level != "token":
+        total_S, count_S = _response_sums(log_ratio_R, batch, over_context)
+        of_response_S = total_S / count_S.clamp(min=1) if options.filter_level == "geometric" else total_S
+        log_ratio_R = of_response_S[batch.sequence_R]
+    low = math.log(options.filter_floor) if options.filter_floor else -math.inf
+    return batch.mask_R & ((log_ratio_R < low) | (log_ratio_R > math.log(options.filter_cap)))
 
 
 def _importance_weight(

@@ -91,9 +91,16 @@ class UpdateRule(Generic[Found]):
         raise NotImplementedError
 
     def num_trained_tokens(self, found: Found) -> int:
-        """Return the number of tokens that `mask` leaves on all ranks, the divisor of loss and gradient.
+        """Return the number of tokens that `mask` leaves on all ranks: the divisor of `mean_over = "tokens"`.
 
         If it is 0, there is nothing to learn: the gradient is 0.
+        """
+        raise NotImplementedError
+
+    def num_trained_responses(self, found: Found) -> int:
+        """Return the number of responses with a token that `mask` leaves on all ranks: any other `mean_over` needs it.
+
+        If `mask` leaves whole responses, their tokens' `ScoredTokens.response_shares` add up to it.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """Cuts a batch into optimizer steps, data-parallel shares and packed micro-batches.
 
 Every rank computes the same plan from the same batch and seed, and builds only its own share. Loss and statistics do
-not depend on the plan: they are sums over tokens, divided by the token count of the whole optimizer step. All padding
+not depend on the plan: they are sums over tokens, divided by counts of the whole optimizer step. All padding
 for the layout is added here.
 
 Micro-batches hold as many tokens as fit in memory. Data ranks get about the same number of FLOPs, since each update
@@ -95,7 +95,8 @@ class Pass:
             lens_S = batch.seq_lens_S[part]
             counts = TokenCounts(int(lens_S.sum()), int((lens_S**2).sum()), int(num_sampled_S[part].sum()))
             packs = [pack(batch, s, length, share) for s, length in zip(mine, lengths, strict=True)]
-            yield MiniBatch(tuple(packs), int(num_trained_S[part].sum()), batch.proximal_version, counts)
+            num_tokens, num_responses = int(num_trained_S[part].sum()), int((num_trained_S[part] > 0).sum())
+            yield MiniBatch(tuple(packs), num_tokens, batch.proximal_version, counts, num_responses)
 
 
 def one_minibatch(batch: Batch, *, max_tokens: int, share: Share) -> MiniBatch:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, ValidationError
 
-from bapo_megatron.config.dotted import Seam
+from bapo_megatron.config.dotted import Seam, imported
 from bapo_megatron.config.schema_loss import ClipBoundConfig, LossConfig, RatioOptions, RuleReads
 from bapo_megatron.config.wording import expected, shown
 from bapo_megatron.errors import UserError, closest, did_you_mean
@@ -183,6 +183,11 @@ class CustomLoss(LossConfig):
             raise LOSS.error(self.name, "it has its own update rule: leave loss.search_bounds out")
         if getattr(own.rule, "masks", False) and own.reads != "update":
             raise LOSS.error(self.name, f'its rule masks tokens, which needs reads="update", not "{own.reads}"')
+        if getattr(own.rule, "masks", False) and self.mean_over != "tokens":
+            base = imported("bapo_megatron.algorithms.update_rules:UpdateRule")
+            if own.rule.num_trained_responses is base.num_trained_responses:  # type: ignore[union-attr]
+                needed = f'loss.mean_over="{self.mean_over}" divides by a number of responses'
+                raise LOSS.error(self.name, f"its rule masks tokens, and {needed}: define its num_trained_responses")
         if own.reads_entropy and own.reads == "earlier updates":
             raise LOSS.error(self.name, 'entropies of "earlier updates" are not kept: its rule needs reads="update"')
         for metric in own.metrics:

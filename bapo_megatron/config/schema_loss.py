@@ -30,6 +30,9 @@ micro-batch's, for the loss of that micro-batch (such a rule decides on `ClipBou
 from their own forward passes (the first update reads all of its own)."""
 
 
+MeanOver = Literal["tokens", "responses", "budget"]
+
+
 class BoundRange(Section):
     """Start, stop and step of a bound; also accepted as a list [start, stop, step]."""
 
@@ -160,6 +163,11 @@ class LossConfig(Section):
 
     name: str = "bapo"
     """A built-in loss (docs/losses.md), or your own function, "my_package.my_module:my_loss"."""
+    mean_over: MeanOver = "tokens"
+    """What an update's loss is a mean over. tokens: its trained tokens; responses: the trained tokens of each response,
+    then the responses; budget: the sum over tokens, divided by the number of responses times
+    rollout.max_response_tokens. It applies to all terms: the policy's loss, KL term, entropy bonus, and the
+    contributions in BAPO's search. Metrics and the critic's loss stay means over tokens."""
     kl_coef: NonNegative = 0.0
     """Weight of KL(policy || reference) per trained token in the loss; with kl_target, its initial value. Above 0, the
     learner also holds the reference's weights, and scores each rollout batch with them once. 0: no reference."""
@@ -229,6 +237,17 @@ class RatioOptions(Section):
     """proximal = "learner": lower bound of the weights; 0 means none."""
     importance_cap: float = Field(2.0, ge=1, le=LARGEST)
     """proximal = "learner": upper bound of the weights; 1e9 means none."""
+    filter_level: Literal["token", "sequence", "geometric"] | None = None
+    """proximal = "learner": do not learn from tokens whose ratio pi_prox / pi_behaviour is outside filter_floor and
+    filter_cap. token: the token's ratio; sequence: the product over its response's trained tokens; geometric: their
+    geometric mean. Unset: no filter."""
+    filter_kind: Literal["mask", "reject"] = "mask"
+    """mask: filtered tokens have a weight of 0, and count in the mean of the loss; reject: they leave the step, and
+    count nowhere. The critic learns from them either way."""
+    filter_floor: float = Field(0.0, ge=0, le=1)
+    """Lower bound of the filter's ratio; 0 means none."""
+    filter_cap: float = Field(LARGEST, ge=1, le=LARGEST)
+    """Upper bound of the filter's ratio; 1e9 means none."""
     max_drift: Positive | None = None
     """Mask tokens with A < 0 in a response whose mean of log(pi_behaviour / pi) is above this, in nats (off-policy
     sequence masking of DeepSeek-V3.2, arXiv 2512.02556). Unset: no masking."""
@@ -239,6 +258,18 @@ class RatioOptions(Section):
             names = ("importance_floor", "importance_cap", "importance_kind")
             problem = "must be below loss.importance_cap, as masks would leave no weight but exactly 1, got 1"
             raise ContradictionError(Violation(names, problem))
+        return self
+
+    @model_validator(mode="after")
+    def _check_filter(self) -> Self:
+        names = ("filter_level", "filter_floor", "filter_cap")
+        if self.filter_level is not None and (self.filter_floor, self.filter_cap) == (0, LARGEST):
+            usual = "0.99 and 1.01" if self.filter_level == "geometric" else "0.5 and 2"
+            problem = f"needs loss.filter_floor and loss.filter_cap, such as {usual}, as it would filter nothing"
+            raise ContradictionError(Violation(names, problem))
+        if self.filter_floor == self.filter_cap:
+            problem = "must be below loss.filter_cap, as the filter would keep no ratio but exactly 1, got 1"
+            raise ContradictionError(Violation(("filter_floor", "filter_cap"), problem))
         return self
 
 

@@ -34,6 +34,7 @@ class BoundsFinder:
         self._learner, self._name = learner, config.loss.name
         self._rule = update_rule(config.loss, config.bapo)
         self._reads, self._with_entropy = config.rule_reads, config.loss.reads_entropy
+        self._mean_over = config.loss.mean_over
         self._past: Tensor | None = None  # table of earlier updates, summed over all ranks
 
     def find(self, minibatch: MiniBatch) -> Any:
@@ -80,7 +81,7 @@ class BoundsFinder:
             )
         mb = mb.to(log_probs_R.device)
         ages_R = self._learner.version - mb.versions_R
-        return ScoredTokens(mb, log_probs_R, ages_R, self._learner.sum_over_context, entropy_R)
+        return ScoredTokens(mb, log_probs_R, ages_R, self._learner.sum_over_context, entropy_R, self._mean_over)
 
     def _table(self, values: Sequence[Any], so_far: Any) -> Tensor:
         return sum((self._rule.table(each, so_far).cpu() for each in values), no_tokens(self._rule))

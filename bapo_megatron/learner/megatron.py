@@ -3,8 +3,8 @@
     MiniBatch -> its micro-batches through a schedule (schedule.py) -> per-token log-probs (last stage)
               -> loss summed over tokens / tokens of ALL ranks -> gradients summed over data and context ranks -> Adam
 
-Loss and gradient are divided once, by the update's global token count, so they do not depend on how the batch is split
-over data or context ranks, stages or micro-batches.
+Loss and gradient are divided once, by the update's global count of tokens or responses (`loss.mean_over`), so they do
+not depend on how the batch is split over data or context ranks, stages or micro-batches.
 """
 
 import dataclasses
@@ -124,10 +124,10 @@ class MegatronLearner(TrainedModel):
             DivergedError: the last `MAX_SKIPPED_IN_A_ROW` updates had no finite gradient.
         """
         is_of_each, masks = callable(found), self._rule.masks
-        num_trained = self._rule.num_trained_tokens(found) if masks else minibatch.num_trained_tokens
+        divisor = self._divisor(minibatch, found)
 
         def loss_of(batch: MicroBatch) -> Callable[[Scores], tuple[Tensor, Tensor, PolicyOutcome]]:
-            return lambda scores: self._micro_batch_loss(batch, scores, found, num_trained)
+            return lambda scores: self._micro_batch_loss(batch, scores, found, divisor)
 
         scored, self._scored = self._scored, None
         if scored is not None and scored.minibatch is minibatch:
@@ -143,7 +143,7 @@ class MegatronLearner(TrainedModel):
         rate = learning_rate(self.version, self.config.optimizer, planned_updates(self.config))
         outputs, grad_norm = self.update(run, rate)
         counts = (minibatch.counts.tokens, minibatch.counts.squares, minibatch.counts.responses)
-        num_expected = None if masks else num_trained
+        num_expected = None if masks else minibatch.num_trained_tokens
         metrics, mismatch = self._token_metrics.reduce([sums for *_, sums in outputs], num_expected, self.layout)
         metrics |= {
             "perf/tflop": self._passes_of_update * sum(self.shape.forward_flops(*counts)) / 1e12,
@@ -178,8 +178,16 @@ class MegatronLearner(TrainedModel):
                 )
         return {} if self.merged is None else {"optimizer/merged_share": self.merged.changed_share()}
 
+    def _divisor(self, minibatch: MiniBatch, found: Any) -> int:
+        """Return what the update's loss is divided by, at least 1: see `loss.mean_over`."""
+        mean_over, masks = self.config.loss.mean_over, self._rule.masks
+        if mean_over == "tokens":
+            return max(self._rule.num_trained_tokens(found) if masks else minibatch.num_trained_tokens, 1)
+        number = self._rule.num_trained_responses(found) if masks else minibatch.num_trained_responses
+        return max(number, 1) * (self.config.rollout.max_response_tokens if mean_over == "budget" else 1)
+
     def _micro_batch_loss(
-        self, batch: MicroBatch, scores: Scores, found: Any, num_trained_tokens: int
+        self, batch: MicroBatch, scores: Scores, found: Any, divisor: int
     ) -> tuple[Tensor, Tensor, PolicyOutcome]:
         """Return this micro-batch's share of the update's loss, and its outcome, in the form of Megatron's schedules.
 
@@ -188,13 +196,14 @@ class MegatronLearner(TrainedModel):
         """
         log_probs_R, entropy_R = scores
         ages_R = self.version - batch.versions_R
-        tokens = ScoredTokens(batch, log_probs_R.detach(), ages_R, self.layout.sum_over_context, entropy_R.detach())
+        mean_over, over_context = self.config.loss.mean_over, self.layout.sum_over_context
+        tokens = ScoredTokens(batch, log_probs_R.detach(), ages_R, over_context, entropy_R.detach(), mean_over)
         if callable(found):
             found = found(tokens)
         if self._rule.masks:
             batch = dataclasses.replace(batch, mask_R=self._rule.mask(tokens, found))
         inputs = LossInputs(
-            batch, log_probs_R, ages_R, self.layout.sum_over_context, entropy_R=entropy_R.detach(), found=found
+            batch, log_probs_R, ages_R, over_context, entropy_R=entropy_R.detach(), mean_over=mean_over, found=found
         )
         record: TokenLoss = self.config.loss.tokens(inputs)
         loss_R = record.loss_R
@@ -202,13 +211,18 @@ class MegatronLearner(TrainedModel):
             kl_R = reference_kl(log_probs_R, batch.reference_logprobs_R, batch.mask_R, self.config.loss.kl_estimator)
             loss_R = loss_R + self.kl_coefficient.value * kl_R
             record = dataclasses.replace(record, kl_reference_R=kl_R)
-        loss = loss_R.sum()
+        weight_R = inputs.loss_weights()
+
+        def total(values_R: Tensor) -> Tensor:
+            return (values_R if weight_R is None else values_R * weight_R.to(values_R.dtype)).sum()
+
+        loss = total(loss_R)
         if self.config.train.entropy_coef:
-            loss = loss - self.config.train.entropy_coef * torch.where(batch.mask_R, entropy_R, 0.0).sum()
+            loss = loss - self.config.train.entropy_coef * total(torch.where(batch.mask_R, entropy_R, 0.0))
         mismatch = logprob_mismatch(log_probs_R, batch.behaviour_logprobs_R, batch.mask_R & (ages_R == 0))
         sums = self._token_metrics.summarize(record, mismatch, with_profile=self.config.monitor.token_profile)
         num_tokens = batch.mask_R.sum(dtype=torch.int32)
-        return loss / max(num_trained_tokens, 1), num_tokens, (log_probs_R.detach(), found, sums)
+        return loss / divisor, num_tokens, (log_probs_R.detach(), found, sums)
 
     def _settle_routes(self, minibatch: MiniBatch, *, forward: bool = True, backward: bool = False) -> None:
         """Check that all layers took the recorded experts in the passes just made."""

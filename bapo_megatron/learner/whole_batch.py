@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithms.losses import outside_filter
 from bapo_megatron.buffer.packing import Pass, Share, one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
+from bapo_megatron.learner.parallel import device
 from bapo_megatron.learner.reference import OwnReference, ReferencePolicy
 from bapo_megatron.learner.split_model import SplitModel
 from bapo_megatron.tokens import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TokenStream
@@ -58,15 +60,36 @@ def with_scores(batch: Batch, scorers: Sequence[Scorer], policy: Learner, config
 
     Call it on every rank, before the step's first update. A batch without trained tokens stays as it is.
     """
-    for scorer in scorers if batch.num_trained_tokens else ():
+    for scorer in scorers:
+        if not batch.num_trained_tokens:  # from the start, or once all are rejected
+            break
         stream = scorer.stream
         rows_T = of_batch(batch, scorer.scores, scorer.model, config, stream.shape)
         rows_T = rows_T.to("cpu", getattr(torch, stream.dtype))
         rows_T[~batch.sampled_T] = stream.filler
         batch = batch.having(stream, rows_T if stream.to == "every rank" else batch.here(rows_T))
         if stream == PROXIMAL_LOGPROBS:
-            batch = replace(batch, proximal_version=policy.version)
+            batch = without_rejected(replace(batch, proximal_version=policy.version), policy, config)
     return batch
+
+
+def without_rejected(batch: Batch, policy: Learner, config: Config) -> Batch:
+    """Take the tokens that the loss's filter rejects out of the batch's mask: see `outside_filter`. Collective.
+
+    So they count nowhere in the step's updates. An update of rejected tokens alone is left out: see `Pass.steps`.
+    """
+    options = config.loss.ratio_options
+    if options is None or options.filter_level is None or options.filter_kind != "reject":
+        return batch
+
+    def rejected(whole: MiniBatch) -> list[Tensor]:
+        parts = [micro_batch.to(device()) for micro_batch in whole.micro_batches]
+        return [outside_filter(part, options, policy.sum_over_context) for part in parts]
+
+    rejected_T = of_batch(batch, rejected, policy, config).cpu() > 0
+    share = float(rejected_T.sum()) / batch.num_trained_tokens
+    metrics = batch.metrics | {"loss/filtered_share": share}
+    return replace(batch, mask_T=batch.mask_T & ~rejected_T, metrics=metrics)
 
 
 def of_batch(

@@ -22,15 +22,16 @@ class KeepNearOptions(RatioOptions):
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """The decision: the tokens of all ranks that stay."""
+    """The decision: the tokens and the responses of all ranks that stay."""
 
     num_tokens: int
+    num_responses: int
 
 
 class KeepNear(UpdateRule[Near]):
-    """Counts the tokens of near responses, before the first backward pass."""
+    """Counts near responses and their tokens, before the first backward pass."""
 
-    shape = ()
+    shape = (2,)
     masks = True
 
     def mask(self, tokens: ScoredTokens, found: Near | None) -> Tensor:
@@ -40,16 +41,21 @@ class KeepNear(UpdateRule[Near]):
         return tokens.batch.mask_R & is_near_R
 
     def table(self, values: ScoredTokens, so_far: Any) -> Tensor:
-        """Count the tokens that stay: float64 []."""
-        return self.mask(values, None).sum(dtype=torch.float64)
+        """Count the tokens and the responses that stay: float64 [2]."""
+        mask_R = self.mask(values, None)
+        return torch.stack([mask_R.double(), values.response_shares() * mask_R]).sum(1)
 
     def decide(self, total: Tensor, so_far: Any) -> Near:
-        """Return the count of all ranks."""
-        return Near(int(total))
+        """Return the counts of all ranks."""
+        return Near(*(round(count) for count in total.tolist()))
 
     def num_trained_tokens(self, found: Near) -> int:
         """Return the divisor: the tokens that stay."""
         return found.num_tokens
+
+    def num_trained_responses(self, found: Near) -> int:
+        """Return the divisor of any other `loss.mean_over`: the responses that stay."""
+        return found.num_responses
 
 
 def keep_near(inputs: LossInputs[Near], options: KeepNearOptions) -> TokenLoss:

@@ -165,11 +165,13 @@ def reference_update(
     version: int = 0,
     kl: tuple[Tensor, str, float] | None = None,
     loss_of: Callable[[Tensor, Batch], Tensor] | None = None,
+    mean_of: Callable[[Tensor, Batch], Tensor] = lambda values_T, batch: values_T[batch.mask_T].mean(),
 ) -> Reference:
     """Return scores, loss and gradient at the model's weights; then step `optimizer` if one is given.
 
     `kl` adds a term to the gradient only: log-probs of the reference policy, estimator, weight.
-    `loss_of` maps log-probs and batch to a mean over trained tokens; it defaults to `literal_loss`.
+    `loss_of` maps log-probs and batch to the loss; it defaults to `literal_loss`, a mean over trained tokens.
+    `mean_of` averages the other terms.
     """
     log_probs, entropies, start = [], [], 0
     for length in batch.seq_lens_S.tolist():
@@ -183,10 +185,10 @@ def reference_update(
     log_probs_T, entropy_T = torch.cat(log_probs), torch.cat(entropies)
     loss = (loss_of or literal_loss)(log_probs_T, batch)
     model.zero_grad()
-    total = loss - entropy_coef * entropy_T[batch.mask_T].mean()
+    total = loss - entropy_coef * mean_of(entropy_T, batch)
     if kl is not None:
         reference_T, estimator, weight = kl
-        total = total + weight * literal_kl(log_probs_T, reference_T, estimator, batch)
+        total = total + weight * mean_of(literal_kl(log_probs_T, reference_T, estimator), batch)
     total.backward()
     gradients = _as_saved({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     grad_norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
@@ -221,11 +223,10 @@ def literal_loss(log_probs_T: Tensor, batch: Batch, bounds: ClipBounds = BOUNDS)
     return total / int(batch.mask_T.sum())
 
 
-def literal_kl(log_probs_T: Tensor, reference_T: Tensor, estimator: str, batch: Batch) -> Tensor:
-    """Return the mean over trained tokens."""
-    difference = (log_probs_T - reference_T)[batch.mask_T]
-    terms = {"k1": difference, "k2": difference**2 / 2, "k3": torch.exp(-difference) - 1 + difference}
-    return terms[estimator].mean()
+def literal_kl(log_probs_T: Tensor, reference_T: Tensor, estimator: str) -> Tensor:
+    """Return the term of each token."""
+    difference = log_probs_T - reference_T
+    return {"k1": difference, "k2": difference**2 / 2, "k3": torch.exp(-difference) - 1 + difference}[estimator]
 
 
 def literal_bounds(log_probs_T: Tensor, batch: Batch, search: ClipBoundConfig = SEARCH) -> tuple[float, float, float]:

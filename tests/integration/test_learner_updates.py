@@ -72,7 +72,7 @@ def adaptive_updates(path: Path, reference_T: Tensor, estimator: str) -> list[di
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0)
     for _ in range(2):
         want = reference_update(model, random_batch(), optimizer, kl=(reference_T, estimator, coefficient))
-        kl = float(literal_kl(want.log_probs_T, reference_T, estimator, random_batch()))
+        kl = float(literal_kl(want.log_probs_T, reference_T, estimator)[random_batch().mask_T].mean())
         updates.append({"gradients": want.gradients, "loss": want.loss, "kl": kl, "coefficient": coefficient})
         coefficient *= 1 + max(-0.2, min(0.2, kl / TARGET - 1)) / 10
     return updates

@@ -43,8 +43,10 @@ OPTIONS: dict[str, dict[str, float]] = {  # the model's probabilities are near 1
     "dppo_kl": {"max_fall": 0.01, "max_rise": 0.02},
     "kpop": {"max_kl": 0.01},
     "flash_reinforce": {"max_mean_kl": 0.0175},
+    "topr": {},
+    "dro": {},
 }
-UNMASKED = ("cispo", "sapo", "reinforce", "vespo")
+UNMASKED = ("cispo", "sapo", "reinforce", "vespo", "topr", "dro")
 
 CORRECTED: dict[str, Any] = {  # BAPO's search, and a loss of a response's ratio, with weights of tokens and responses
     "bapo": {"importance_level": "sequence", "importance_kind": "mask", "importance_floor": 0.6, "max_drift": 0.06},

@@ -84,6 +84,7 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
         "critic/",
         "loss/kl_",
         "loss/drift_masked_share",
+        "loss/filtered_share",
         "loss/selected_share",
         "profile/",
         "run/recovery_s",

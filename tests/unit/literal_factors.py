@@ -68,7 +68,28 @@ def flash_reinforce(config: Any, advantage: float, new: Floats, old: Floats) -> 
     return [p / q if mean <= config.max_mean_kl else 0.0 for p, q in zip(new, old, strict=True)]
 
 
+def topr(config: Any, advantage: float, new: Floats, old: Floats) -> list[float]:
+    """Follow the gradient of arXiv 2503.14286, verl #6986 for the geometric mean, and `TOPRPolicyLossFn` of Trinity-RFT
+    for tokens."""
+    ratios = [p / q for p, q in zip(new, old, strict=True)]
+    if config.taper_level != "token":
+        power = 1 / len(new) if config.taper_level == "geometric" else 1.0
+        ratios = [math.prod(ratios) ** power] * len(new)
+    return [1.0 if advantage > 0 else min(ratio, 1.0) for ratio in ratios]
+
+
+def dro(config: Any, advantage: float, new: Floats, old: Floats) -> list[float]:
+    """Follow `compute_policy_loss_dro` of verl 0.9.1's core_algos.py; `penalty_of` has its penalty."""
+    return [1.0] * len(new)
+
+
 Factors = Callable[[Any, float, Floats, Floats], list[float]]
 FACTORS: dict[str, Factors] = {
-    factors.__name__: factors for factors in (reinforce, vespo, ipo, dppo_tv, dppo_kl, kpop, sao, flash_reinforce)
+    factors.__name__: factors
+    for factors in (reinforce, vespo, ipo, dppo_tv, dppo_kl, kpop, sao, flash_reinforce, topr, dro)
 }
+
+
+def penalty_of(config: Any) -> float:
+    """Return the weight of (log r)^2 in a token's loss."""
+    return float(config.beta / 2 if config.name == "dro" else getattr(config, "kl_tau", 0.0))

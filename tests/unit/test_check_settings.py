@@ -131,6 +131,11 @@ def messages(*overrides: str, hf_config: dict[str, Any] = HF_CONFIG) -> list[str
             ['importance_kind="mask"', 'without loss.proximal="learner" (the ratio', "leave them out"],
         ),
         ("loss.importance_cap=3", ["loss.importance_cap=3.0 has no effect", 'loss.proximal="learner"']),
+        (
+            "loss.filter_level=geometric loss.filter_cap=1.01",
+            ['loss.filter_level="geometric" has no effect', 'without loss.proximal="learner" (the filter'],
+        ),
+        ("loss.filter_cap=1.01", ["loss.filter_cap=1.01 has no effect", 'loss.filter_level="geometric"']),
         ("reward.overlong_buffer_tokens=60", ["has no effect without reward.overlong_penalty=1"]),
         ("reward.overlong_penalty=1 rollout.truncated=mask", ['truncated="mask"', "overlong_penalty=1", '"keep"']),
         ("rollout.keep_group=informative rollout.samples_per_prompt=2", ["most groups", "samples_per_prompt=8"]),

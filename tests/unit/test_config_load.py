@@ -76,6 +76,20 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
             "loss.importance_floor must be below loss.importance_cap, as masks would leave no weight but exactly 1, "
             "got 1 (run.toml)",
         ),
+        (
+            "[loss]\nfilter_level = 'geometric'",
+            "loss.filter_level needs loss.filter_floor and loss.filter_cap, such as 0.99 and 1.01, as it would filter "
+            "nothing (run.toml)",
+        ),
+        (
+            "[loss]\nfilter_level = 'token'\nfilter_floor = 1\nfilter_cap = 1",
+            "loss.filter_floor must be below loss.filter_cap, as the filter would keep no ratio but exactly 1, got 1 "
+            "(run.toml)",
+        ),
+        (
+            "[loss]\nmean_over = 'sequences'",
+            'loss.mean_over must be "tokens", "responses" or "budget", got "sequences" (run.toml)',
+        ),
         ("[loss]\nimportance_floor = 1.5", "loss.importance_floor must be at most 1, got 1.5 (run.toml)"),
         (
             "[loss]\nname = 'cispo'\nclip_high = 0.28",

@@ -129,6 +129,12 @@ CORRECTIONS = [
     for level in ("token", "sequence")
     for floor, cap in ((0.0, 2.0), (0.5, 5.0))
 ]
+CORRECTIONS += [
+    {"importance_level": level, "importance_cap": 1e9, "filter_level": filter_level, "filter_floor": 0.6} | cap
+    for level in ("token", "sequence")
+    for filter_level in ("token", "sequence", "geometric")
+    for cap in ({}, {"filter_cap": 1.7})
+]
 responses = st.lists(
     st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2), st.sampled_from([-1.5, 0.0, 0.7])), min_size=1, max_size=4),
     min_size=1,
@@ -154,6 +160,11 @@ def literal_weights(
             weight = min(max(weight, config.importance_floor), config.importance_cap)
         elif not config.importance_floor <= weight <= config.importance_cap:
             weight = 0.0
+        if config.filter_level is not None and config.filter_kind == "mask":
+            total = math.prod(math.exp(log_weights[j]) for j in mine)
+            of_level = {"token": math.exp(log_weights[i]), "sequence": total, "geometric": total ** (1 / len(mine))}
+            if not config.filter_floor <= of_level[config.filter_level] <= config.filter_cap:
+                weight = 0.0
         drift = sum(drifts[j] for j in mine) / len(mine)
         is_masked = config.max_drift is not None and advantages[i] < 0 and drift > config.max_drift
         weights.append(0.0 if is_masked else weight)
@@ -175,7 +186,7 @@ def weights_of(inputs: LossInputs, config: RatioLoss) -> list[float]:
     return literal_weights(config, log_weights, drifts, batch.advantages_R.tolist(), batch.sequence_R.tolist())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(responses=responses, correction=st.sampled_from(CORRECTIONS), max_drift=st.sampled_from([None, 0.3123]))
 def test_every_correction_equals_its_formula(responses, correction, max_drift):
     config = GrpoLoss.model_validate({"proximal": "learner", "max_drift": max_drift} | correction)
@@ -192,6 +203,7 @@ def test_every_correction_equals_its_formula(responses, correction, max_drift):
     (plain_R,) = torch.autograd.grad(plain.loss_R.sum(), inputs.log_probs_R)
     assert gradient_R.tolist() == pytest.approx((plain_R * result.weight_R).tolist(), rel=1e-9, abs=1e-12)
     assert (result.drifted_R is None) == (max_drift is None)
+    assert (result.filtered_R is None) == (config.filter_level is None)
 
 
 @settings(max_examples=30, deadline=None)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from bapo_megatron.algorithms.second_moment import moving_away
 from bapo_megatron.config.losses import LOSS_SECTIONS
 from bapo_megatron.config.schema_loss import BoundedLoss, RatioLoss
 from bapo_megatron.types import ClipBounds
-from tests.unit.literal_factors import FACTORS, Factors
+from tests.unit.literal_factors import FACTORS, Factors, penalty_of
 from tests.unit.loss_inputs import fixed_bounds, loss_inputs, second_moment_bounds, sums_of
 
 RIVALS = ("gspo", "gmpo", "cispo", "sapo", "m2po", *FACTORS)
-OPTIONS: dict[str, dict[str, float]] = {  # besides the defaults
+OPTIONS: dict[str, dict[str, Any]] = {  # besides the defaults
     "sapo": {"temperature_positive": 0.7, "temperature_negative": 1.9},
     "m2po": {"max_second_moment": 0.7},
     "reinforce": {},
@@ -31,10 +32,12 @@ OPTIONS: dict[str, dict[str, float]] = {  # besides the defaults
     "dppo_kl": {"max_fall": 0.2, "max_rise": 0.01, "max_ratio": 1.5, "kl_tau": 0.01},
     "kpop": {"max_kl": 0.01, "max_ratio": 1e9, "kl_tau": 0.01},
     "flash_reinforce": {"max_mean_kl": 0.05},
+    "topr": {"taper_level": "geometric"},
+    "dro": {"beta": 0.7},
 }
 
 
-def config_of(name: str, **options: float) -> RatioLoss:
+def config_of(name: str, **options: Any) -> RatioLoss:
     return LOSS_SECTIONS[name].model_validate({"name": name} | options)  # type: ignore[return-value]
 
 
@@ -90,7 +93,7 @@ def policy_gradient(factors: Factors) -> Callable[..., Tensor]:
         new = log_probs.detach().exp()
         old = new / ratios.detach()
         f = torch.tensor(factors(config, advantage, new.tolist(), old.tolist()), dtype=torch.float64)
-        square = getattr(config, "kl_tau", 0.0) * ratios.log().square()
+        square = penalty_of(config) * ratios.log().square()
         return (f * advantage * log_probs - square).sum()
 
     return objective
@@ -182,7 +185,17 @@ def is_off_the_limit(away: Tensor, limit: float) -> bool:
 @given(responses=responses)
 def test_loss_and_gradient_equal_the_paper(name: str, is_default: bool, responses: list[Response]) -> None:
     options = {} if is_default else OPTIONS.get(name, {"clip_low": 0.7, "clip_high": 1.4})
-    config = config_of(name, **options)
+    check_against_paper(config_of(name, **options), responses)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@settings(max_examples=400, deadline=None)
+@given(responses=responses)
+def test_topr_fades_by_each_ratio(level: str, responses: list[Response]) -> None:
+    check_against_paper(config_of("topr", taper_level=level), responses)
+
+
+def check_against_paper(config: RatioLoss, responses: list[Response]) -> None:
     inputs = inputs_of(responses, config)
     if isinstance(config, M2poLoss):
         assume(is_off_the_limit(away_of(inputs), config.max_second_moment))

@@ -10,6 +10,9 @@
     kpop             f = r, 0 if D(p || q) or D(q || p) is above a limit (ringtech.notion.site/kpop; prime-rl #3283)
     sao              f = r, 0 outside two bounds of r, whatever the sign of A (arXiv 2607.07508, Eq. 3)
     flash_reinforce  f = r, 0 if the mean of D(q || p) over the response is above a limit (OpenRLHF #1339)
+    topr             f = 1 if A > 0, otherwise min(w, 1), with w the product of a response's r_t (arXiv 2503.14286;
+                     verl #6986 takes their geometric mean)
+    dro              f = 1, and + beta / 2 (log r)^2 on all tokens (`dro` in verl's core_algos.py and in Tinker's docs)
 
 r = p / q is the token's ratio, p its probability in the policy, and q in the policy that r compares with. D is the KL
 divergence between the events "this token" and "another token". A masked token has f = 0 and stays in the token count.
@@ -225,6 +228,43 @@ class FlashReinforceLoss(RatioLoss):
         new_R, old_R = _probabilities(inputs)
         mean_R = inputs.response_means(_binary_kl(_inner(old_R), _inner(new_R)))
         return _masked(inputs, inputs.ratios(self), mean_R > self.max_mean_kl)
+
+
+class ToprLoss(RatioLoss):
+    """Responses with A < 0 fade as they become unlikely, those with A > 0 never do (TOPR, arXiv 2503.14286)."""
+
+    name: Literal["topr"] = "topr"
+    reads_responses = True
+
+    taper_level: Literal["token", "sequence", "geometric"] = "sequence"
+    """Ratio that fades a token with A < 0. sequence: the product over its response's trained tokens, as in the paper;
+    geometric: their geometric mean, as in verl #6986; token: its own, as in ROLL and Trinity-RFT."""
+
+    def tokens(self, inputs: LossInputs[ClipBounds]) -> RatioTokenLoss:
+        """Compute -w A log pi per token, times the ratio, at most 1, where A < 0."""
+        ratios = inputs.ratios(self)
+        log_ratio_R = ratios.ratio_R.detach().log()
+        if self.taper_level != "token":
+            of_response = inputs.response_sums if self.taper_level == "sequence" else inputs.response_means
+            log_ratio_R = of_response(log_ratio_R).to(log_ratio_R.dtype)
+        taper_R = log_ratio_R.clamp(max=0.0).exp().where(inputs.batch.advantages_R < 0, 1.0)
+        return inputs.weighted(ratios, taper_R * _log_probs(inputs))
+
+
+class DroLoss(RatioLoss):
+    """No ratio weights the gradient, and a penalty draws the policy back (DRO, arXiv 2405.19107, as in Tinker)."""
+
+    name: Literal["dro"] = "dro"
+
+    beta: Positive = 0.1
+    """Weight of (log r)^2 / 2 in the loss of all trained tokens. verl has no default, and Tinker's example is 0.05."""
+
+    def tokens(self, inputs: LossInputs[ClipBounds]) -> RatioTokenLoss:
+        """Compute w (beta / 2 (log r)^2 - A log pi) per token."""
+        ratios = inputs.ratios(self)
+        record = inputs.weighted(ratios, _log_probs(inputs))
+        penalty_R = self.beta / 2 * ratios.ratio_R.log().square()
+        return replace(record, loss_R=record.loss_R + ratios.weight_R * penalty_R)
 
 
 def _masked(

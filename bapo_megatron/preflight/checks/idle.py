@@ -66,6 +66,19 @@ IDLE = (
         "the ratio to the policy that sampled a token is its importance weight already",
     ),
     Idle(
+        "loss.filter_level",
+        "loss.proximal",
+        lambda c, _: getattr(c.loss, "proximal", "learner") == "learner",
+        'loss.proximal="learner"',
+        "the filter is of the ratio from the learner at the start of the step to the policy that sampled",
+    ),
+    Idle(
+        "loss.filter_kind loss.filter_floor loss.filter_cap",
+        "loss.filter_level",
+        lambda c, _: getattr(c.loss, "filter_level", "token") is not None,
+        'loss.filter_level="geometric"',
+    ),
+    Idle(
         "optimizer.min_lr_ratio optimizer.total_updates",
         "optimizer.schedule",
         lambda c, _: c.optimizer.schedule != "constant",
