@@ -126,6 +126,7 @@ def _markdown(name: str, study: Study, result: StudyResult, origin: dict[str, An
         *_table(result),
         *_failures(result),
     ]
+    lines += _regret(study, result)
     for is_explored in (False, True):
         if chosen := [c for c in result.comparisons if c.is_exploratory == is_explored]:
             lines += ["", _about(study.headline, chosen, is_explored), "", *_comparison_table(chosen)]
@@ -148,6 +149,29 @@ def _failures(result: StudyResult) -> list[str]:
     failed = [(variant.name, *failure) for variant in result.variants for failure in variant.failures.items()]
     lines = [f"- {name}, seed {seed}: {' '.join(reason.split())}" for name, seed, reason in failed]
     return ["", "Failed runs, which no figure above includes:", "", *lines] if lines else []
+
+
+def _regret(study: Study, result: StudyResult) -> list[str]:
+    """Tabulate regrets, and the differences of their means."""
+    if not result.regrets:
+        return []
+    regimes = [*result.regrets[0].by_regime]
+    lines = [
+        "",
+        f"Regret: {study.headline} of the best in a regime minus the row's own; a failed run has 0 there. The mean "
+        f"is over {plural(len(regimes), 'regime')}, with a 95 % interval by bootstrap over seeds.",
+        "",
+        f"| | mean | 95 % | {' | '.join(regimes)} |",
+        "|---" * (len(regimes) + 3) + "|",
+    ]
+    for regret in sorted(result.regrets, key=lambda regret: regret.mean):
+        cells = [regret.method, f"{regret.mean:.3f}", f"{regret.low:.3f} to {regret.high:.3f}"]
+        lines.append(f"| {' | '.join([*cells, *(f'{value:.3f}' for value in regret.by_regime.values())])} |")
+    lines += ["", "Differences of mean regrets, with their standard error by the same bootstrap; lower is better:", ""]
+    lines += [
+        f"- {d.first} minus {d.second}: {d.difference:+.3f} ± {d.standard_error:.3f}" for d in result.regret_differences
+    ]
+    return lines
 
 
 def _comparison_table(comparisons: Sequence[Comparison]) -> list[str]:

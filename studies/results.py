@@ -5,11 +5,13 @@ import io
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mpmath import betainc
 
 from bapo_megatron.algorithms.diagnostics import BINS, MEANS
+from studies.regret import Regret, RegretDifference, regrets
 from studies.rows import Points, Row
 from studies.study import HEADLINE, Study
 
@@ -109,6 +111,8 @@ class StudyResult:
     seeds: list[int]  # in the order of FinalFigure.by_seed
     variants: list[VariantResult]
     comparisons: list[Comparison]
+    regrets: list[Regret] = field(default_factory=list)
+    regret_differences: list[RegretDifference] = field(default_factory=list)
 
     def as_csv(self) -> str:
         """Return one table with a row for each final figure (by seed, without x) and for each point of a curve."""
@@ -124,6 +128,9 @@ class StudyResult:
             for metric, curve in variant.curves.items():
                 for point in zip(curve.x, curve.mean, curve.low, curve.high, strict=True):
                     table.writerow([variant.name, metric, *map(_digits, point), *("" for _ in self.seeds)])
+        for regret in self.regrets:
+            figures = (regret.mean, regret.low, regret.high)
+            table.writerow([regret.method, "regret", "", *map(_digits, figures), *("" for _ in self.seeds)])
         return text.getvalue()
 
 
@@ -166,7 +173,19 @@ def gather(study: Study, rows: Sequence[Row]) -> StudyResult:
 
     exploratory = [replace(c, is_exploratory=True) for c in compared(study.explore)]
     comparisons = [*_together(compared(study.compare)), *exploratory]
-    return StudyResult(list(dict.fromkeys(row.seed for row in rows)), variants, comparisons)
+    result = StudyResult(list(dict.fromkeys(row.seed for row in rows)), variants, comparisons)
+    return replace(result, **_regrets_of(study, rows)) if study.regret else result
+
+
+def _regrets_of(study: Study, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the regrets of a study in its regimes, as fields of a `StudyResult`."""
+    cells = {variant.name: variant.cell for variant in study.variants if variant.cell is not None}
+    scores: dict[tuple[str, str], list[float | None]] = {}
+    for row in rows:
+        scores.setdefault(cells[row.variant], []).append(row.finals.get(study.headline))
+    pairs = dict.fromkeys((cells[a][0], cells[b][0]) for a, b in study.compare)
+    of_methods, differences = regrets(scores, list(pairs))
+    return {"regrets": of_methods, "regret_differences": differences}
 
 
 def value(step: Step, metric: str) -> float:

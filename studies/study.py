@@ -12,6 +12,7 @@ settings = { loss = { name = "grpo" } }     merged over the study's settings
 [[regimes]]                                 optional: circumstances in which to run and compare each variant;
 name = "K = 4"                              the variants are then called "GRPO, K = 4" and so on
 settings = { train = { ... } }              merged over the variant's settings
+regret = true                               optional: add each variant's mean distance from the best over the regimes
 [[plots]]
 metric = "loss/entropy"                     a metric of metrics.jsonl, or of results.DERIVED
 [quick]                                     what --quick changes
@@ -46,6 +47,8 @@ class Variant(Section):
 
     name: str
     settings: dict[str, Any] = Field(default_factory=dict)
+    cell: tuple[str, str] | None = None
+    """The variant and the regime that it combines; `in_regimes` sets it."""
 
 
 class Plot(Section):
@@ -83,6 +86,8 @@ class Study(Section):
     compare: tuple[tuple[str, str], ...] = ()
     """Pairs whose p-values are corrected for their number."""
     explore: tuple[tuple[str, str], ...] = ()
+    regret: bool = False
+    """Whether the page has the regret of each variant over the regimes (regret.py), and of the pairs in `compare`."""
     headline: str = HEADLINE
     """The final figure by which variants are compared, a column of results.FINALS."""
     plots: Annotated[tuple[Plot, ...], Field(min_length=1)]
@@ -99,6 +104,8 @@ class Study(Section):
         for seeds in (self.seeds, self.quick.seeds):
             if len(set(seeds)) < len(seeds):
                 raise ValueError(f"the same seed twice in {list(seeds)}")
+        if self.regret and not (self.regimes or any(variant.cell for variant in self.variants)):
+            raise ValueError("regret compares variants over regimes, and there are no regimes")
         for name in [*(name for pair in (*self.compare, *self.explore) for name in pair), *self.quick.variants]:
             if name not in names:
                 raise ValueError(f"there is no variant {name!r}")
@@ -115,7 +122,11 @@ class Study(Section):
         return self.model_copy(
             update={
                 "variants": tuple(
-                    Variant(name=f"{v.name}, {r.name}", settings=merge(deepcopy(v.settings), r.settings))
+                    Variant(
+                        name=f"{v.name}, {r.name}",
+                        settings=merge(deepcopy(v.settings), r.settings),
+                        cell=(v.name, r.name),
+                    )
                     for r in self.regimes
                     for v in self.variants
                 ),
