@@ -24,10 +24,10 @@ def problems_of(name: str, study: Study, runs: Sequence[Run]) -> list[str]:
     """List every problem that would prevent a run from training or the page from being written, with its place."""
     found = [f"study {name}: {problem}" for problem in _plots(study)]
     read: Findings = {}
-    for run in runs:
+    for run in {run.variant: run for run in runs}.values():  # seeds have the same problems
         where = f"study {name}, variant {run.variant!r}"
         found += [f"{where}: {problem}" for problem in (*_settings(run.config, read), *_figures(study, run))]
-    return list(dict.fromkeys(found))  # each only once, not for every seed
+    return found
 
 
 def _plots(study: Study) -> Iterator[str]:
@@ -64,10 +64,10 @@ def _figures(study: Study, run: Run) -> Iterator[str]:
             f"compare uses the {study.headline}, but eval.interval_steps is unset; set eval.interval_steps, or leave "
             "the variant out of compare"
         )
-    if is_compared and run.config.eval.sets:
+    if is_compared and len(run.config.eval.sets) > 1:
         yield (
-            f"compare uses the {study.headline} of the unnamed evaluation set, which eval.sets replaces; leave "
-            "eval.sets out, or leave the variant out of compare"
+            f"compare uses the {study.headline} of one evaluation set, and eval.sets has {len(run.config.eval.sets)}; "
+            "leave all but one out, or leave the variant out of compare"
         )
     if PROFILE in (plot.metric for plot in study.plots) and not run.config.monitor.token_profile:
         yield f'the plot of "{PROFILE}" needs monitor.token_profile = true'

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,17 @@ def _share(part: str, rest: str) -> Callable[[Step], float]:
     return lambda row: row[part] / (row[part] + row[rest]) if row[part] + row[rest] > 0 else math.nan
 
 
+def _pass_rate(step: Step) -> float:
+    """Return the reward on the unnamed evaluation set, or on the only named one."""
+    if "eval/reward" in step:
+        return step["eval/reward"]
+    named = [step[name] for name in step if re.fullmatch("eval/[^/]+/reward", name)]
+    return named[0] if len(named) == 1 else math.nan
+
+
 DERIVED: dict[str, tuple[str, Callable[[Step], float]]] = {
     "clip_share": ("clipped share of tokens", lambda row: row["loss/clip_high_share"] + row["loss/clip_low_share"]),
+    "pass_rate": ("pass rate on held-out prompts", _pass_rate),
     "positive_token_share": (
         "positive share of tokens",
         _share("loss/positive_token_share", "loss/negative_token_share"),
@@ -40,9 +50,9 @@ DERIVED: dict[str, tuple[str, Callable[[Step], float]]] = {
 # Column of the table -> metric, and how a run's values become one figure: the last value, the mean at the end, the mean
 # of all, the median, or the median or lowest of the last evaluations.
 FINALS: dict[str, tuple[str, str]] = {
-    HEADLINE: ("eval/reward", "last"),
-    f"median of the last {LAST_EVALS}": ("eval/reward", "evals_median"),
-    f"worst of the last {LAST_EVALS}": ("eval/reward", "evals_worst"),
+    HEADLINE: ("pass_rate", "last"),
+    f"median of the last {LAST_EVALS}": ("pass_rate", "evals_median"),
+    f"worst of the last {LAST_EVALS}": ("pass_rate", "evals_worst"),
     "reward at the end": ("reward/mean", "end"),
     "entropy at the end": ("loss/entropy", "end"),
     "gradient norm, median": ("optimizer/grad_norm", "median"),
@@ -183,7 +193,10 @@ def _regrets_of(study: Study, rows: Sequence[Row]) -> dict[str, Any]:
     scores: dict[tuple[str, str], list[float | None]] = {}
     for row in rows:
         scores.setdefault(cells[row.variant], []).append(row.finals.get(study.headline))
-    pairs = dict.fromkeys((cells[a][0], cells[b][0]) for a, b in study.compare)
+    compared = [
+        pair for pair in study.compare if {*pair} <= cells.keys() and {cells[name] for name in pair} <= scores.keys()
+    ]
+    pairs = dict.fromkeys((cells[a][0], cells[b][0]) for a, b in compared)
     of_methods, differences = regrets(scores, list(pairs))
     return {"regrets": of_methods, "regret_differences": differences}
 

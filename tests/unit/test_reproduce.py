@@ -421,6 +421,12 @@ def test_derived_metrics() -> None:
     assert all(math.isnan(value({}, metric)) for metric in DERIVED)
 
 
+def test_the_pass_rate_is_of_the_unnamed_set_or_the_only_named_one() -> None:
+    assert value({"eval/reward": 0.5, "eval/sums/reward": 0.25}, "pass_rate") == 0.5
+    assert value({"eval/sums/reward": 0.25, "eval/sums/reward_stderr": 0.1}, "pass_rate") == 0.25
+    assert math.isnan(value({"eval/sums/reward": 0.25, "eval/maths/reward": 0.1}, "pass_rate"))
+
+
 def test_a_profile_is_weighted_with_its_tokens(tmp_path: Path) -> None:
     text = MINIMAL.replace('metric = "clip_share"', 'metric = "profile"').replace("seeds = [3, 1]", "seeds = [3]")
     study = study_from(tmp_path, text)

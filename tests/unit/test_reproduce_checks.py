@@ -29,6 +29,7 @@ settings = { loss = { name = "grpo", clip_high = 2.0 } }
 [[plots]]
 metric = "reward/mean"
 """
+WITH_GYM = ("domains", "headroom", "long_run")  # their words
 SETTINGS = "settings = { train = { num_steps = 1 } }"
 
 
@@ -96,9 +97,7 @@ def test_a_study_without_comparison_needs_no_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=[pytest.mark.gym, pytest.mark.slow] if name == "domains" else ()
-        )  # its domains' judges
+        pytest.param(name, marks=[pytest.mark.gym, pytest.mark.slow] if name in WITH_GYM else ())
         for name in shipped_studies()
         if name != "smollm2"
     ],
