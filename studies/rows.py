@@ -18,7 +18,7 @@ from bapo_megatron.runtime.files import JsonlWriter, read_jsonl
 class Points(BaseModel):
     """A metric over a run: None where it has no value, or none that is finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     x: tuple[float, ...]  # optimizer updates so far, or probabilities
     y: tuple[float | None, ...]
@@ -27,7 +27,7 @@ class Points(BaseModel):
 class Row(BaseModel):
     """What a run leaves that has finished, or failed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)  # a row of later code may have more
 
     run: str  # its identity (identity.py)
     code: str  # code_here() of the process that trained it

@@ -96,8 +96,8 @@ def _go_to_worktree(options: Options) -> None:
     Raises:
         ConfigError: a study does not exist, or the studies have no commit in common.
     """
-    shipped = shipped_studies()
-    sources = [*shipped] if options.names == (ALL,) else [*dict.fromkeys(options.names)]
+    shipped, is_all = shipped_studies(), options.names == (ALL,)
+    sources = [*shipped] if is_all else [*dict.fromkeys(options.names)]
     codes = {source: _code_of(source, options) for source in sources}
     if len(set(codes.values())) > 1:
         each = ", ".join(f"{source} {code[:12]}" for source, code in codes.items())
@@ -107,14 +107,17 @@ def _go_to_worktree(options: Options) -> None:
     print(f"commit {commit[:12]}: code, and all files of the checkout but models/, come from {place}", flush=True)
     for name in (source for source in sources if source in shipped):
         there = place / shipped[name].relative_to(ROOT)
-        if not there.is_file():
+        if is_all and not there.is_file():
+            print(f"{name}: left out, commit {commit[:12]} does not have it", flush=True)
+        elif not there.is_file():
             raise ConfigError(f"commit {commit[:12]} has no study {name}; give its file, or --at HEAD to begin again")
-        if there.read_text(encoding="utf-8") != shipped[name].read_text(encoding="utf-8"):
+        elif there.read_text(encoding="utf-8") != shipped[name].read_text(encoding="utf-8"):
             print(f"{name}: as in that commit; to use it as it is in this checkout, give {shipped[name]}", flush=True)
+    names = [source if source in shipped else str(Path(source).absolute()) for source in sources]
     run_in(
         place,
         [
-            *(source if source in shipped or source == ALL else str(Path(source).absolute()) for source in sources),
+            *([ALL] if is_all else names),
             *("--in-place", "--output", str(options.output.absolute()), "--runs", str(options.runs_dir.absolute())),
             *("--jobs", str(options.num_parallel), "--timeout-s", str(options.timeout_s)),
         ],

@@ -198,7 +198,9 @@ def test_code_that_is_gone(
     assert not (tmp_path / "runs").exists()
 
 
-def test_studies_of_different_commits(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_studies_of_different_commits(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = code_now()
     RowFile(tmp_path / "out" / "mine.jsonl").add(make_row(code=first))
     (repo / "studies" / "later.toml").write_text(MINIMAL)
@@ -209,7 +211,10 @@ def test_studies_of_different_commits(repo: Path, tmp_path: Path, monkeypatch: p
     each = rf"\(mine {first[:12]}, later.toml {second[:12]}\)"
     with pytest.raises(ConfigError, match=f"belong to different commits {each}; give one at a time, or --at HEAD"):
         become(monkeypatch, "mine", "later.toml")
-    monkeypatch.setattr(run, "shipped_studies", lambda: {"later": repo / "studies" / "later.toml"})
+    every = {name: repo / "studies" / f"{name}.toml" for name in ("mine", "later")}
+    monkeypatch.setattr(run, "shipped_studies", lambda: every)
+    assert become(monkeypatch, "all", at=first).command[5] == "all"
+    assert f"later: left out, commit {first[:12]} does not have it" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=rf"commit {first[:12]} has no study later; give its file, or --at HEAD"):
         become(monkeypatch, "later", at=first)
 

@@ -86,7 +86,10 @@ def test_code_is_of_the_latest_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda row: row | {"extra": 1}, r"mine.jsonl: a line is not a row of a study \(extra: Extra inputs"),
+        (
+            lambda row: row | {"seed": "x"},
+            r"mine.jsonl: a line is not a row of a study \(seed: Input should be a valid",
+        ),
         (lambda row: {"step": 1}, r"not a row of a study \(run: Field required\); give another --output"),
     ],
 )
