@@ -34,8 +34,8 @@ class BatchBuilder:
     def __init__(self, config: Config) -> None:
         self._config = config
         a = config.advantage
-        # a critic's advantages come later
-        self._advantages = advantage_function(a.kind) if a.compares_responses else _zeros
+        # a critic's and a teacher's advantages come later
+        self._advantages = advantage_function(a.kind) if a.compares_responses and a.reads_rewards else _zeros
         self._scaler = RewardScaler(config.reward)
 
     def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:

@@ -170,12 +170,13 @@ def check_advantage(config: Config) -> Iterator[Violation]:
             f'advantage.whiten_batch=true whitens over responses, and advantage.kind="{advantage.kind}" over tokens',
             "leave it out",
         )
-    if r.keep_group == "informative" and not advantage.needs_group:
+    if r.keep_group == "informative" and not (advantage.needs_group and config.teacher.path is None):
         cost = "are all there are" if r.samples_per_prompt == 1 else "teach as much as others"
+        method = "a teacher" if advantage.needs_group else f'advantage.kind="{advantage.kind}"'
         yield Violation(
-            ("rollout.keep_group", "rollout.samples_per_prompt", "advantage.kind"),
+            ("rollout.keep_group", "rollout.samples_per_prompt", "advantage.kind", "teacher.path"),
             f'rollout.keep_group="informative" leaves out groups of equal rewards, which {cost} with '
-            f'rollout.samples_per_prompt={r.samples_per_prompt} and advantage.kind="{advantage.kind}"',
+            f"rollout.samples_per_prompt={r.samples_per_prompt} and {method}",
             'set rollout.keep_group="all"',
             "error" if r.samples_per_prompt == 1 else "warning",
         )
@@ -199,4 +200,38 @@ def check_critic(config: Config) -> Iterator[Violation]:
             'rollout.truncated="mask": the critic does not learn from truncated responses either, and so predicts the '
             "rewards of complete responses only",
             'set rollout.truncated="keep"',
+        )
+
+
+def check_teacher(config: Config) -> Iterator[Violation]:
+    """Check that a teacher is there where it must be, and what its advantages mean for the update."""
+    advantage, path = config.advantage, config.teacher.path
+    if path is None:
+        if not advantage.reads_rewards:
+            yield Violation(
+                ("teacher.path", "advantage.kind"),
+                'advantage.kind="teacher" needs teacher.path, the model to learn from',
+                'set it, or advantage.kind="grpo"',
+            )
+        return
+    if not advantage.compares_responses:
+        yield Violation(
+            ("teacher.path", "advantage.kind"),
+            f'teacher.path with advantage.kind="{advantage.kind}": a critic values rewards, and the advantages that '
+            "follow are not added to a teacher's",
+            'set advantage.kind="teacher" to learn from the teacher alone, or "grpo" to add its advantage',
+        )
+    if config.searches_bounds:
+        yield warning(
+            ("loss.name", "bapo.scope", "teacher.path"),
+            "a teacher's advantages are negative on average, by the KL divergence, and so the search of [bapo] ends at "
+            "its limits in nearly every update",
+            'set loss.name="grpo", whose bounds are fixed, or bapo.scope="fixed"',
+        )
+    if config.rollout.is_cut:
+        yield warning(
+            ("rollout.top_p", "rollout.top_k", "teacher.path"),
+            "with rollout.top_p or rollout.top_k, the sampler's log-probs cover the tokens that it may choose, and the "
+            "teacher's all tokens: they make each advantage too low",
+            "set rollout.top_p=1, and leave rollout.top_k out",
         )
