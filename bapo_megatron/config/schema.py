@@ -267,7 +267,8 @@ class RewardConfig(Section):
     kind: Annotated[str, AfterValidator(REWARD.known)] = "auto"
     """auto: the prompt source's verifier, such as math-verify for jsonl; or "chains", "reasoning_gym", "math"; text:
     compares words, such as "Paris", "B" or "yes"; code: runs the response's program against tests; or your own
-    function, "my_package.my_module:my_function"."""
+    function, "my_package.my_module:my_function". none: no reward, for advantage.kind = "teacher"; rows need no answer
+    then."""
     judges: dict[EntryName, Annotated[str, AfterValidator(REWARD.known)]] = Field(default_factory=dict)
     """Several judges instead of `kind`: {correct = "math", format = "my_rewards:has_box"}. Each gives the named part of
     the reward; the reward is their weighted sum."""
@@ -296,6 +297,11 @@ class RewardConfig(Section):
     scaling of PPO implementations, without a mean)."""
     clip: Positive | None = None
     """Bound the scaled reward to [-clip, clip], after scale and running_std. Unset: no bound."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether somebody judges."""
+        return self.kind != "none" or bool(self.judges)
 
 
 class EnvironmentConfig(Section):

@@ -202,6 +202,8 @@ def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[TableColumn
         TableColumn("entropy", 7, value("loss/entropy"), 3),
         TableColumn("age", 4, value("staleness/mean", 1), 5),
     ]
+    if "teacher/kl" in metrics:
+        columns.append(TableColumn("teacher", 7, value("teacher/kl", 3), 2))
     if "bapo/num_at_start" in metrics:
         columns += [
             TableColumn("clip", 6, _searches, 4),

@@ -88,6 +88,26 @@ def messages(severity: str, **sections: Any) -> list[str]:
             {"teacher": {"path": "x"}, "loss": {"name": "grpo"}, "rollout": {"keep_group": "informative"}},
             "which teach as much as others with rollout.samples_per_prompt=8 and a teacher",
         ),
+        (
+            "error",
+            {
+                "advantage": {"kind": "teacher"},
+                "teacher": {"path": "x"},
+                "reward": {"kind": "none"},
+                "eval": {"interval_steps": 5},
+            },
+            'reward.kind="none" gives no reward, and eval.interval_steps measures rewards; leave it out, or name a',
+        ),
+        (
+            "error",
+            {
+                "advantage": {"kind": "teacher"},
+                "teacher": {"path": "x"},
+                "reward": {"kind": "none"},
+                "rollout": {"keep_group": "informative"},
+            },
+            'reward.kind="none" gives no reward, and rollout.keep_group="informative" leaves out groups of',
+        ),
         ("warning", {"teacher": {"coef": 2.0}}, "teacher.coef=2.0 has no effect without teacher.path"),
         (
             "warning",
@@ -97,7 +117,7 @@ def messages(severity: str, **sections: Any) -> list[str]:
                 "loss": {"name": "grpo"},
                 "reward": {"scale": 2, "clip": 1.0},
             },
-            'reward.scale=2.0, reward.clip=1.0 have no effect without an advantage.kind that reads rewards, such as "gr',
+            "reward.scale=2.0, reward.clip=1.0 have no effect without an advantage.kind that reads rewards, such as",
         ),
         ("warning", {"reward": {"scale": 2}}, "reward.scale=2 does nothing"),
         ("warning", {"reward": {"running_std": True}}, "reward.running_std does nothing"),
