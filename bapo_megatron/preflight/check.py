@@ -56,7 +56,7 @@ from bapo_megatron.runtime.files import located
 _LAYOUT = (
     *RANKS,
     *("parallel.virtual_pipeline", "parallel.last_stage_layers", "parallel.expert", "parallel.sequence"),
-    *("train.minibatches_per_step", "model.path", "model.family", "cluster", "slurm.rollout_nodes"),
+    *("train.minibatches_per_step", "model.path", "model.family", "teacher.path", "cluster", "slurm.rollout_nodes"),
 )
 _ENOUGH_GPUS = 1_000_000  # no limit: the number of ranks does not change
 
@@ -203,6 +203,7 @@ def violations_of(
             else known_config(path)
         )
     }
+    run = replace(run, teacher=facts.get("teacher.path"))
     num_gpus = nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
     if has_gpu_driver() and not (elsewhere or num_gpus):
         found += (outdated := [*_check_driver(config)])
