@@ -561,7 +561,7 @@ class CriticConfig(Section):
 
 class TeacherConfig(Section):
     """A teacher: a frozen model in the trainer, split like the policy, that scores each sampled token once. A token's
-    advantage is coef x (log teacher - log sampler), see docs/losses.md. With advantage.kind = "teacher" there is no
+    advantage is coef x (log teacher - log sampler), see docs/teacher.md. With advantage.kind = "teacher" there is no
     other; with any other kind without a critic it is added to the reward's."""
 
     path: PathText | None = None
