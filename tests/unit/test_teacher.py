@@ -1,7 +1,10 @@
 """Advantages from a teacher, against the formula written as a loop."""
 
+import json
 import math
 import random
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +12,18 @@ import pytest
 import torch
 
 from bapo_megatron.algorithms.teacher import teacher_advantages
+from bapo_megatron.buffer.batch import BatchBuilder
 from bapo_megatron.buffer.packing import Share
+from bapo_megatron.cli import main
+from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
+from bapo_megatron.errors import DataError
 from bapo_megatron.learner.whole_batch import Scorer, taught, with_scores
+from bapo_megatron.metrics import METRICS
+from bapo_megatron.prompts import build_source
+from bapo_megatron.rewards.scorer import RewardScorer
 from bapo_megatron.tokens import TEACHER_LOGPROBS, TokenStream
-from bapo_megatron.types import Batch
+from bapo_megatron.types import Batch, Ended, Group, Prompt, Sample, Segment
 
 ONE_RANK: Any = SimpleNamespace(share=Share(), sum_over_data_ranks=lambda table: table)
 
@@ -98,3 +108,61 @@ def test_nobody_else_may_use_the_streams_name() -> None:
     for check in ("check_computed", "check_annotated", "check_kept"):
         with pytest.raises(ValueError, match="the name is taken"):
             getattr(TokenStream("teacher_logprobs", "float32"), check)([])
+
+
+# a run without a judge
+
+
+ALONE = ("advantage.kind=teacher", "teacher.path=study", "loss.name=grpo", "reward.kind=none")
+PROMPT = Prompt(3, (1, 2), "3+5=", None, "jsonl")
+
+
+def group(rewards: Sequence[float]) -> Group:
+    samples = [
+        Sample.of(f"3.{i}", PROMPT, [Segment.sampled(0, 0, (5,) * (i + 1), (-1.0,) * (i + 1))], Ended("stop", reward))
+        for i, reward in enumerate(rewards)
+    ]
+    return Group(PROMPT, tuple(samples))
+
+
+@pytest.mark.parametrize(("kind", "rewards"), [("none", [0.0, 0.0, 0.0]), ("chains", [0.0, 1.0, 1.0])])
+def test_a_teacher_alone_takes_no_advantage_from_rewards(kind: str, rewards: list[float]) -> None:
+    config = Config.model_validate(
+        {"advantage": {"kind": "teacher"}, "teacher": {"path": "x"}, "reward": {"kind": kind}}
+    )
+    batch = BatchBuilder(config).build([group(rewards)], {"reward/judged": 3.0, "rollout/num_dropped_groups": 0.0})
+    assert not batch.advantages_T.any()
+    of_rewards = {"reward/mean", "reward/std", "reward/judged", "rollout/zero_variance_share"}
+    assert {*batch.metrics} & of_rewards == (set() if kind == "none" else of_rewards)
+    assert batch.metrics["rollout/num_samples"] == 3.0
+    assert {*batch.metrics} <= {*METRICS}
+
+
+def test_nobody_judges() -> None:
+    with RewardScorer(load_config(["demo"], ALONE)) as scorer:
+        assert scorer.score([(PROMPT, "3+5=8,"), (PROMPT, "")]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "format"),
+    [
+        ({"prompt": "3+5="}, "plain"),
+        ({"messages": [{"role": "user", "content": "3+5="}]}, "plain"),
+        ({"problem": "3+5?"}, "math"),
+    ],
+)
+def test_rows_need_no_answer(tmp_path: Path, row: dict[str, Any], format: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"answer": "8"}) + "\n")
+    data = ("data.source=jsonl", f"data.path={file}", f"data.format={format}")
+    source = build_source(load_config(["demo"], (*ALONE, *data)))
+    assert [source[i].answer for i in range(2)] == [None, "8"]
+    with pytest.raises(DataError, match=r"field 'answer'.* is missing"):
+        build_source(load_config(["demo"], data))
+    with pytest.raises(DataError, match=r"field 'solution', which data\.fields\.answer names, is missing"):
+        build_source(load_config(["demo"], (*ALONE, *data, 'data.fields={answer="solution"}')))
+
+
+def test_an_evaluation_needs_a_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "demo", "reward.kind=none", "--output", str(tmp_path / "out")]) == 2
+    assert 'reward.kind="none" gives no reward to measure; name a judge' in capsys.readouterr().err
