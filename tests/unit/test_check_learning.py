@@ -183,6 +183,8 @@ def test_a_teacher_may_have_more_rows_than_the_policy_and_not_fewer() -> None:
 
     assert found(policy) == found(policy | {"vocab_size": 1000}) == []
     small, heads = found(policy | {"vocab_size": 7, "num_key_value_heads": 1})
+    (short,) = found(policy | {"max_position_embeddings": 1023})
+    assert "max_position_embeddings=1023, and the longest sequence that it may score has 1024 tokens" in short
     assert small.startswith("teacher.path='x' has a vocabulary of 7 tokens, but the policy's has")
     assert heads.startswith("teacher.path='x': parallel.tensor=2 does not divide 1 key-value head")
 

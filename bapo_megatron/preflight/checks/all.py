@@ -16,6 +16,7 @@ from bapo_megatron.preflight.checks.learning import (
     check_critic,
     check_kl,
     check_loss,
+    check_positions,
     check_schedule,
     check_share,
     check_teacher,
@@ -86,7 +87,7 @@ def check_settings(
         if reference is not None:
             found += check_frozen(config, "loss.reference_path", reference, model, machine)
         if teacher is not None:
-            found += check_frozen(config, "teacher.path", teacher, model, machine)
+            found += [*check_frozen(config, "teacher.path", teacher, model, machine), *check_positions(config, teacher)]
         if critic is not None:
             found += check_critic_model(config, critic, model)
     return [*found, *check_dtype(config, num_gpus, starts_here=starts_here)]

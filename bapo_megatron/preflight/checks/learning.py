@@ -7,6 +7,7 @@ from bapo_megatron.config.lr_schedule import LARGE_RATE, planned_updates
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import SelectingLoss
 from bapo_megatron.errors import plural
+from bapo_megatron.hf.facts import ModelFacts
 
 
 def check_loss(config: Config) -> Iterator[Violation]:
@@ -234,4 +235,16 @@ def check_teacher(config: Config) -> Iterator[Violation]:
             "with rollout.top_p or rollout.top_k, the sampler's log-probs cover the tokens that it may choose, and the "
             "teacher's all tokens: they make each advantage too low",
             "set rollout.top_p=1, and leave rollout.top_k out",
+        )
+
+
+def check_positions(config: Config, teacher: ModelFacts) -> Iterator[Violation]:
+    """Check that the teacher has positions for the longest sequence."""
+    longest = config.longest_trained
+    if not teacher.problems and longest > teacher.shape.max_positions:
+        yield Violation(
+            ("teacher.path", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"teacher.path={config.teacher.path!r} has max_position_embeddings={teacher.shape.max_positions}, and the "
+            f"longest sequence that it may score has {longest} tokens",
+            "set it to a model with more positions, or lower rollout.max_response_tokens",
         )
