@@ -219,6 +219,7 @@ def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[TableColumn
 
 _LEGEND = {
     "age": "optimizer updates between sampling a token and training on it, mean",
+    "teacher": "KL divergence from the sampling policy to the teacher, nats a token",
     "clip": "searches for bounds that ended at their start/inside/at their limits",
     "pos": "share of the loss that comes from tokens with a positive advantage",
     "slowest": "longest part of the step",
