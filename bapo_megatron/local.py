@@ -23,7 +23,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import read_config, split_arguments
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import handed_over, new_key
@@ -34,7 +33,7 @@ from bapo_megatron.errors import EngineError, UserError, escaped, plural
 from bapo_megatron.machine.shared_gpu import node_share
 from bapo_megatron.monitor.console import Screen, header, outputs, shown_path
 from bapo_megatron.monitor.stall import hanging_ranks, last_words
-from bapo_megatron.resolved import Resolved, resolve
+from bapo_megatron.resolved import Resolved, resolve, resolve_here
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.numbers import duration
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, start_again
@@ -184,7 +183,7 @@ def _train_and_report(config: Config, stop: Stop, began_s: float) -> int:
         from bapo_megatron.preflight.plan import decided
 
         config = decided(config)
-    run = resolve(config, resolve_model_path(config.model.path))
+    run = resolve_here(config)
     screen = Screen(sys.stdout, config.monitor.progress)
     with RunDir.open(config) as run_dir:
         stop.run_dir = run_dir

@@ -89,7 +89,7 @@ class TokenStream:
             )
 
     def _check_name(self, taken: Iterable[str]) -> None:
-        if self.name in {*taken, *(stream.name for stream in CORE_STREAMS)}:
+        if self.name in {*taken, *(stream.name for stream in (*CORE_STREAMS, TEACHER_LOGPROBS))}:
             raise ValueError(f"stream {self.name}: the name is taken")
 
     @property
@@ -181,6 +181,7 @@ ADVANTAGES = TokenStream("advantages", "float32", kept=False)
 MASK = TokenStream("mask", "bool", kept=False, to="every rank")
 PROXIMAL_LOGPROBS = TokenStream("proximal_logprobs", "float32", kept=False)
 REFERENCE_LOGPROBS = TokenStream("reference_logprobs", "float32", kept=False)
+TEACHER_LOGPROBS = TokenStream("teacher_logprobs", "float32", kept=False)
 
 CORE_STREAMS = (
     TOKEN_IDS,

@@ -112,13 +112,12 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
             )
 
         with starting():
-            from bapo_megatron.assets import resolve_model_path
             from bapo_megatron.learner.parallel import stop_processes, sum_in_fixed_order
             from bapo_megatron.machine.shared_gpu import limit_rank
             from bapo_megatron.monitor.record import Recorder, SilentRecorder
             from bapo_megatron.monitor.stall import StallWatchdog
             from bapo_megatron.preflight.oom import explaining_out_of_memory
-            from bapo_megatron.resolved import resolve
+            from bapo_megatron.resolved import resolve_here
             from bapo_megatron.runtime.ranks import StopFile
             from bapo_megatron.train import train
 
@@ -126,7 +125,7 @@ def train_on_rank(run_dir: RunDir, urls: list[str], rank: int, terminal: TextIO 
             sum_in_fixed_order()
         recorder = Recorder(config, run_dir, console) if console else SilentRecorder()
         stop = StopFile(stop_file)
-        run = resolve(config, resolve_model_path(config.model.path))
+        run = resolve_here(config)
         limit_rank(run, local_rank)
         watchdog = StallWatchdog.of(config, rank, run_dir.log_dir, HEARTBEAT, recorder.warn if console else None)
         with watchdog, explaining_out_of_memory(run, rank, HEARTBEAT):

@@ -51,7 +51,7 @@ def _settings(config: Config, read: Findings) -> Iterator[str]:
                 known = " or ".join(map(repr, allowed))
                 yield f"{section}.{setting} is {got!r}; each run of a study has {known} there: leave it out"
     for setting, path in inputs(config):
-        if setting not in ("model.path", "loss.reference_path") and not path.exists():
+        if setting not in ("model.path", "loss.reference_path", "teacher.path") and not path.exists():
             yield f"{setting}: there is nothing at {path.absolute()}"
     yield from (v.message for v in violations_of(config, elsewhere=False, read=read) if v.severity == "error")
 

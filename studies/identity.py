@@ -40,6 +40,7 @@ def inputs(config: Config) -> Iterator[tuple[str, Path]]:
         "model.path": config.model.path,
         "loss.reference_path": config.loss.reference_path,
         "critic.path": config.critic.path,
+        "teacher.path": config.teacher.path,
         **config.prompt_files,
     }
     for setting, path in paths.items():

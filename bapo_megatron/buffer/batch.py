@@ -34,8 +34,8 @@ class BatchBuilder:
     def __init__(self, config: Config) -> None:
         self._config = config
         a = config.advantage
-        # a critic's advantages come later
-        self._advantages = advantage_function(a.kind) if a.compares_responses else _zeros
+        # a critic's and a teacher's advantages come later
+        self._advantages = advantage_function(a.kind) if a.compares_responses and a.reads_rewards else _zeros
         self._scaler = RewardScaler(config.reward)
 
     def build(self, groups: Sequence[Group], metrics: dict[str, float]) -> Batch:
@@ -94,11 +94,14 @@ class BatchBuilder:
             mask_T=mask_T,
             rewards_S=rewards_S.float(),
             extra=extra,
-            metrics=batch_metrics(groups)
-            | (turn_metrics(groups) if config.environment.is_used else {})
-            | source_metrics(groups, config.data.sources)
-            | metrics
-            | reward_metrics,
+            metrics=_known(
+                batch_metrics(groups)
+                | (turn_metrics(groups) if config.environment.is_used else {})
+                | source_metrics(groups, config.data.sources)
+                | metrics
+                | reward_metrics,
+                config,
+            ),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,6 +149,14 @@ def _sample_view(sample: Sample, reward: float, factor: float) -> SampleView:
     parts = sample.need.parts if isinstance(sample.need, Ended) else {}
     earlier = tuple(factor * total(r or 0.0) for r in sample.turn_rewards[: len(turn_lengths) - 1])
     return SampleView(reward, turn_lengths, sample.finish_reason, parts, earlier)
+
+
+def _known(metrics: dict[str, float], config: Config) -> dict[str, float]:
+    """Leave out the metrics of rewards if nobody judges."""
+    if config.reward.is_given:
+        return metrics
+    ends = ("/reward", "/zero_variance_share")
+    return {name: x for name, x in metrics.items() if not (name.startswith("reward/") or name.endswith(ends))}
 
 
 def _zeros(view: GroupView) -> list[list[float]]:

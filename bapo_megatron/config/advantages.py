@@ -8,10 +8,12 @@ from bapo_megatron.config.dotted import Seam, imported
 ESTIMATORS = imported("bapo_megatron.algorithms.advantages:ESTIMATORS")
 WITH_CRITIC = ("gae", "n_step")
 """Per-token advantages from a critic's values (`algorithms/gae.py`)."""
+FROM_TEACHER = "teacher"
+"""Per-token advantages from a teacher's log-probs (`algorithms/teacher.py`), and from no reward."""
 
 ADVANTAGE = Seam(
     "advantage.kind",
-    (*ESTIMATORS, *WITH_CRITIC),
+    (*ESTIMATORS, *WITH_CRITIC, FROM_TEACHER),
     "def advantage(group: GroupView) -> list[float], one for each sample; or a list for each, one for each turn",
     ("group",),
     other_names={"ppo": "gae", "a2c": "n_step"},

@@ -82,6 +82,7 @@ _KEPT = """
     loss.*
     optimizer.*
     critic.*
+    teacher.*
     train.*
     eval.*
     megatron.*

@@ -145,7 +145,7 @@ class Seam:
 
 REWARD = Seam(
     "reward.kind",
-    ("auto", "chains", "reasoning_gym", "math", "text", "code"),
+    ("auto", "chains", "reasoning_gym", "math", "text", "code", "none"),
     "def judge(answer, response) -> float, plain or async, with parameters out of prompt, answer, response, source "
     "(they are passed by name)",
 )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from bapo_megatron.config.advantages import ADVANTAGE, ESTIMATORS, WITH_CRITIC
+from bapo_megatron.config.advantages import ADVANTAGE, ESTIMATORS, FROM_TEACHER, WITH_CRITIC
 from bapo_megatron.config.base import (
     LARGEST,
     ContradictionError,
@@ -267,7 +267,8 @@ class RewardConfig(Section):
     kind: Annotated[str, AfterValidator(REWARD.known)] = "auto"
     """auto: the prompt source's verifier, such as math-verify for jsonl; or "chains", "reasoning_gym", "math"; text:
     compares words, such as "Paris", "B" or "yes"; code: runs the response's program against tests; or your own
-    function, "my_package.my_module:my_function"."""
+    function, "my_package.my_module:my_function". none: no reward, for advantage.kind = "teacher"; rows need no answer
+    then."""
     judges: dict[EntryName, Annotated[str, AfterValidator(REWARD.known)]] = Field(default_factory=dict)
     """Several judges instead of `kind`: {correct = "math", format = "my_rewards:has_box"}. Each gives the named part of
     the reward; the reward is their weighted sum."""
@@ -296,6 +297,11 @@ class RewardConfig(Section):
     scaling of PPO implementations, without a mean)."""
     clip: Positive | None = None
     """Bound the scaled reward to [-clip, clip], after scale and running_std. Unset: no bound."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether somebody judges."""
+        return self.kind != "none" or bool(self.judges)
 
 
 class EnvironmentConfig(Section):
@@ -462,7 +468,8 @@ class AdvantageConfig(Section):
     batch's trained tokens; or your own function, "my_package.my_module:my_advantage".
     One per turn: grpo_turns: grpo of the rewards from this turn on, discounted by gamma. One per token:
     reinforce_plus_plus: r, discounted by gamma and whitened over the batch's trained tokens, without a group; from a
-    critic (see [critic]): gae: generalized advantage estimation; n_step: n-step returns."""
+    critic (see [critic]): gae: generalized advantage estimation; n_step: n-step returns; teacher: from [teacher] alone,
+    without a reward."""
     whiten_batch: bool = False
     """Whiten the advantages over the responses of the batch."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -477,14 +484,21 @@ class AdvantageConfig(Section):
     """gae, n_step: give the advantages of a batch's trained tokens mean 0 and standard deviation 1, as PPO does."""
 
     @property
+    def reads_rewards(self) -> bool:
+        """Whether advantages depend on rewards, and not on a teacher alone."""
+        return self.kind != FROM_TEACHER
+
+    @property
     def compares_responses(self) -> bool:
-        """Whether advantages compare rewards, of a group or of the batch, not a reward with a critic's values."""
+        """Whether advantages compare rewards, of a group or of the batch, not a reward with a critic's values. True of
+        a teacher, which has no critic either."""
         return self.kind not in WITH_CRITIC
 
     @property
     def needs_group(self) -> bool:
         """Whether a single response to a prompt teaches nothing."""
-        return self.compares_responses and (self.kind not in ESTIMATORS or self._has("needs_group"))
+        is_own = self.kind not in (*ESTIMATORS, *WITH_CRITIC, FROM_TEACHER)
+        return is_own or self._has("needs_group")
 
     @property
     def is_centred(self) -> bool:
@@ -494,7 +508,8 @@ class AdvantageConfig(Section):
     @property
     def is_per_token(self) -> bool:
         """Whether the tokens of a turn may have different advantages."""
-        return self.kind in WITH_CRITIC or (self.kind in ESTIMATORS and ESTIMATORS[self.kind].discounts == "tokens")
+        is_of_tokens = self.kind in ESTIMATORS and ESTIMATORS[self.kind].discounts == "tokens"
+        return self.kind in (*WITH_CRITIC, FROM_TEACHER) or is_of_tokens
 
     @property
     def whitens(self) -> Literal["", "responses", "tokens"]:
@@ -505,7 +520,7 @@ class AdvantageConfig(Section):
     @property
     def discounts(self) -> bool:
         """Whether gamma may matter; a function of your own can read it."""
-        return self.kind not in ESTIMATORS or self._has("discounts")
+        return self.reads_rewards and (self.kind not in ESTIMATORS or self._has("discounts"))
 
     @property
     def needs_binary(self) -> bool:
@@ -542,6 +557,17 @@ class CriticConfig(Section):
     clip: Positive | None = None
     """Value clipping: a token has no gradient once its value has moved towards its return by more than this within a
     step. Unset: no clipping."""
+
+
+class TeacherConfig(Section):
+    """A teacher: a frozen model in the trainer, split like the policy, that scores each sampled token once. A token's
+    advantage is coef x (log teacher - log sampler), see docs/teacher.md. With advantage.kind = "teacher" there is no
+    other; with any other kind without a critic it is added to the reward's."""
+
+    path: PathText | None = None
+    """Its Hugging Face folder, or name on the hub; it has the policy's tokenizer. Unset: no teacher."""
+    coef: Positive = 1.0
+    """Weight of the teacher's advantage."""
 
 
 class OptimizerConfig(Section):
@@ -1008,6 +1034,7 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

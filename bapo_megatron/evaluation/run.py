@@ -118,6 +118,8 @@ def evaluate(
         )
     if problem := next(check_server_dtype(config), None) if num_visible_gpus() else None:
         raise UserError(problem.message)
+    if not config.reward.is_given:
+        raise UserError('reward.kind="none" gives no reward to measure; name a judge, such as reward.kind=math')
     if config.data.sources:
         raise UserError("data.sources mix the prompts of training: name the file of problems with --data")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -50,6 +50,16 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
         )
 
 
+def difference(tokenizer: Any, other: Any) -> str:
+    """Say how a tokenizer numbers tokens differently from another, the policy's; "" if it does not."""
+    mine, needed = ({i: token for token, i in one.get_vocab().items()} for one in (tokenizer, other))
+    number = next((i for i in sorted({*mine, *needed}) if mine.get(i) != needed.get(i)), None)
+    if number is None:
+        return ""
+    here, there = (repr(one[number]) if number in one else "no token" for one in (mine, needed))
+    return f"its tokenizer is another one: token {number} is {here} there, and {there} in the policy's"
+
+
 def end_token_ids(folder: Path, tokenizer: Any = None, own: Family | None = None) -> tuple[int, ...]:
     """Return the tokens that end a sequence in any file of a checkpoint: the tokenizer's, then config.json's and
     generation_config.json's.

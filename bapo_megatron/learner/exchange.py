@@ -58,6 +58,8 @@ def load_weights(
     layout: ParallelLayout,
     path: Path,
     fill: Callable[[Parameter, Tensor], object] = Parameter.copy_,
+    *,
+    stored: ModelShape | None = None,
 ) -> None:
     """Fill this rank's parameters from a Hugging Face folder, reading only the slices they need. Collective.
 
@@ -65,13 +67,14 @@ def load_weights(
         model: this rank's chunks of the model.
         shape: the shape of the model in the folder; if it has no value head, a critic's stays as it is.
         fill: puts a tensor into a parameter.
+        stored: the shape of the model in the folder, if only the first rows of its vocabulary are read.
 
     Raises:
         CheckpointError: names or shapes of the tensors do not fit config.json (lists them), or a tensor holds nan or
             infinity; raised on every rank, even if only one rank reads the fault.
     """
     with failing_together(CheckpointError), HFReader(path) as read:
-        read.check(shape)
+        read.check(stored or shape)
         fill_parameters(model, shape, layout, read, fill, are_read=is_stored)
 
 

@@ -1,18 +1,21 @@
-"""Checks that models fit the layout, and that a reference policy and a critic fit the policy."""
+"""Checks that models fit the layout, and that a reference policy, a teacher and a critic fit the policy."""
 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config, LoraConfig, ParallelConfig
-from bapo_megatron.errors import CheckpointError, plural
+from bapo_megatron.errors import CheckpointError, in_one_line, plural
 from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.peft_config import read_adapters
 from bapo_megatron.hf.shape import LayerShape, ModelShape, layer_entries, runs
 from bapo_megatron.hf.streams import routes
+from bapo_megatron.hf.tokenizer import difference, load_tokenizer
 from bapo_megatron.learner.precision import Machine, check_linear_attention
 
 _OF_MODEL = """
@@ -39,30 +42,56 @@ OTHER_ADAPTERS = "set lora.init_from to another PEFT folder, or leave it out"
 OWN_FIELDS = dict.fromkeys(_OF_MODEL.split(), "the config.json of model.path") | _OF_LAYOUT
 """Fields of Megatron's TransformerConfig that follow from model and layout, and where to set them instead."""
 
+FrozenSetting = Literal["loss.reference_path", "teacher.path"]
+"""The settings that name a model which is held and never trained."""
+
 Problem = tuple[str, str, str]  # settings of [parallel], the one to change first; the problem; the remedy
 
 
-def check_reference(
-    config: Config, reference: ModelFacts, policy: ModelFacts, machine: Machine | None
+def check_frozen(
+    config: Config, setting: FrozenSetting, frozen: ModelFacts, policy: ModelFacts, machine: Machine | None
 ) -> Iterator[Violation]:
-    """Check that the model of `loss.reference_path` can be compared with the policy, split like it, and computed.
+    """Check that a frozen model can be compared with the policy, split like it, and computed.
+
+    A teacher may have more rows than the policy if its tokenizer is the same, because these are padding then: see
+    `check_tokenizers`.
 
     Args:
         machine: see `check_precision`, which has checked the policy.
     """
-    settings, name = ("loss.reference_path", "loss.kl_coef"), f"loss.reference_path={config.loss.reference_path!r}"
-    if (size := reference.hf_config.get("vocab_size")) != (needed := policy.hf_config.get("vocab_size")):
+    section, key = setting.split(".")
+    settings = (setting, "loss.kl_coef") if setting == "loss.reference_path" else (setting,)
+    name = f"{setting}={getattr(getattr(config, section), key)!r}"
+    size, needed = frozen.hf_config.get("vocab_size"), policy.hf_config.get("vocab_size")
+    is_padded = isinstance(size, int) and isinstance(needed, int) and size > needed
+    if size != needed and not (is_padded and setting == "teacher.path"):
         yield Violation(
             (*settings, "model.path"),
             f"{name} has a vocabulary of {size} tokens, but the policy's has {needed}: log-probs of "
             "the same tokens cannot be compared",
             "set it to a model of the policy's family, or leave it out",
         )
-    for violation in check_split(config, reference, "loss.reference_path"):
+    elif is_padded and frozen.folder is not None and policy.folder is not None:
+        yield from check_tokenizers(config, frozen.folder, policy.folder, policy.own)
+    for violation in check_split(config, frozen, setting):
         yield replace(violation, settings=(*settings, *violation.settings[1:]), problem=f"{name}: {violation.problem}")
-    of_policy, shape = (None if model.problems else model.shape for model in (policy, reference))
+    of_policy, shape = (None if model.problems else model.shape for model in (policy, frozen))
     if of_policy is None or of_policy.linear is None:
-        yield from check_linear_attention("loss.reference_path", shape, machine)
+        yield from check_linear_attention(setting, shape, machine)
+
+
+def check_tokenizers(config: Config, teacher: Path, policy: Path, own: Family | None) -> Iterator[Violation]:
+    """Check that the tokenizer of the teacher's folder is the policy's. Loads both, which takes seconds."""
+    try:
+        problem = difference(load_tokenizer(teacher, own), load_tokenizer(policy, own))
+    except Exception as error:  # transformers raises many kinds for a damaged file
+        problem = f"its tokenizer cannot be compared with the policy's: {in_one_line(error)[:300]}"
+    if problem:
+        yield Violation(
+            ("teacher.path", "model.path"),
+            f"teacher.path={config.teacher.path!r}: {problem}",
+            "set it to a model with the policy's tokenizer: the teacher scores the policy's tokens by their numbers",
+        )
 
 
 def check_critic_model(config: Config, critic: ModelFacts, policy: ModelFacts) -> Iterator[Violation]:

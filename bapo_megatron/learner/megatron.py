@@ -33,7 +33,7 @@ from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.parallel import start_processes
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.precision import check_machine, this_machine
-from bapo_megatron.learner.reference import OwnReference, ReferencePolicy
+from bapo_megatron.learner.reference import FrozenPolicy, OwnReference
 from bapo_megatron.learner.replay import ReplayingPolicy, settle
 from bapo_megatron.learner.schedule import ForwardPasses, Scores
 from bapo_megatron.learner.split_model import TrainedModel
@@ -73,10 +73,13 @@ class MegatronLearner(TrainedModel):
         super().__init__(config, run.shape, chunk_type, run.folder, self.local_time, fp8_params=fp8)
         self._passes_of_update = self.shape.passes_of_update
         self._scored: ForwardPasses | None = None  # forward passes of the mini-batch whose step comes next
-        self.reference: ReferencePolicy | OwnReference | None = None
+        frozen = partial(FrozenPolicy, config, policy=model, local_time=self.local_time)
+        self.reference: FrozenPolicy | OwnReference | None = None
         if config.loss.kl_coef:
-            is_own = run.uses_own_reference
-            self.reference = OwnReference(self) if is_own else ReferencePolicy(config, model, self.local_time)
+            path = config.loss.reference_path
+            self.reference = OwnReference(self) if run.uses_own_reference else frozen("loss.reference_path", path)
+        teacher = config.teacher.path
+        self.teacher = None if teacher is None else frozen("teacher.path", teacher)
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
         self._rule = update_rule(config.loss, config.bapo)

@@ -2,7 +2,7 @@
 
     on the device in        training   pushing   sampling
     the policy's weights       yes       yes        no
-    everything else            yes       no         no      gradients, Adam's state, critic, reference
+    everything else            yes       no         no      gradients, Adam's state, critic, reference, teacher
 
 Whole storages move. An empty storage (`resize_(0)`) keeps its tensors and their views, such as `main_grad` and the
 shards of the distributed optimizer, so that nobody who holds one notices. Gradients are dropped, because an update
@@ -16,6 +16,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -73,8 +74,8 @@ class _Group:
 class Offload:
     """The models of one rank. Implements `sync.turns.TrainerMemory`."""
 
-    def __init__(self, policy: TrainedModel, critic: TrainedModel | None, reference: object) -> None:
-        """Move `reference` too if it is a model of its own."""
+    def __init__(self, policy: TrainedModel, critic: TrainedModel | None, *frozen: object) -> None:
+        """Move reference and teacher too, the `frozen` models, unless the policy itself is the reference."""
         own = policy.copies
         groups = [
             _Group("weights", lambda: _parameters(policy, trained=True), "copy", own),
@@ -87,8 +88,10 @@ class Offload:
                 _Group("rest", lambda: _parameters(critic, trained=True), "copy", critic.copies),
                 *_training_state(critic),
             ]
-        if isinstance(reference, SplitModel):
-            groups.append(_Group("rest", lambda: _parameters(reference, trained=False), "copy once", HostCopies()))
+        for one in frozen:
+            if isinstance(one, SplitModel):
+                held = partial(_parameters, one, trained=False)
+                groups.append(_Group("rest", held, "copy once", HostCopies()))
         self._groups = groups
         trained = [model for model in (policy, critic) if model is not None]
         for model in trained:

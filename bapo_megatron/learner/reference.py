@@ -1,9 +1,12 @@
-"""The reference policy of the KL term (`loss.kl_coef`): a second model, which is never trained, or with LoRA the policy
-as its run began.
+"""Policies that are never trained, and score what the policy has sampled: the reference of the KL term (`loss.kl_coef`)
+and a teacher (`teacher.path`). With LoRA, the reference may be the policy as its run began.
 
-Every rank holds the second model's weights, without gradients or optimizer state. It is split like the learner, and may
-be any model with the same vocabulary. Each rollout batch costs one more scoring pass.
+Every rank holds such a model's weights, without gradients or optimizer state. It is split like the learner, and may be
+any model with the same vocabulary; a teacher's may have more rows of padding. Each rollout batch costs one more scoring
+pass of each.
 """
+
+from dataclasses import replace
 
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -14,7 +17,7 @@ from bapo_megatron.config.base import refuse
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.learner.exchange import load_weights
-from bapo_megatron.learner.fit import check_reference
+from bapo_megatron.learner.fit import FrozenSetting, check_frozen
 from bapo_megatron.learner.lora import reference_adapters
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.precision import this_machine
@@ -24,29 +27,32 @@ from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MiniBatch
 
 
-class ReferencePolicy(SplitModel):
+class FrozenPolicy(SplitModel):
     """A frozen policy that computes log-probs. Construct it on every rank, after the learner's model.
 
     Args:
-        started_from: the policy's own model, which is the reference if `loss.reference_path` is unset.
+        setting: what names it.
+        path: the value of that setting; None means the policy's own model.
+        policy: the policy's own model.
         local_time: the learner's clock, which counts these passes too.
 
     Raises:
-        ConfigError: the reference has a different vocabulary, or does not fit the layout or this machine.
+        ConfigError: the model has a different vocabulary, or does not fit the layout or this machine.
         CheckpointError: its folder cannot be read, or its family is not supported.
     """
 
-    def __init__(self, config: Config, started_from: ModelFacts, local_time: LocalTime) -> None:
-        reference, path = started_from, config.loss.reference_path
-        if path is not None:
-            reference = ModelFacts.of(resolve_model_path(path, setting="loss.reference_path"), started_from.own)
-        refuse(check_reference(config, reference, started_from, this_machine()))
-        super().__init__(config, reference.shape, PolicyModel)
-        assert reference.folder is not None, "the learner has loaded the policy from there"
-        load_weights(self.model, self.shape, self.layout, reference.folder)
-        model, settings = self.model.requires_grad_(False).eval(), self.settings
-        chunks: list[Module] = [Float16Module(settings, c) if settings.bf16 else c for c in model]
-        self._schedule = Schedule(chunks, settings, self.layout, config, local_time)
+    def __init__(
+        self, config: Config, setting: FrozenSetting, path: str | None, policy: ModelFacts, local_time: LocalTime
+    ) -> None:
+        model = policy if path is None else ModelFacts.of(resolve_model_path(path, setting=setting), policy.own)
+        refuse(check_frozen(config, setting, model, policy, this_machine()))
+        stored = model.shape
+        super().__init__(config, replace(stored, vocab_size=policy.shape.vocab_size), PolicyModel)
+        assert model.folder is not None, "the learner has loaded the policy from there"
+        load_weights(self.model, self.shape, self.layout, model.folder, stored=stored)
+        chunks, settings = self.model.requires_grad_(False).eval(), self.settings
+        wrapped: list[Module] = [Float16Module(settings, c) if settings.bf16 else c for c in chunks]
+        self._schedule = Schedule(wrapped, settings, self.layout, config, local_time)
 
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """See `Learner.log_probs`."""

@@ -1,8 +1,10 @@
 """What the learner computes for all sampled tokens of a rollout batch before a step's updates, on every rank.
 
-This covers values, log-probs of the proximal and the reference policy, and streams that a loss declares (`StepStream`).
+This covers values, log-probs of the proximal and the reference policy, a teacher's and the advantages that follow from
+them, and streams that a loss declares (`StepStream`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,13 +12,14 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithms.losses import outside_filter
+from bapo_megatron.algorithms.teacher import teacher_advantages
 from bapo_megatron.buffer.packing import Pass, Share, one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.parallel import device
-from bapo_megatron.learner.reference import OwnReference, ReferencePolicy
+from bapo_megatron.learner.reference import FrozenPolicy, OwnReference
 from bapo_megatron.learner.split_model import SplitModel
-from bapo_megatron.tokens import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TokenStream
+from bapo_megatron.tokens import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, TokenStream
 from bapo_megatron.types import Batch, MiniBatch
 
 ScoringPass = Callable[[MiniBatch], Sequence[Tensor]]
@@ -32,7 +35,12 @@ class Scorer:
     scores: ScoringPass
 
 
-def scorers_of(config: Config, policy: Learner, reference: ReferencePolicy | OwnReference | None) -> list[Scorer]:
+def scorers_of(
+    config: Config,
+    policy: Learner,
+    reference: FrozenPolicy | OwnReference | None,
+    teacher: FrozenPolicy | None = None,
+) -> list[Scorer]:
     """Return the passes that a step makes before its first update. Call it once on every rank.
 
     Args:
@@ -42,6 +50,8 @@ def scorers_of(config: Config, policy: Learner, reference: ReferencePolicy | Own
     if reference is not None and not config.train.rollout_only:
         packed_for = reference.policy if isinstance(reference, OwnReference) else reference
         found.append(Scorer(REFERENCE_LOGPROBS, packed_for, reference.log_probs))
+    if teacher is not None and not config.train.rollout_only:
+        found.append(Scorer(TEACHER_LOGPROBS, teacher, teacher.log_probs))
     if config.loss.scores_proximal:
         found.append(proximal_scorer(policy))
     return [*found, *(Scorer(one.stream, policy, one.make(config, policy)) for one in config.loss.streams)]
@@ -56,7 +66,8 @@ def proximal_scorer(policy: Learner) -> Scorer:
 
 
 def with_scores(batch: Batch, scorers: Sequence[Scorer], policy: Learner, config: Config) -> Batch:
-    """Add the streams that all updates of a step share, with one pass and one all-reduce for each.
+    """Add the streams that all updates of a step share, with one pass and one all-reduce for each, and the advantages
+    that follow from a teacher's.
 
     Call it on every rank, before the step's first update. A batch without trained tokens stays as it is.
     """
@@ -70,7 +81,33 @@ def with_scores(batch: Batch, scorers: Sequence[Scorer], policy: Learner, config
         batch = batch.having(stream, rows_T if stream.to == "every rank" else batch.here(rows_T))
         if stream == PROXIMAL_LOGPROBS:
             batch = without_rejected(replace(batch, proximal_version=policy.version), policy, config)
-    return batch
+    teacher = next((scorer.model for scorer in scorers if scorer.stream == TEACHER_LOGPROBS), None)
+    return batch if teacher is None or not batch.num_trained_tokens else taught(batch, teacher, config)
+
+
+def taught(batch: Batch, dealt_for: Learner | SplitModel, config: Config) -> Batch:
+    """Add the teacher's advantages to the reward's, which are 0 with `advantage.kind = "teacher"`. Collective.
+
+    Args:
+        batch: has the teacher's log-probs, wherever they come from.
+        dealt_for: a model for which the batch's sequences are dealt, to count each token once.
+    """
+    coef = config.teacher.coef
+    advantages_T = teacher_advantages(batch.extra[TEACHER_LOGPROBS], batch.behaviour_logprobs_T, coef)
+    advantages_T[~batch.here(batch.sampled_T)] = 0
+    whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=dealt_for.share)
+    trained = torch.cat(
+        [
+            teacher_advantages(part.extra[TEACHER_LOGPROBS], part.behaviour_logprobs_R, coef)[part.mask_R]
+            for part in whole.micro_batches
+        ]
+    )
+    sums = dealt_for.sum_over_data_ranks(torch.stack([trained.sum(), trained.square().sum()]).to(device()))
+    mean, square = (sums / batch.num_trained_tokens).tolist()
+    spread = math.sqrt(max(0.0, square - mean**2))
+    metrics = {"teacher/kl": -mean / coef, "teacher/advantage_std": spread}
+    advantages_T = (batch.advantages_T.double() + advantages_T).float()
+    return replace(batch, advantages_T=advantages_T, metrics=batch.metrics | metrics)
 
 
 def without_rejected(batch: Batch, policy: Learner, config: Config) -> Batch:

@@ -185,8 +185,8 @@ def _one_reward(steps: Steps) -> str | None:
 
 
 def _equal_rewards(steps: Steps) -> str | None:
-    if not steps.at_least("rollout/zero_variance_share", _NEARLY_ALL):
-        return None
+    if "teacher/kl" in steps.latest or not steps.at_least("rollout/zero_variance_share", _NEARLY_ALL):
+        return None  # a teacher teaches in each group
     share = fmean(steps.values("rollout/zero_variance_share"))
     return f"in {percent(share)} of the groups of {steps.span}, all responses have the same reward."
 

@@ -202,6 +202,8 @@ def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[TableColumn
         TableColumn("entropy", 7, value("loss/entropy"), 3),
         TableColumn("age", 4, value("staleness/mean", 1), 5),
     ]
+    if "teacher/kl" in metrics:
+        columns.append(TableColumn("teacher", 7, value("teacher/kl", 3), 2))
     if "bapo/num_at_start" in metrics:
         columns += [
             TableColumn("clip", 6, _searches, 4),
@@ -217,6 +219,7 @@ def columns_of(metrics: Mapping[str, float], num_steps: int) -> list[TableColumn
 
 _LEGEND = {
     "age": "optimizer updates between sampling a token and training on it, mean",
+    "teacher": "KL divergence from the sampling policy to the teacher, nats a token",
     "clip": "searches for bounds that ended at their start/inside/at their limits",
     "pos": "share of the loss that comes from tokens with a positive advantage",
     "slowest": "longest part of the step",

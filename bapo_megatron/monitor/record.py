@@ -211,9 +211,10 @@ class Recorder:
             self._endpoint.collector.record(metrics)
         if step == 1:
             name = reward_metric(metrics)
-            num_responses = metrics["rollout/num_samples" if name == "reward/mean" else "reward/judged"]
-            what = "pass rate" if is_pass_rate(metrics) else "mean reward"
-            self._console.note(f"untrained {what} {metrics[name]:.2f} ({plural(round(num_responses), 'response')})")
+            if name in metrics:
+                num_responses = metrics["rollout/num_samples" if name == "reward/mean" else "reward/judged"]
+                what = "pass rate" if is_pass_rate(metrics) else "mean reward"
+                self._console.note(f"untrained {what} {metrics[name]:.2f} ({plural(round(num_responses), 'response')})")
             c = self._config
             for line in first_impressions(metrics, c.environment, c.rollout.max_response_tokens):
                 self.warn(line)

@@ -19,6 +19,7 @@ from bapo_megatron.errors import CheckpointError, ConfigError, TornCheckpointErr
 from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.learner import REMOVE_ENGINE
+from bapo_megatron.learner.fit import check_tokenizers
 from bapo_megatron.learner.precision import this_machine
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.functions import check_functions
@@ -55,7 +56,7 @@ from bapo_megatron.runtime.files import located
 _LAYOUT = (
     *RANKS,
     *("parallel.virtual_pipeline", "parallel.last_stage_layers", "parallel.expert", "parallel.sequence"),
-    *("train.minibatches_per_step", "model.path", "model.family", "cluster", "slurm.rollout_nodes"),
+    *("train.minibatches_per_step", "model.path", "model.family", "teacher.path", "cluster", "slurm.rollout_nodes"),
 )
 _ENOUGH_GPUS = 1_000_000  # no limit: the number of ranks does not change
 
@@ -185,17 +186,24 @@ def violations_of(
     hf_config = known or _hf_config(model or _incomplete(config.model.path), "model.path", found)
     critic = None if config.advantage.compares_responses else config.critic.path
     reference = config.loss.reference_path if config.loss.kl_coef else None
-    others = {"critic.path": critic, "loss.reference_path": reference}
+    others = {"critic.path": critic, "loss.reference_path": reference, "teacher.path": config.teacher.path}
     run = resolve(config, hf_config)
+    folders = {
+        setting: _model(path, setting, found, config_only=not memory)
+        for setting, path in others.items()
+        if path is not None and not (known and known_config(path))
+    }
     facts = {
         setting: ModelFacts(other, run.own)
         for setting, path in others.items()
         if path is not None
         and (
-            other := (known and known_config(path))
-            or _hf_config(_model(path, setting, found, config_only=not memory) or _incomplete(path), setting, found)
+            other := _hf_config(folders[setting] or _incomplete(path), setting, found)
+            if setting in folders
+            else known_config(path)
         )
     }
+    run = replace(run, teacher=facts.get("teacher.path"))
     num_gpus = nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
     if has_gpu_driver() and not (elsewhere or num_gpus):
         found += (outdated := [*_check_driver(config)])
@@ -218,6 +226,7 @@ def violations_of(
             lambda: check_settings(
                 run,
                 reference=facts.get("loss.reference_path"),
+                teacher=facts.get("teacher.path"),
                 critic=facts.get("critic.path"),
                 num_gpus=num_gpus,
                 starts_here=starts_here and nodes == 1,
@@ -228,6 +237,10 @@ def violations_of(
         Check(lambda: check_nodes(run) if is_job else (), needs=split),
         Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: read_inputs(run, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
+        Check(
+            lambda: _check_teacher(run, folders.get("teacher.path"), model) if memory else (),
+            needs=("teacher.path", "model"),
+        ),
         Check(lambda: try_loss(run, elsewhere=elsewhere) if memory else ()),
         Check(lambda: _check_resume(run) if memory and not unread else (), needs=("model",)),
         Check(lambda: check_open_files(run) if nodes == 1 and not elsewhere else ()),
@@ -280,6 +293,21 @@ def _check_resume(run: Resolved) -> Iterator[Violation]:
         yield Violation(("model.path", *named), str(error))
     except UserError as error:  # it is running
         yield warning(named, str(error))
+
+
+def _check_teacher(run: Resolved, teacher: Path | None, policy: Path | None) -> Iterator[Violation]:
+    """Check the teacher's tokenizer against the policy's; warn of a teacher that is the policy."""
+    if teacher is None or policy is None:
+        return
+    if teacher.resolve() == policy.resolve():
+        yield warning(
+            ("teacher.path", "model.path"),
+            f"teacher.path={run.config.teacher.path!r} is the model that the run starts from: it teaches the policy to "
+            "stay as it is",
+            "set it to a better model with the same tokenizer",
+        )
+    elif run.model is not None and run.model.has_family:
+        yield from check_tokenizers(run.config, teacher, policy, run.own)
 
 
 def _check_driver(config: Config) -> Iterator[Violation]:

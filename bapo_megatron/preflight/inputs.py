@@ -237,7 +237,8 @@ def _lengths(
     config, data, limit = run.config, run.config.data, run.config.rollout.max_response_tokens
     questions = source.questions if isinstance(source, RowSource) else first
     read = _telling(questions) if isinstance(source, RowSource) else [*range(len(first))]
-    answers = [str(q.answer) for q in first if isinstance(q.answer, str | int | float)] if config.has_judge else []
+    is_judged = config.has_judge and config.reward.is_given
+    answers = [str(q.answer) for q in first if isinstance(q.answer, str | int | float) and is_judged]
     # No token of a shipped model is shorter than a byte; loading a tokenizer takes seconds.
     is_short = all(0 < len(question.text.encode()) <= data.max_prompt_tokens for question in questions)
     is_short = is_short and any(len(answer.encode()) <= limit for answer in answers or [""])

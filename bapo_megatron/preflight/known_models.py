@@ -56,10 +56,10 @@ def origin(path: str) -> str:
     return f"`hf download {source} --local-dir {path}`" if source != path else ""
 
 
-def planned_config(path: str) -> dict[str, Any]:
-    """Return the config.json of `model.path`, from its folder or `KNOWN_MODELS`.
+def planned_config(path: str, setting: str = "model.path") -> dict[str, Any]:
+    """Return the config.json of a model that `setting` names, from its folder or `KNOWN_MODELS`.
 
     Raises:
         CheckpointError: neither has it.
     """
-    return known_config(path) or load_hf_config(resolve_model_path(path, config_only=True))
+    return known_config(path) or load_hf_config(resolve_model_path(path, setting=setting, config_only=True))

@@ -163,7 +163,7 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
         least = decode_seconds(run, gpu, server, tokens)
         messages = work.decode_messages_seconds(run, server, tokens)
         rollout = Seconds(least, least / LINK_SHARE + messages)
-    train = _train_seconds(run, gpu, tokens, trainer.trained, passes, flops)
+    train = _train_seconds(run, gpu, tokens, trainer.trained, passes + work.teacher_passes(run), flops)
     peak_flops = run.config.parallel.size * gpu.flops(run.config.model.dtype)
     return RunPlan(
         gpu=gpu,
@@ -200,8 +200,13 @@ def decided(config: Config) -> Config:
 
 
 def planned(config: Config) -> Resolved:
-    """Resolve a run whose model need not be on this machine. Raises UserError: see `resolve` and `planned_config`."""
-    return resolve(config, planned_config(config.model.path))
+    """Resolve a run whose models need not be on this machine. Raises UserError: see `resolve` and `planned_config`."""
+    teacher = config.teacher.path
+    return resolve(
+        config,
+        planned_config(config.model.path),
+        None if teacher is None else planned_config(teacher, "teacher.path"),
+    )
 
 
 def with_choices(run: Resolved) -> Resolved:
@@ -381,7 +386,7 @@ def _sharing_problem(run: Resolved, shared: SharedGPU) -> Violation:
     In turns, it is the phase that needs most.
     """
     t, s, response = shared.trainer, shared.server, run.config.longest_sequence * shared.server.kv_bytes_per_token
-    model = t.weights + t.gradients + t.optimizer + t.reference + t.critic + t.fp8
+    model = t.weights + t.gradients + t.optimizer + t.reference + t.teacher + t.critic + t.fp8
     trainer = {"weights and their state": model, "context": t.context, "a step": t.total - model - t.context}
     server = {"weights": s.weights, "one response": response, "graphs, work and context": shared.rest.total}
     update = t.update if t.update > t.activations + t.working + t.logits else 0
@@ -476,7 +481,7 @@ def _server_memory(run: Resolved) -> ServerMemory | None:
 
 
 def _train_seconds(
-    run: Resolved, gpu: GPU, tokens: work.StepTokens, trained: Held, passes: int, flops: float
+    run: Resolved, gpu: GPU, tokens: work.StepTokens, trained: Held, passes: float, flops: float
 ) -> Seconds:
     """Estimate one step's updates and scoring passes."""
     p, t = run.config.parallel, run.config.train

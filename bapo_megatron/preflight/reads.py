@@ -20,7 +20,12 @@ from bapo_megatron.resolved import Resolved
 
 AnySection = TypeVar("AnySection", bound=Section)
 _TRAITS = {*LossConfig.__class_vars__, "rule_reads"}
-_FACTS = {"engine": ("rollout.engine",), "own": ("model.family",), "model": ("model.path", "model.family")}
+_FACTS = {
+    "engine": ("rollout.engine",),
+    "own": ("model.family",),
+    "model": ("model.path", "model.family"),
+    "teacher": ("teacher.path",),
+}
 
 
 def reads(run: Resolved, compute: Callable[[Resolved], object], *, first: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -36,7 +41,7 @@ def reads(run: Resolved, compute: Callable[[Resolved], object], *, first: tuple[
             return noting(run.changed(config))
 
     def noting(one: Resolved) -> Resolved:
-        return NotingRun(_noting(one.config, "", read.add), one.engine, one.own, one.model)
+        return NotingRun(_noting(one.config, "", read.add), one.engine, one.own, one.model, one.teacher)
 
     compute(noting(run))
     return (*first, *sorted(read.difference(first)))

@@ -61,8 +61,8 @@ def model_flops(run: Resolved, tokens: StepTokens) -> float:
     return run.shape.passes_of_update * run.config.train.epochs_per_step * sum(forward_flops(run.shape, tokens))
 
 
-def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
-    """Count the FLOPs of all ranks: scoring passes, forward, backward and recomputation."""
+def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: float) -> float:
+    """Count the FLOPs of all ranks: scoring passes, the teacher's too, forward, backward and recomputation."""
     layers, output = forward_flops(run.shape, tokens)
     epochs = run.config.train.epochs_per_step
     update, again = run.shape.passes_of_update, recomputed_share(run, tokens)
@@ -70,7 +70,8 @@ def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
     critic = 0.0
     if not run.config.advantage.compares_responses:  # the critic scores values, then updates; its head is one row
         critic = (1 + run.config.critic.epochs_per_step * (3 + again)) * layers  # a backward pass takes two
-    return trained + scoring_passes * (layers + output) + critic
+    teacher = 0.0 if run.teacher_shape is None else sum(forward_flops(run.teacher_shape, tokens))
+    return trained + scoring_passes * (layers + output) + critic + teacher
 
 
 def recomputed_share(run: Resolved, tokens: StepTokens) -> float:
@@ -89,9 +90,16 @@ def _recomputed_modules(config: Config) -> tuple[str, ...]:
 
 
 def num_scoring_passes(config: Config, forwards_first: bool) -> int:
-    """Count the gradient-free passes over a step's tokens: bound search, proximal and reference log-probs."""
+    """Count the policy's gradient-free passes over a step's tokens: bound search, proximal and reference log-probs."""
     searching = config.train.epochs_per_step if searches_exactly(config) and not forwards_first else 0
     return searching + config.loss.scores_proximal + bool(config.loss.kl_coef)
+
+
+def teacher_passes(run: Resolved) -> float:
+    """Return the teacher's pass, in passes of the policy that send as much: by layers and hidden size."""
+    if (teacher := run.teacher_shape) is None:
+        return 0.0
+    return teacher.num_layers * teacher.hidden_size / (run.shape.num_layers * run.shape.hidden_size)
 
 
 def bubble(config: Config, num_microbatches: int) -> float:
@@ -100,7 +108,7 @@ def bubble(config: Config, num_microbatches: int) -> float:
     return 1 + (p.pipeline - 1) / (p.virtual_pipeline * num_microbatches)
 
 
-def tensor_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
+def tensor_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: float) -> float:
     """Count the bytes one rank sends per step: two all-reduces of hidden states per layer and pass; with experts one,
     for attention."""
     p = run.config.parallel
@@ -112,7 +120,7 @@ def tensor_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int
     return reducing * run.shape.num_layers / p.pipeline * (1 + of_mlp) * _passes(run, scoring_passes, recomputed)
 
 
-def expert_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
+def expert_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: float) -> float:
     """Count the bytes one rank sends per step: each token's hidden state goes to the ranks of its experts, and back, in
     every layer and pass. Loads are assumed to be even."""
     p = run.config.parallel
@@ -124,7 +132,7 @@ def expert_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int
     return 2 * each * run.shape.num_layers / p.pipeline * _passes(run, scoring_passes, recomputed)
 
 
-def context_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
+def context_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: float) -> float:
     """Count the bytes one rank sends per step: keys and values of every layer and pass go to all context ranks."""
     p = run.config.parallel
     if p.context == 1:
@@ -135,7 +143,7 @@ def context_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: in
     return pack * run.shape.num_full_layers / p.pipeline * _passes(run, scoring_passes, recomputed)
 
 
-def pipeline_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: int) -> float:
+def pipeline_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: float) -> float:
     """Count the bytes one rank sends per step, averaged over stages: hidden states to the next chunk of layers, their
     gradients to the previous one. With sequence parallelism each tensor rank sends its share, otherwise everything."""
     p = run.config.parallel
@@ -150,7 +158,7 @@ def _hidden_bytes(run: Resolved, tokens: StepTokens) -> float:
     return tokens.total / (p.data * p.context) * run.shape.hidden_size * ITEM_BYTES[run.config.model.dtype]
 
 
-def _passes(run: Resolved, scoring_passes: int, recomputed: float) -> float:
+def _passes(run: Resolved, scoring_passes: float, recomputed: float) -> float:
     """Count forward and backward passes; a backward pass sends as much as a forward pass.
 
     Args:

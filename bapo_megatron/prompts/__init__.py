@@ -27,7 +27,8 @@ def build_source(config: Config, table: str = "data") -> PromptSource:
 
     data, seed = config.data, config.run.seed
     if data.has_rows:
-        return row_source(data, table, skips_empty=data.on_bad_prompt == "skip")
+        needs_answers = config.reward.is_given
+        return row_source(data, table, skips_empty=data.on_bad_prompt == "skip", needs_answers=needs_answers)
     try:
         match data.source:
             case "chains":

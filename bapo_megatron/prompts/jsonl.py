@@ -62,6 +62,7 @@ class RowSource:
         fields: columns by the field that they hold, "prompt" or "answer".
         table: the place of `fields` in the configuration.
         skips_empty: whether a run leaves out empty prompts.
+        needs_answers: whether each row must have an answer; otherwise it may be None.
 
     Raises DataError if rows are malformed, which it names, or if there are none.
     """
@@ -76,6 +77,7 @@ class RowSource:
         fields: Mapping[str, str] | None = None,
         table: str = "data",
         skips_empty: bool = True,
+        needs_answers: bool = True,
     ) -> None:
         self.name = name
         rows = list(rows)
@@ -90,7 +92,7 @@ class RowSource:
             try:
                 if row.problem:
                     raise DataError(row.problem)
-                columns = NamedColumns(row, fields or {}, f"{table}.fields")
+                columns = NamedColumns(row, fields or {}, f"{table}.fields", needs_answers)
                 text, answer, messages = FORMATS[format](columns)
                 offered = columns.tools()
             except DataError as problem:
@@ -145,6 +147,7 @@ class JsonlSource(RowSource):
         fields: Mapping[str, str] | None = None,
         *,
         skips_empty: bool = True,
+        needs_answers: bool = True,
     ) -> None:
         if not path:
             raise DataError("data.source = 'jsonl' needs data.path: the file with your prompts")
@@ -157,17 +160,17 @@ class JsonlSource(RowSource):
             fields=fields,
             table="data" if setting == "eval.path" else setting.removesuffix(".path"),
             skips_empty=skips_empty,
+            needs_answers=needs_answers,
         )
 
 
-def row_source(one: SourceConfig, table: str, *, skips_empty: bool) -> RowSource:
+def row_source(one: SourceConfig, table: str, *, skips_empty: bool, needs_answers: bool) -> RowSource:
     """Return the rows of a file, the hub or a function, as described by `table` of the configuration."""
+    rules = {"skips_empty": skips_empty, "needs_answers": needs_answers}
     if one.source == "jsonl":
-        return JsonlSource(one.path, one.format, f"{table}.path", one.fields, skips_empty=skips_empty)
+        return JsonlSource(one.path, one.format, f"{table}.path", one.fields, **rules)
     what, rows = named_rows(one, table)
-    return RowSource(
-        one.source, rows, what=what, format=one.format, fields=one.fields, table=table, skips_empty=skips_empty
-    )
+    return RowSource(one.source, rows, what=what, format=one.format, fields=one.fields, table=table, **rules)
 
 
 def named_rows(one: SourceConfig, table: str) -> tuple[str, Iterator[Row]]:
@@ -199,6 +202,7 @@ class NamedColumns:
     row: Row
     fields: Mapping[str, str]
     setting: str  # the name of data.fields
+    needs_answers: bool = True
     used: set[str] = field(default_factory=set)  # columns that were read
 
     def text(self, field: str, *columns: str) -> str:
@@ -240,7 +244,9 @@ class NamedColumns:
         return offered
 
     def answer(self, *columns: str) -> Any:
-        """Return any JSON value except null. Raises DataError."""
+        """Return any JSON value except null; None if there is none and none is needed. Raises DataError."""
+        if not (self.needs_answers or "answer" in self.fields or any(has(self.row.values, one) for one in columns)):
+            return None
         column, value = self._found("answer", *columns)
         if value is None:
             raise DataError(f"field {column!r} must not be null")

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.annotators import Annotator, own_annotators
 from bapo_megatron.config.engines import EngineKind, engine_kind
 from bapo_megatron.config.families import own_family
@@ -32,6 +33,7 @@ class Resolved:
     engine: EngineKind
     own: Family | None  # the user's own family (`model.family`)
     model: ModelFacts | None = None  # of model.path; None if it is unknown, as before it is downloaded
+    teacher: ModelFacts | None = None  # of teacher.path; None without one, or if it is unknown
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -50,6 +52,15 @@ class Resolved:
         """The critic's, which trains all its weights. Raises CheckpointError if it is not supported."""
         assert self.model is not None, "only for runs whose model is known"
         return self.model.shape.with_value_head()
+
+    @cached_property
+    def teacher_shape(self) -> ModelShape | None:
+        """The teacher's, with the policy's vocabulary, or the policy's own if it is unknown; None without a teacher."""
+        if self.config.teacher.path is None:
+            return None
+        assert self.model is not None, "only for runs whose model is known"
+        teacher = self.model if self.teacher is None or self.teacher.problems else self.teacher
+        return replace(teacher.shape, vocab_size=self.model.shape.vocab_size)
 
     @property
     def streams(self) -> tuple[TokenStream, ...]:
@@ -82,19 +93,34 @@ class Resolved:
         return replace(self, config=config)
 
 
-def resolve(config: Config, model: str | Path | dict[str, Any] | None = None) -> Resolved:
+def resolve(
+    config: Config,
+    model: str | Path | dict[str, Any] | None = None,
+    teacher: str | Path | dict[str, Any] | None = None,
+) -> Resolved:
     """Resolve a run's facts.
 
     Args:
         model: the folder of model.path, or only its config.json; None if neither is known.
+        teacher: the same of teacher.path.
 
     Raises:
         UserError: rollout.engine or model.family names something that cannot be loaded.
-        CheckpointError: the folder has no readable config.json.
+        CheckpointError: a folder has no readable config.json.
     """
-    engine, own = engine_kind(config.rollout.engine), own_family(config.model.family)
-    if model is None:
-        return Resolved(config, engine, own)
-    return Resolved(
-        config, engine, own, ModelFacts(model, own) if isinstance(model, dict) else ModelFacts.of(model, own)
+    own = own_family(config.model.family)
+    facts = (
+        None if one is None else ModelFacts(one, own) if isinstance(one, dict) else ModelFacts.of(one, own)
+        for one in (model, teacher)
+    )
+    return Resolved(config, engine_kind(config.rollout.engine), own, *facts)
+
+
+def resolve_here(config: Config) -> Resolved:
+    """Resolve a run whose models are on this machine, or on the hub. Raises like `resolve` and `resolve_model_path`."""
+    teacher = config.teacher.path
+    return resolve(
+        config,
+        resolve_model_path(config.model.path),
+        None if teacher is None else resolve_model_path(teacher, setting="teacher.path", weights=False),
     )

@@ -129,9 +129,16 @@ def _all_of(judges: Mapping[str, Judge]) -> Callable[..., Any]:
     return judge_async if any(one.is_async for one in judges.values()) else judge
 
 
+def no_reward(response: str) -> float:
+    """Return 0 for every response (`reward.kind = "none"`)."""
+    return 0.0
+
+
 def _built_in(kind: str, spec: JudgeSpec) -> Callable[..., float] | None:
     """Return the function of a built-in judge, or None for another kind. Imports only what this judge needs."""
     match kind:
+        case "none":
+            return no_reward
         case "chains":
             from bapo_megatron.rewards.answers import judge_chain
 

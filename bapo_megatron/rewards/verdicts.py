@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_REASON_CHARS = 1000
 _MAX_NAMED = 3  # parts that a message names
-EXACT = frozenset({"chains", "text"})
+EXACT = frozenset({"chains", "text", "none"})
 """Judges that return immediately and never raise: they need no process of their own."""
 OWN_DEADLINE = frozenset({"code"})
 """Judges that enforce the deadline themselves, as asynchronous ones do."""

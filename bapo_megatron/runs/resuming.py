@@ -135,7 +135,7 @@ def with_pins(config: Config) -> Config:
     except (OSError, ValueError):  # a new run, or a bad folder, which RunDir.open will report
         earlier = {}
     changed = {}
-    for section, key in (("model", "path"), ("loss", "reference_path"), ("critic", "path")):
+    for section, key in (("model", "path"), ("loss", "reference_path"), ("critic", "path"), ("teacher", "path")):
         value = getattr(getattr(config, section), key, None)
         if value is None or not hub.is_hub_name(value) or hub.is_pinned(value):
             continue

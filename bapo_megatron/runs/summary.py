@@ -49,7 +49,8 @@ class RunSummary:
             )
         if self.num_gradient_alarms:
             lines.append(f"alarms     {plural(self.num_gradient_alarms, 'update')} with a spike of the gradient norm")
-        return "\n".join(lines)
+        has_rewards = math.isfinite(self.reward_last)
+        return "\n".join(lines if has_rewards else lines[1:])
 
 
 def summarize_run(rows: Sequence[StepRow]) -> RunSummary:

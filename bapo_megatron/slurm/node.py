@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from bapo_megatron.assets import resolve_model_path
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines.key import KEY_VARIABLE, new_key
@@ -43,7 +42,7 @@ from bapo_megatron.engines.start import running_engines
 from bapo_megatron.errors import UserError, plural
 from bapo_megatron.machine.shared_gpu import node_share
 from bapo_megatron.monitor.console import Screen, header, outputs
-from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved import resolve, resolve_here
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.restarts import Restart, how_often, next_restart, write_restart
 from bapo_megatron.runs.resuming import with_pins
@@ -292,7 +291,7 @@ def _run_engines(config: Config, meeting: Meeting, node: int) -> int:
         told = meeting.wait(RUN, "trainer rank 0", config.slurm.startup_timeout_s, _SETTING)
         if "is_over" in told:
             return 0
-        run = resolve(config, resolve_model_path(config.model.path))
+        run = resolve_here(config)
         here = node_share(run, run.placement.first_server_node + node, node_address(config))
         run_dir = RunDir.attach(Path(told["run_dir"]))
         with running_engines(run, run_dir.log_dir, here, meeting.shared_key(), run_dir.turn_file) as urls:

@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from bapo_megatron.checkpoint.folder import MOMENTS
-from bapo_megatron.config.losses import CustomLoss
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError, DivergedError
 from bapo_megatron.learner.exchange import gather_weights
@@ -21,7 +20,7 @@ from bapo_megatron.learner.gradient_guard import MAX_SKIPPED_IN_A_ROW
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import scorers_of, with_scores
 from bapo_megatron.resolved import resolve
-from bapo_megatron.types import Batch, MiniBatch
+from bapo_megatron.types import MiniBatch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import (
     ADAM_EPS,
@@ -36,15 +35,9 @@ from tests.integration.learner_reference import (
 )
 from tests.integration.test_learner import assert_close, make_config, make_minibatch
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TOLERANCE = 1e-5
 START, TARGET = 0.7, 0.02  # start and target of the adaptive coefficient: the KL is far over the target, so it grows
 FAMILY = "llama_biases"
-
-
-@pytest.fixture(autouse=True)
-def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 @pytest.fixture(scope="module")
@@ -108,27 +101,6 @@ def check_kl(root: Path, layout: dict[str, Any], estimator: str) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def check_teacher(root: Path, layout: dict[str, Any]) -> None:
-    """docs/examples/distil.py: a stream that its loss declares, computed by a model of its own."""
-    config = make_config(layout, max_tokens_per_microbatch=60)
-    loss = CustomLoss(name="distil:DISTIL", options={"teacher": str(root / "reference")})
-    learner = MegatronLearner(resolve(config.model_copy(update={"loss": loss}), root / "policy"))
-    scorers = scorers_of(learner.config, learner, learner.reference)
-    batch = with_scores(random_batch(), scorers, learner, learner.config)
-    teacher_T = torch.load(root / "reference.pt", weights_only=True)
-
-    def loss_of(log_probs_T: Tensor, batch: Batch) -> Tensor:
-        return -((teacher_T - log_probs_T.detach()) * log_probs_T)[batch.mask_T].mean()
-
-    want = reference_update(load_float64(root / "policy"), random_batch(), loss_of=loss_of)
-    metrics = learner.step(make_minibatch(learner, 60, batch), BOUNDS).metrics
-    assert metrics["loss/policy"] == pytest.approx(want.loss, rel=TOLERANCE, abs=TOLERANCE)
-    for name, gradient in learner.named_gradients():
-        if learner.layout.rank == 0:
-            assert_close(gradient, want.gradients[name], f"gradient of {name}", 2e-5)
-    parallel_state.destroy_model_parallel()
-
-
 def check_policy_as_reference(policy: Path, layout: dict[str, Any]) -> None:
     """If the policy is its own reference, KL and its gradient are exactly 0, so the update is the plain one."""
     gradients = []
@@ -162,7 +134,6 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
         check_kl(root, {}, estimator)
     check_policy_as_reference(root / "policy", {})
     check_refusals(root)
-    check_teacher(root, {})
 
 
 def test_one_process(folder: Path) -> None:
@@ -228,8 +199,6 @@ def check_two_processes(rank: int, world_size: int, root: Path) -> None:
     check_kl(root, {"pipeline": 2}, "k2")
     check_kl(root, {"context": 2}, "k3")
     check_kl(root, {"data": 2, "distributed": True}, "k3")
-    for layout in ({"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"data": 2}):
-        check_teacher(root, layout)
     check_weight_decay(root, {"tensor": 2})
     check_weight_decay(root, {"data": 2, "distributed": True})
 

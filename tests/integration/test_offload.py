@@ -59,11 +59,14 @@ class Case:
     family: str = "qwen3"
     settings: dict[str, Any] | None = None
     init: bool = False  # from adapters of another run
+    is_taught: bool = False
 
     def config(self, root: Path) -> Config:
         settings = dict(self.settings or {})
         if self.init:
             settings["lora"] = LORA | {"init_from": str(root / "adapters")}
+        if self.is_taught:
+            settings["teacher"] = {"path": str(root / "qwen2")}
         return make_config(**settings)
 
 
@@ -74,12 +77,13 @@ BFLOAT16: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
 OVERLAP: dict[str, Any] = {"distributed": True, "parallel": {"data": 2, "overlap_communication": True}}
 EXPERTS: dict[str, Any] = {"distributed": True, "parallel": {"data": 2, "expert": 2}}
 ALONE = [Case(), Case(settings=BFLOAT16), Case(settings=KL, init=True)]
-MORE_ALONE = [Case(settings={"lora": LORA}), Case(settings=GAE | KL)]
+MORE_ALONE = [Case(settings={"lora": LORA}), Case(settings=GAE | KL), Case(settings=BFLOAT16, is_taught=True)]
 IN_PAIRS = [
     Case("qwen2", OVERLAP),
     Case(settings=SPLIT | BFLOAT16),
     Case(settings=SPLIT | KL, init=True),
     Case(settings=SPLIT | GAE),
+    Case(settings=SPLIT | KL, is_taught=True),
     Case(MIXTURE, EXPERTS),
 ]
 
@@ -104,7 +108,9 @@ class Trainer:
         self.models: dict[str, TrainedModel] = {"learner": self.learner, **self.advantages.parts}
 
     def offload(self) -> Offload:
-        self.turns.trainer = moves = Offload(self.learner, self.advantages.critic, self.learner.reference)
+        self.turns.trainer = moves = Offload(
+            self.learner, self.advantages.critic, self.learner.reference, self.learner.teacher
+        )
         return moves
 
     def update(self) -> dict[str, float]:
@@ -113,7 +119,7 @@ class Trainer:
         if self.advantages.critic is not None:
             batch = self.advantages.on(make_batch(), 0)
             found = batch.metrics
-        scorers = scorers_of(self.config, self.learner, self.learner.reference)
+        scorers = scorers_of(self.config, self.learner, self.learner.reference, self.learner.teacher)
         batch = with_scores(batch, scorers, self.learner, self.config)
         minibatch = one_minibatch(batch, max_tokens=TOKENS, share=self.learner.share)
         self.learner.score(minibatch)
@@ -175,7 +181,7 @@ def check_updates(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
 
 
 def parameters(trainer: Trainer) -> Iterator[Tensor]:
-    for model in (*trainer.models.values(), trainer.learner.reference):
+    for model in (*trainer.models.values(), trainer.learner.reference, trainer.learner.teacher):
         yield from getattr(model, "model", torch.nn.Module()).parameters()
 
 
@@ -323,6 +329,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in ("qwen3", "qwen2", MIXTURE):
         save_random_model(family, root / family)
     save_adapters(root / "qwen3", ADAPTERS, root / "adapters")
+    (root / "qwen2" / "tokenizer.json").write_text("{}")  # a teacher is a complete model folder
     return root
 
 

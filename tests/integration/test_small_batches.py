@@ -26,6 +26,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": {"name": "gspo", "kl_coef": 0.1, "proximal": "learner", "max_drift": 0.5}},
     "m2po": {"loss": {"name": "m2po"}},
     "top_entropy": {"loss": {"name": "top_entropy", "share": 0.5}},
+    "grpo": {"loss": {"name": "grpo"}, "teacher": {"path": "teacher", "coef": 0.5}},
 }
 TOLERANCE = 1e-4
 
@@ -50,12 +51,15 @@ def check_steps(rank: int, world_size: int, root: Path, cases: list[dict[str, An
                     **settings,
                 }
             )
+            if config.teacher.path is not None:
+                teacher = config.teacher.model_copy(update={"path": str(root / config.teacher.path)})
+                config = config.model_copy(update={"teacher": teacher})
             learner = MegatronLearner(resolve(config, root / "model"))
             advantages, finder = (
                 ValueAdvantages(resolve(config, root / "model"), learner),
                 BoundsFinder(config, learner),
             )
-            scorers, found = scorers_of(config, learner, learner.reference), []
+            scorers, found = scorers_of(config, learner, learner.reference, learner.teacher), []
             for step, lengths in enumerate(LENGTHS):
                 whole = replace(random_batch(seq_lens=lengths), rewards_S=torch.linspace(0, 1, len(lengths)))
                 passes = advantages.passes(step) + policy_passes(config, step, learner, scorers)
@@ -63,6 +67,7 @@ def check_steps(rank: int, world_size: int, root: Path, cases: list[dict[str, An
                 batch = advantages.on(dealt(whole, needed, learner.layout.data_rank), step)
                 found.append({n: x for n, x in batch.metrics.items() if n.startswith("critic/")})
                 batch = with_scores(batch, scorers, learner, config)
+                found.append({n: x for n, x in batch.metrics.items() if n.startswith("teacher/")})
                 for minibatch in policy_updates(config, step, learner.share).minibatches(batch):
                     result = learner.step(minibatch, bounds := finder.find(minibatch))
                     finder.observe(minibatch, result.log_probs)
@@ -90,6 +95,8 @@ def compare(path: Path, found: list[dict[str, float]], weights: dict[str, torch.
 @pytest.mark.slow
 def test_fewer_sequences_than_ranks_and_minibatches(tmp_path: Path) -> None:
     save_random_model("qwen3", tmp_path / "model")
+    save_random_model("qwen2", tmp_path / "teacher")
+    (tmp_path / "teacher" / "tokenizer.json").write_text("{}")  # a teacher is a complete model folder
     run_distributed(check_steps, 1, tmp_path, [{}])
     run_distributed(check_steps, 2, tmp_path, [{"data": 2}, {"pipeline": 2}, {"context": 2}])
     run_distributed(check_steps, 4, tmp_path, [{"data": 2, "pipeline": 2, "virtual_pipeline": 2}, {"data": 4}])

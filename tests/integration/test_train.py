@@ -82,6 +82,7 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
         "eval/",
         "environment/",
         "critic/",
+        "teacher/",
         "loss/kl_",
         "loss/drift_masked_share",
         "loss/filtered_share",

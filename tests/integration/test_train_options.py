@@ -35,7 +35,11 @@ COMPARED = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "advantage",
-    ["advantage.kind=dr_grpo advantage.whiten_batch=true", "advantage.kind=reinforce_plus_plus advantage.gamma=0.99"],
+    [
+        "advantage.kind=dr_grpo advantage.whiten_batch=true",
+        "advantage.kind=reinforce_plus_plus advantage.gamma=0.99",
+        "advantage.kind=dr_grpo teacher.path=study teacher.coef=0.3",
+    ],
 )
 def test_a_resumed_run_goes_on_exactly(forked_engine: Engine, tmp_path: Path, advantage: str) -> None:
     options = (*OPTIONS, *advantage.split())
@@ -44,7 +48,8 @@ def test_a_resumed_run_goes_on_exactly(forked_engine: Engine, tmp_path: Path, ad
     resumed = train(forked_engine, tmp_path, "resumed", "train.num_steps=3", *options)
     assert len(whole) == len(resumed) == 3
     for row, expected in zip(resumed, whole, strict=True):
-        for name in COMPARED:
+        assert ("teacher/kl" in expected) == ("teacher.path" in advantage)
+        for name in (*COMPARED, *(name for name in expected if name.startswith("teacher/"))):
             assert row[name] == expected[name], f"step {row['step']}: {name}"
     assert len({row["loss/kl_coef"] for row in whole}) == 3, "the coefficient adapts"
     assert len({row["reward/running_std"] for row in whole}) > 1

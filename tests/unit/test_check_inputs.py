@@ -101,6 +101,23 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
         (["rollout.engine=recorded", "rollout.recorded_from=/nope"], "rollout.recorded_from: there is no folder /nope"),
         (["advantage.kind=gae", "critic.path=/nope"], "critic.path = '/nope': there is no folder /nope"),
         (["loss.kl_coef=0.1", "loss.reference_path=/nope"], "loss.reference_path = '/nope': there is no folder"),
+        (
+            ["advantage.kind=teacher", "loss.name=grpo", "teacher.path=/nope"],
+            "teacher.path = '/nope': there is no folder /nope",
+        ),
+        (
+            ["advantage.kind=teacher", "loss.name=grpo", "teacher.path=tool"],
+            "teacher.path='tool': its tokenizer is another one: token 3 is '0' there, and ' ' in the policy's",
+        ),
+        (
+            ["advantage.kind=teacher", "loss.name=grpo", "teacher.path=demo"],
+            "warning: teacher.path='demo' is the model that the run starts from",
+        ),
+        (
+            ["reward.kind=none"],
+            'reward.kind="none" gives no reward, and advantage.kind="grpo" learns from rewards; name a judge, or set',
+        ),
+        (["advantage.kind=teacher"], 'advantage.kind="teacher" needs teacher.path, the model to learn from'),
         (["megatron.extra={bogus=1}"], "megatron.extra.bogus is not a setting of the installed TransformerConfig"),
         (["megatron.extra={num_layer=1}"], "did you mean megatron.extra.num_layers?"),
         (["rollout.engine=sglang", "sglang.extra={mem_fraction=0.5}"], "did you mean sglang.extra.mem_fraction_stati"),

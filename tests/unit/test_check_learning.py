@@ -67,6 +67,58 @@ def messages(severity: str, **sections: Any) -> list[str]:
         ("error", {"loss": {"kl_target": 0.1}}, "set loss.kl_coef=0.1"),
         ("warning", {"loss": {"reference_path": "x"}}, 'loss.reference_path="x" has no effect without loss.kl_coef'),
         ("warning", {"loss": {"kl_coef": 0.1, "kl_estimator": "k1"}}, "adds noise"),
+        ("error", {"advantage": {"kind": "teacher"}}, "needs teacher.path, the model to learn from; set it, or advan"),
+        (
+            "error",
+            {"advantage": {"kind": "gae"}, "teacher": {"path": "x"}, "loss": {"name": "grpo"}},
+            'teacher.path with advantage.kind="gae": a critic values rewards',
+        ),
+        (
+            "warning",
+            {"advantage": {"kind": "teacher"}, "teacher": {"path": "x"}},
+            'ends at its limits in nearly every update; set loss.name="grpo", whose bounds are fixed, or bapo.scope',
+        ),
+        (
+            "warning",
+            {"teacher": {"path": "x"}, "loss": {"name": "gspo", "proximal": "learner"}, "rollout": {"top_p": 0.9}},
+            "they make each advantage too low; set rollout.top_p=1",
+        ),
+        (
+            "warning",
+            {"teacher": {"path": "x"}, "loss": {"name": "grpo"}, "rollout": {"keep_group": "informative"}},
+            "which teach as much as others with rollout.samples_per_prompt=8 and a teacher",
+        ),
+        (
+            "error",
+            {
+                "advantage": {"kind": "teacher"},
+                "teacher": {"path": "x"},
+                "reward": {"kind": "none"},
+                "eval": {"interval_steps": 5},
+            },
+            'reward.kind="none" gives no reward, and eval.interval_steps measures rewards; leave it out, or name a',
+        ),
+        (
+            "error",
+            {
+                "advantage": {"kind": "teacher"},
+                "teacher": {"path": "x"},
+                "reward": {"kind": "none"},
+                "rollout": {"keep_group": "informative"},
+            },
+            'reward.kind="none" gives no reward, and rollout.keep_group="informative" leaves out groups of',
+        ),
+        ("warning", {"teacher": {"coef": 2.0}}, "teacher.coef=2.0 has no effect without teacher.path"),
+        (
+            "warning",
+            {
+                "advantage": {"kind": "teacher"},
+                "teacher": {"path": "x"},
+                "loss": {"name": "grpo"},
+                "reward": {"scale": 2, "clip": 1.0},
+            },
+            "reward.scale=2.0, reward.clip=1.0 have no effect without an advantage.kind that reads rewards, such as",
+        ),
         ("warning", {"reward": {"scale": 2}}, "reward.scale=2 does nothing"),
         ("warning", {"reward": {"running_std": True}}, "reward.running_std does nothing"),
         (
@@ -113,6 +165,28 @@ def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() ->
     assert len(found) == 2
     assert found[0].startswith("loss.reference_path='x' has a vocabulary of 7 tokens, but the policy's has")
     assert found[1].startswith("loss.reference_path='x': parallel.tensor=2 does not divide 1 key-value head")
+
+
+def test_a_teacher_may_have_more_rows_than_the_policy_and_not_fewer() -> None:
+    policy = json.loads((demo_model_path() / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    config = Config.model_validate(
+        {
+            "advantage": {"kind": "teacher"},
+            "teacher": {"path": "x"},
+            "parallel": {"tensor": 2},
+            "loss": {"name": "grpo"},
+        }
+    )
+
+    def found(teacher: dict[str, Any]) -> list[str]:
+        return [v.message for v in check_settings(resolve(config, policy), teacher=ModelFacts(teacher))]
+
+    assert found(policy) == found(policy | {"vocab_size": 1000}) == []
+    small, heads = found(policy | {"vocab_size": 7, "num_key_value_heads": 1})
+    (short,) = found(policy | {"max_position_embeddings": 1023})
+    assert "max_position_embeddings=1023, and the longest sequence that it may score has 1024 tokens" in short
+    assert small.startswith("teacher.path='x' has a vocabulary of 7 tokens, but the policy's has")
+    assert heads.startswith("teacher.path='x': parallel.tensor=2 does not divide 1 key-value head")
 
 
 def test_a_critic_needs_a_vocabulary_like_the_policys_and_fits_the_layout() -> None:

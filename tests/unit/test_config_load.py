@@ -68,8 +68,8 @@ def message(files: Sequence[Path | str], *overrides: str) -> str:
         (
             "[advantage]\nkind = 'ppo'",
             'advantage.kind must be "grpo", "grpo_turns", "dr_grpo", "rloo", "max_rl", "gdpo", '
-            '"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "n_step" or a path like '
-            '"my_module:my_name", got "ppo"; did you mean "gae"? (run.toml)',
+            '"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "n_step", "teacher" or a path '
+            'like "my_module:my_name", got "ppo"; did you mean "gae"? (run.toml)',
         ),
         (
             "[loss]\nproximal = 'learner'\nimportance_kind = 'mask'\nimportance_floor = 1\nimportance_cap = 1",

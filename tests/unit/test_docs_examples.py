@@ -43,7 +43,6 @@ PAGES = ("extending.md", "coming-from.md", "turns.md", "agents.md")
 EXTENDING, COMING_FROM, TURNS, AGENTS = ((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
 OVERRIDES = re.search(r"bapo demo ((?:.*\\\n)*.*)", EXTENDING).group(1).replace("\\\n", " ").split()
 KEEP_NEAR = ("loss.name=keep_near:KEEP_NEAR", "loss.options.max_distance=0.2")
-DISTIL = ("loss.name=distil:DISTIL", "loss.options.teacher=demo")
 REPEATS = ('rollout.annotators=["repeats:make"]', "loss.name=repeats:loss")
 METRIC = "loss/cispo_cut_share"
 
@@ -88,7 +87,7 @@ def test_the_chat_calculator_answers_products_and_rewards_the_last_number() -> N
 
 def test_the_commands_pass_one_by_one_and_together(capsys: pytest.CaptureFixture[str]) -> None:
     commands = re.findall(r"^    bapo check configs/demo\.toml (.+)$", EXTENDING, re.MULTILINE)
-    assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR, *DISTIL, *REPEATS}
+    assert set(" ".join(commands).split()) == {*OVERRIDES, *KEEP_NEAR, *REPEATS}
     for command in (*commands, " ".join(OVERRIDES)):
         assert check(capsys, *command.split()) == "", command
 

@@ -18,7 +18,7 @@ PINNED = """
 from bapo_megatron.config.load import dump_config, load_config
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.resuming import with_pins
-config = with_pins(load_config(["demo"], ["model.path=acme/tiny"]))
+config = with_pins(load_config(["demo"], ["teacher.path=acme/tiny", "model.path=acme/tiny"]))
 with RunDir.open(config):
     print(config.model.path)
 """
@@ -79,7 +79,8 @@ def test_a_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
     code, first, progress = run(["-c", PINNED], tmp_path, HF_ENDPOINT=hub.url)
     assert (code, first) == (0, f"{NAME}@{'a' * 40}\n"), progress
     assert "100%" in progress
-    assert f'path = "{NAME}@{"a" * 40}"' in (tmp_path / "runs" / "demo" / "config.toml").read_text()
+    written = (tmp_path / "runs" / "demo" / "config.toml").read_text()
+    assert written.count(f'path = "{NAME}@{"a" * 40}"') == 2, "the policy's and the teacher's"
     hub.commit = "b" * 40
     assert run(["-c", PINNED], tmp_path, HF_ENDPOINT=hub.url)[1] == first  # resumed
     assert run(["-c", PINNED], tmp_path, HF_HUB_OFFLINE="1")[1] == first

@@ -232,7 +232,9 @@ LAYOUTS = ("parallel.tensor=1", "parallel.data=2", "parallel.pipeline=2", "paral
 @given(
     st.sampled_from(LAYOUTS),
     st.booleans(),
-    st.sampled_from(["", "lora.rank=4", "lora.rank=4 loss.kl_coef=0.1", "loss.kl_coef=0.1", "advantage.kind=gae"]),
+    st.sampled_from(
+        ["", "lora.rank=4", "lora.rank=4 loss.kl_coef=0.1", "loss.kl_coef=0.1", "teacher.path=x", "advantage.kind=gae"]
+    ),
     st.sampled_from(["bfloat16", "float32"]),
 )
 def test_the_host_holds_weights_and_state_of_every_rank(layout: str, distributed: bool, extra: str, dtype: str) -> None:
@@ -245,13 +247,14 @@ def test_the_host_holds_weights_and_state_of_every_rank(layout: str, distributed
     asynchronous = run.config.checkpoint.model_copy(update={"asynchronous": True})
     assert host_bytes(run.changed(run.config.model_copy(update={"checkpoint": asynchronous}))) == in_all
     for one in stages:
-        kept = one.weights + one.optimizer + one.reference
+        frozen = one.reference + one.teacher
+        kept = one.weights + one.optimizer + frozen
         assert kept <= one.moved <= kept + one.critic, "a critic's gradients are dropped, too"
         assert (one.moved == kept) == (one.critic == 0)
         assert 0 <= one.frozen < one.moved
-        assert (one.frozen > 0) == (one.trained != one.held or one.reference > 0)
+        assert (one.frozen > 0) == (one.trained != one.held or frozen > 0)
         item = 2 if dtype == "bfloat16" else 4
-        assert one.frozen == one.reference + (one.held.total - one.trained.total) * item
+        assert one.frozen == frozen + (one.held.total - one.trained.total) * item
 
 
 def test_each_node_holds_its_own_ranks() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.machine.gpus import GIB, GPUS, device_peak_flops, kind_of
 from bapo_megatron.machine.memory import forwards_under_way, microbatch_tokens, trainer_memory
@@ -22,7 +23,7 @@ from bapo_megatron.preflight import plan, work
 from bapo_megatron.preflight.check import accepts_layout, load_checked
 from bapo_megatron.preflight.checks.all import check_settings
 from bapo_megatron.preflight.checks.slurm import check_placement
-from bapo_megatron.preflight.explain import outline
+from bapo_megatron.preflight.explain import memory_parts, outline
 from bapo_megatron.preflight.known_models import KNOWN_MODELS
 from bapo_megatron.preflight.plan import check_machines, check_memory, check_unused, make_plan, planned, step_balance
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
@@ -210,6 +211,34 @@ def test_a_reference_is_the_model_without_adapters_or_a_copy_of_the_first_ones()
     assert reference("loss.kl_coef=0.1", "lora.init_from=adapters") == 2 * trained
     without = trainer_memory(shaped(recipe(), SHAPE), gpu_bytes=GPU_BYTES).weights
     assert reference("loss.kl_coef=0.1", "loss.reference_path=models/other") == without
+
+
+def test_a_teacher_counts_with_its_own_size() -> None:
+    """The recipe's 7B learns from a 32B of the same family; an unknown teacher counts as the policy does."""
+    large = KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-32B"]
+    without = make_plan(resolve(recipe(), HF_CONFIG))
+    taught = make_plan(resolve(recipe("teacher.path=models/32B"), HF_CONFIG, large))
+    unknown = make_plan(resolve(recipe("teacher.path=models/other"), HF_CONFIG))
+    assert without.trainer.teacher == 0
+    on_rank = model_parameters(model_shape(large)) / 4  # tensor=4; the rows of norms are on each
+    assert taught.trainer.teacher == pytest.approx(2 * on_rank, rel=1e-3)
+    assert unknown.trainer.teacher == without.trainer.weights
+    extra = taught.trainer.teacher
+    assert taught.trainer.total - without.trainer.total == taught.trainer.moved - without.trainer.moved == extra
+    assert taught.trainer.frozen - without.trainer.frozen == extra
+    assert ("teacher", extra, "its weights") in memory_parts(taught.trainer)
+    layers, output = work.forward_flops(replace(model_shape(large), vocab_size=SHAPE.vocab_size), without.tokens)
+    assert taught.flops - without.flops == pytest.approx(layers + output, rel=1e-9)
+    assert unknown.flops - without.flops == pytest.approx(sum(work.forward_flops(SHAPE, without.tokens)), rel=1e-9)
+    assert taught.train.least > unknown.train.least > without.train.least
+
+
+def test_a_plan_finds_the_teacher_among_known_models() -> None:
+    run = planned(recipe("teacher.path=models/DeepSeek-R1-Distill-Qwen-32B"))
+    assert run.teacher_shape is not None
+    assert run.teacher_shape.num_layers == 64
+    with pytest.raises(CheckpointError, match=r"teacher\.path = 'models/nothing': there is no folder"):
+        planned(recipe("teacher.path=models/nothing"))
 
 
 def test_a_push_merges_the_largest_weight_with_adapters() -> None:

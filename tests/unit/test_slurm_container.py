@@ -13,6 +13,7 @@ READ = {
     "model.path": "model",
     "critic.path": "critic",
     "loss.reference_path": "reference",
+    "teacher.path": "teacher",
     "lora.init_from": "adapters",
     "rollout.recorded_from": "rollouts",
     "data.path": "train/prompts.jsonl",

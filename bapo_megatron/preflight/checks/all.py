@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.hf.facts import ModelFacts
-from bapo_megatron.learner.fit import check_critic_model, check_reference
+from bapo_megatron.learner.fit import check_critic_model, check_frozen
 from bapo_megatron.learner.precision import Machine, check_precision
 from bapo_megatron.preflight.checks.data import check_data
 from bapo_megatron.preflight.checks.environment import check_environment
@@ -16,8 +16,10 @@ from bapo_megatron.preflight.checks.learning import (
     check_critic,
     check_kl,
     check_loss,
+    check_positions,
     check_schedule,
     check_share,
+    check_teacher,
     check_units,
 )
 from bapo_megatron.preflight.checks.model import check_dtype, check_policy, precision_warnings
@@ -32,6 +34,7 @@ def check_settings(
     run: Resolved,
     *,
     reference: ModelFacts | None = None,
+    teacher: ModelFacts | None = None,
     critic: ModelFacts | None = None,
     num_gpus: int = 0,
     starts_here: bool = False,
@@ -43,6 +46,7 @@ def check_settings(
     Args:
         run: without its model, the model's own limits are not checked.
         reference: the model of `loss.reference_path`, if the KL term has one.
+        teacher: the model of `teacher.path`.
         critic: the model of `critic.path`, if there is a critic with weights of its own.
         num_gpus: GPUs of this machine that a run may use; 0 means a run on CPUs.
         starts_here: whether the run starts on this machine, which must then have the GPUs that the run needs.
@@ -71,6 +75,7 @@ def check_settings(
         *check_schedule(config, given),
         *check_advantage(config),
         *check_critic(config),
+        *check_teacher(config),
         *check_sync(config),
         *check_monitor(config),
         *idle_settings(run, given),
@@ -80,7 +85,9 @@ def check_settings(
     if model is not None:
         found += check_policy(run)
         if reference is not None:
-            found += check_reference(config, reference, model, machine)
+            found += check_frozen(config, "loss.reference_path", reference, model, machine)
+        if teacher is not None:
+            found += [*check_frozen(config, "teacher.path", teacher, model, machine), *check_positions(config, teacher)]
         if critic is not None:
             found += check_critic_model(config, critic, model)
     return [*found, *check_dtype(config, num_gpus, starts_here=starts_here)]

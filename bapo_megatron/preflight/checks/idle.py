@@ -114,6 +114,13 @@ IDLE = (
         lambda c, _: not c.advantage.compares_responses,
         'advantage.kind="gae" or "n_step"',
     ),
+    Idle("teacher.coef", "teacher.path", lambda c, _: c.teacher.path is not None, "teacher.path"),
+    Idle(
+        "advantage.whiten_batch reward.overlong_penalty reward.scale reward.running_std reward.clip",
+        "advantage.kind",
+        lambda c, _: c.advantage.reads_rewards,
+        'an advantage.kind that reads rewards, such as "grpo"',
+    ),
     Idle("advantage.lam", "advantage.kind", lambda c, _: c.advantage.kind == "gae", 'advantage.kind="gae"'),
     Idle("advantage.n_step", "advantage.kind", lambda c, _: c.advantage.kind == "n_step", 'advantage.kind="n_step"'),
     Idle(

@@ -7,6 +7,7 @@ from bapo_megatron.config.lr_schedule import LARGE_RATE, planned_updates
 from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import SelectingLoss
 from bapo_megatron.errors import plural
+from bapo_megatron.hf.facts import ModelFacts
 
 
 def check_loss(config: Config) -> Iterator[Violation]:
@@ -170,12 +171,13 @@ def check_advantage(config: Config) -> Iterator[Violation]:
             f'advantage.whiten_batch=true whitens over responses, and advantage.kind="{advantage.kind}" over tokens',
             "leave it out",
         )
-    if r.keep_group == "informative" and not advantage.needs_group:
+    if r.keep_group == "informative" and not (advantage.needs_group and config.teacher.path is None):
         cost = "are all there are" if r.samples_per_prompt == 1 else "teach as much as others"
+        method = "a teacher" if advantage.needs_group else f'advantage.kind="{advantage.kind}"'
         yield Violation(
-            ("rollout.keep_group", "rollout.samples_per_prompt", "advantage.kind"),
+            ("rollout.keep_group", "rollout.samples_per_prompt", "advantage.kind", "teacher.path"),
             f'rollout.keep_group="informative" leaves out groups of equal rewards, which {cost} with '
-            f'rollout.samples_per_prompt={r.samples_per_prompt} and advantage.kind="{advantage.kind}"',
+            f"rollout.samples_per_prompt={r.samples_per_prompt} and {method}",
             'set rollout.keep_group="all"',
             "error" if r.samples_per_prompt == 1 else "warning",
         )
@@ -199,4 +201,50 @@ def check_critic(config: Config) -> Iterator[Violation]:
             'rollout.truncated="mask": the critic does not learn from truncated responses either, and so predicts the '
             "rewards of complete responses only",
             'set rollout.truncated="keep"',
+        )
+
+
+def check_teacher(config: Config) -> Iterator[Violation]:
+    """Check that a teacher is there where it must be, and what its advantages mean for the update."""
+    advantage, path = config.advantage, config.teacher.path
+    if path is None:
+        if not advantage.reads_rewards:
+            yield Violation(
+                ("teacher.path", "advantage.kind"),
+                'advantage.kind="teacher" needs teacher.path, the model to learn from',
+                'set it, or advantage.kind="grpo"',
+            )
+        return
+    if not advantage.compares_responses:
+        yield Violation(
+            ("teacher.path", "advantage.kind"),
+            f'teacher.path with advantage.kind="{advantage.kind}": a critic values rewards, and the advantages that '
+            "follow are not added to a teacher's",
+            'set advantage.kind="teacher" to learn from the teacher alone, or "grpo" to add its advantage',
+        )
+    if config.searches_bounds:
+        yield warning(
+            ("loss.name", "bapo.scope", "teacher.path"),
+            "a teacher's advantages are negative on average, by the KL divergence, and so the search of [bapo] ends at "
+            "its limits in nearly every update",
+            'set loss.name="grpo", whose bounds are fixed, or bapo.scope="fixed"',
+        )
+    if config.rollout.is_cut:
+        yield warning(
+            ("rollout.top_p", "rollout.top_k", "teacher.path"),
+            "with rollout.top_p or rollout.top_k, the sampler's log-probs cover the tokens that it may choose, and the "
+            "teacher's all tokens: they make each advantage too low",
+            "set rollout.top_p=1, and leave rollout.top_k out",
+        )
+
+
+def check_positions(config: Config, teacher: ModelFacts) -> Iterator[Violation]:
+    """Check that the teacher has positions for the longest sequence."""
+    longest = config.longest_trained
+    if not teacher.problems and longest > teacher.shape.max_positions:
+        yield Violation(
+            ("teacher.path", "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"teacher.path={config.teacher.path!r} has max_position_embeddings={teacher.shape.max_positions}, and the "
+            f"longest sequence that it may score has {longest} tokens",
+            "set it to a model with more positions, or lower rollout.max_response_tokens",
         )

@@ -52,6 +52,8 @@ def check_reward(config: Config) -> Iterator[Violation]:
             'set reward.judges, such as {correct = "math", format = "my_rewards:has_box"}, or reward.weights for the '
             "parts that a judge of yours returns",
         )
+    if not reward.is_given:
+        yield from _without_judge(config)
     yield from _parts(reward)
     for table, one in config.prompt_sources.items():
         if reward.kind == "code" and not one.has_rows:
@@ -78,6 +80,22 @@ def check_reward(config: Config) -> Iterator[Violation]:
             "reward.running_std do nothing",
             "leave one of them out",
         )
+
+
+def _without_judge(config: Config) -> Iterator[Violation]:
+    """Find what needs the rewards that `reward.kind = "none"` does not give."""
+    needed: dict[tuple[str, ...], tuple[str, str]] = {}
+    if config.advantage.reads_rewards:
+        given = f'advantage.kind="{config.advantage.kind}" learns from rewards'
+        needed["reward.kind", "advantage.kind"] = given, 'name a judge, or set advantage.kind="teacher"'
+    if config.rollout.keep_group == "informative":
+        given = 'rollout.keep_group="informative" leaves out groups of equal rewards'
+        needed["rollout.keep_group", "reward.kind"] = given, 'set rollout.keep_group="all", or name a judge'
+    if config.eval.interval_steps is not None:
+        given = "eval.interval_steps measures rewards"
+        needed["eval.interval_steps", "reward.kind"] = given, "leave it out, or name a judge"
+    for settings, (what, remedy) in needed.items():
+        yield Violation(settings, f'reward.kind="none" gives no reward, and {what}', remedy)
 
 
 def _parts(reward: RewardConfig) -> Iterator[Violation]:
