@@ -167,6 +167,27 @@ def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() ->
     assert found[1].startswith("loss.reference_path='x': parallel.tensor=2 does not divide 1 key-value head")
 
 
+@pytest.mark.parametrize(
+    ("scorer", "settings"),
+    [
+        ("reference", {"loss": {"reference_path": "x", "kl_coef": 0.1}}),
+        ("teacher", {"teacher": {"path": "x"}, "advantage": {"kind": "teacher"}, "loss": {"name": "grpo"}}),
+        ("critic", {"advantage": {"kind": "gae"}, "critic": {"path": "x"}}),
+    ],
+)
+def test_a_model_that_scores_needs_positions_for_the_longest_sequence(scorer: str, settings: dict[str, Any]) -> None:
+    policy = json.loads((demo_model_path() / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    run = resolve(Config.model_validate(settings), policy)
+
+    def found(positions: int) -> list[str]:
+        model: dict[str, Any] = {scorer: ModelFacts(policy | {"max_position_embeddings": positions})}
+        return [v.message for v in check_settings(run, **model) if v.severity == "error"]
+
+    assert found(1024) == []
+    (short,) = found(1023)
+    assert "='x' has max_position_embeddings=1023, and the longest sequence that it may score has 1024 tokens" in short
+
+
 def test_a_teacher_may_have_more_rows_than_the_policy_and_not_fewer() -> None:
     policy = json.loads((demo_model_path() / "config.json").read_text()) | {"max_position_embeddings": 4096}
     config = Config.model_validate(
@@ -183,8 +204,6 @@ def test_a_teacher_may_have_more_rows_than_the_policy_and_not_fewer() -> None:
 
     assert found(policy) == found(policy | {"vocab_size": 1000}) == []
     small, heads = found(policy | {"vocab_size": 7, "num_key_value_heads": 1})
-    (short,) = found(policy | {"max_position_embeddings": 1023})
-    assert "max_position_embeddings=1023, and the longest sequence that it may score has 1024 tokens" in short
     assert small.startswith("teacher.path='x' has a vocabulary of 7 tokens, but the policy's has")
     assert heads.startswith("teacher.path='x': parallel.tensor=2 does not divide 1 key-value head")
 
@@ -201,7 +220,7 @@ def test_a_critic_needs_a_vocabulary_like_the_policys_and_fits_the_layout() -> N
     assert found(policy) == found(policy | {"vocab_size": 1000}) == []
     (small,) = found(policy | {"vocab_size": 7})
     assert small.startswith("critic.path='x' has a vocabulary of 7 tokens, but the policy's has")
-    (linear,) = found(hybrid)
+    (linear,) = found(hybrid | {"max_position_embeddings": 4096})
     assert "critic.path='x': advantage.kind=\"gae\": a critic is not supported with linear attention" in linear
 
 

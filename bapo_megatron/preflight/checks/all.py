@@ -84,10 +84,18 @@ def check_settings(
     ]
     if model is not None:
         found += check_policy(run)
+        scoring = (
+            ("loss.reference_path", config.loss.reference_path, reference),
+            ("teacher.path", config.teacher.path, teacher),
+            ("critic.path", config.critic.path, critic),
+        )
+        for setting, path, scorer in scoring:
+            if scorer is not None and path is not None:
+                found += check_positions(config, setting, path, scorer)
         if reference is not None:
             found += check_frozen(config, "loss.reference_path", reference, model, machine)
         if teacher is not None:
-            found += [*check_frozen(config, "teacher.path", teacher, model, machine), *check_positions(config, teacher)]
+            found += check_frozen(config, "teacher.path", teacher, model, machine)
         if critic is not None:
             found += check_critic_model(config, critic, model)
     return [*found, *check_dtype(config, num_gpus, starts_here=starts_here)]

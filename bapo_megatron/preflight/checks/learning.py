@@ -238,13 +238,13 @@ def check_teacher(config: Config) -> Iterator[Violation]:
         )
 
 
-def check_positions(config: Config, teacher: ModelFacts) -> Iterator[Violation]:
-    """Check that the teacher has positions for the longest sequence."""
+def check_positions(config: Config, setting: str, path: str, model: ModelFacts) -> Iterator[Violation]:
+    """Check that a model that scores the policy's sequences has positions for the longest one."""
     longest = config.longest_trained
-    if not teacher.problems and longest > teacher.shape.max_positions:
+    if not model.problems and longest > model.shape.max_positions:
         yield Violation(
-            ("teacher.path", "data.max_prompt_tokens", "rollout.max_response_tokens"),
-            f"teacher.path={config.teacher.path!r} has max_position_embeddings={teacher.shape.max_positions}, and the "
-            f"longest sequence that it may score has {longest} tokens",
+            (setting, "data.max_prompt_tokens", "rollout.max_response_tokens"),
+            f"{setting}={path!r} has max_position_embeddings={model.shape.max_positions}, and the longest sequence "
+            f"that it may score has {longest} tokens",
             "set it to a model with more positions, or lower rollout.max_response_tokens",
         )
