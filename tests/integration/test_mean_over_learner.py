@@ -210,6 +210,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
         check_all_rejected(root)
 
 
+@pytest.mark.slow
 def test_one_process(folder: Path) -> None:
     run_distributed(check_layouts, 1, folder, [({}, SMALL), ({}, LARGE)])
 

@@ -218,6 +218,7 @@ LOSS = Loss(broken)
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_itself_is_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

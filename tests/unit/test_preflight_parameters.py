@@ -150,12 +150,13 @@ def test_mixtures(name: str) -> None:
         pytest.param(
             *("Qwen3-235B-A22B", 128, {"tensor": 4, "pipeline": 2, "data": 16, "expert": 32}, 1018, 3548), marks=SLOW
         ),
-        (
+        pytest.param(
             "Qwen3-235B-A22B",
             128,
             {"tensor": 4, "pipeline": 8, "data": 4, "expert": 8, "last_stage_layers": 10},
             376,
             3624,
+            marks=SLOW,
         ),
     ],
 )
