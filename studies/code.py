@@ -44,7 +44,9 @@ def uncommitted() -> str:
     """Say in a few words which of the code is not committed; "" if all of it is."""
     if _ask(ROOT, "rev-parse", "--show-toplevel") != str(ROOT.resolve()):
         return "this folder is not a git checkout"
-    changed = [line[3:] for line in (_ask(ROOT, "status", "--porcelain", "--", *_CODE) or "").splitlines()]
+    if (status := _ask(ROOT, "status", "--porcelain", "--", *_CODE)) is None:
+        return "git status failed in this checkout"
+    changed = [line[3:] for line in status.splitlines()]
     others = f" and {plural(len(changed) - _SHOWN, 'other file')}" if len(changed) > _SHOWN else ""
     return f"{', '.join(changed[:_SHOWN])}{others}: not committed" if changed else ""
 
@@ -74,7 +76,7 @@ def worktree(commit: str, folder: Path) -> Path:
     if not (place / ".git").exists():
         folder.mkdir(parents=True, exist_ok=True)
         _do("worktree", "add", "--force", "--force", "--detach", str(place), commit)
-    if _ask(place, "rev-parse", "HEAD") != commit or _ask(place, "status", "--porcelain", "--", *_CODE):
+    if _ask(place, "rev-parse", "HEAD") != commit or _ask(place, "status", "--porcelain", "--", *_CODE) != "":
         raise UserError(f"{place} is no longer the code of commit {commit[:12]}; delete the folder, to make it again")
     if not (place / "studies" / "code.py").is_file():
         raise ConfigError(f"commit {commit[:12]} is too old for --at; check it out, and use its own `bapo reproduce`")

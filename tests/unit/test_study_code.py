@@ -85,6 +85,12 @@ def test_a_folder_without_git(repo: Path) -> None:
     assert not code.is_commit(code_now())
 
 
+def test_a_checkout_that_git_cannot_read_is_not_called_committed(repo: Path) -> None:
+    (repo / ".git" / "index").write_bytes(b"damaged")
+    assert code.uncommitted() == "git status failed in this checkout"
+    assert not code.is_commit(code_now())
+
+
 def test_a_worktree_keeps_the_code_and_the_tag_keeps_the_commit(repo: Path, tmp_path: Path) -> None:
     (repo / "models").mkdir()
     commit = code_now()
