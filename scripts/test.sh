@@ -22,7 +22,7 @@ LEARNER=(
     tests/integration/test_{learner,learner_attention,learner_mismatch,learner_updates,layouts,schedule,recompute}.py
     tests/integration/test_{bfloat16,critic,turns,streams,overlap_communication,chained_adam,update_rule,train}.py
     tests/integration/test_{fusions,transformer_engine,checkpoint_shards,memory_plan,microbatch_bounds,no_waiting}.py
-    tests/integration/test_{patches_megatron,rivals_learner,hf_roundtrip,lora,offload}.py
+    tests/integration/test_{patches_megatron,rivals_learner,mean_over_learner,teacher_learner,hf_roundtrip,lora,offload}.py
 )
 SHARED=(--numprocesses=3 --dist=loadfile --no-loadscope-reorder)  # tests spend half of their time waiting for processes
 
