@@ -1,4 +1,4 @@
-"""REINFORCE with a constant baseline: advantages that regimes.toml names by dotted path.
+"""REINFORCE with a constant baseline, and a constant: advantages that studies name by dotted path.
 
 These advantages are not centred on the group: with few right answers, failures outweigh successes, and groups without
 any right answer count too. Rewards are 0 or 1.
@@ -15,3 +15,8 @@ def baseline_40(group: GroupView) -> list[float]:
 def baseline_50(group: GroupView) -> list[float]:
     """Compute r - 0.5, which gives failures and successes the same weight."""
     return [sample.reward - 0.5 for sample in group.samples]
+
+
+def constant(group: GroupView) -> list[float]:
+    """Return -0.3 for every response, whatever its reward: the control of teacher.toml."""
+    return [-0.3 for _ in group.samples]
