@@ -128,6 +128,7 @@ def outcome(run: Path) -> tuple[list[dict[str, float]], list[bytes]]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_an_interrupted_study_continues_equal_to_an_uninterrupted_one(tmp_path: Path) -> None:
     """It is killed in the middle of a run, its code breaks meanwhile, and its last row is cut in the middle."""
     root, here, runs = tmp_path / "repo", tmp_path / "here", tmp_path / "runs"

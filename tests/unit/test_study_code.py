@@ -1,6 +1,7 @@
 """The code of a study: which commit it is, when it is none, and the worktree in which it runs."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from studies.rows import RowFile
 from studies.study import load_study
 from tests.unit.test_reproduce import MINIMAL
 from tests.unit.test_study_rows import make_row
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
 def git(folder: Path, *arguments: str) -> str:
