@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from bapo_megatron.errors import ConfigError, UserError, plural
+from bapo_megatron.runs.provenance import ask_git
 
 ROOT = Path(__file__).parents[1]
 _CODE = ("bapo_megatron", "patches", "studies/*.py", "studies/base.toml")  # what a run's results depend on, for git
@@ -77,7 +77,7 @@ def worktree(commit: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _do("worktree", "add", "--force", "--force", "--detach", str(place), commit)
     if _ask(place, "rev-parse", "HEAD") != commit or _ask(place, "status", "--porcelain", "--", *_CODE) != "":
-        raise UserError(f"{place} is no longer the code of commit {commit[:12]}; delete the folder, to make it again")
+        raise UserError(f"{place} is no longer the code of commit {commit[:12]}; delete the folder, and run this again")
     if not (place / "studies" / "code.py").is_file():
         raise ConfigError(f"commit {commit[:12]} is too old for --at; check it out, and use its own `bapo reproduce`")
     if not _ask(ROOT, "tag", "--points-at", commit):
@@ -108,25 +108,17 @@ def run_in(place: Path, arguments: Sequence[str]) -> NoReturn:
 
 
 def _ask(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints, or None if it fails or is not there."""
-    try:
-        return _git(folder, *arguments).rstrip("\n")
-    except (OSError, subprocess.SubprocessError):
-        return None
+    said = ask_git(folder, *arguments)
+    return None if said is None else said.rstrip("\n")
 
 
 def _do(*arguments: str) -> None:
+    """Let git change something in this checkout. Raises UserError."""
     try:
-        _git(ROOT, *arguments)
+        command = ["git", "-C", str(ROOT), *arguments]
+        subprocess.run(command, capture_output=True, timeout=_GIT_TIMEOUT_S, check=True)
     except subprocess.CalledProcessError as error:
         reason = error.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
         raise UserError(f"git {arguments[0]} failed: {reason[-1]}; --in-place needs no worktree") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"git {arguments[0]} failed: {error}; --in-place needs no worktree") from None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    if shutil.which("git") is None:
-        raise FileNotFoundError("git is not installed")
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, timeout=_GIT_TIMEOUT_S, check=True).stdout.decode()

@@ -188,7 +188,7 @@ def _finish(plan: _Plan, options: Options) -> None:
     print(f"{heading}; {_what_is_left(len(plan.runs), left, [*rows.values()], options)}", flush=True)
     if missing:
         file.begin(code_here())
-    _train(missing, file, wanted, options)
+    _train(missing, left, file, wanted, options)
     rows = file.read()
     labelled = [
         rows[run.config.run.name].model_copy(update={"variant": run.variant, "seed": run.seed}) for run in plan.runs
@@ -197,8 +197,14 @@ def _finish(plan: _Plan, options: Options) -> None:
     page.write(plan.name, plan.study, labelled, result, folder=options.output, command=command)
 
 
-def _train(missing: Mapping[str, Run], file: RowFile, wanted: list[str], options: Options) -> None:
-    left = {(run.variant, run.seed): _share_left(run.config) for run in missing.values()}
+def _train(
+    missing: Mapping[str, Run],
+    left: dict[tuple[str, int], float],
+    file: RowFile,
+    wanted: list[str],
+    options: Options,
+) -> None:
+    """Train the missing runs, and add their rows; `left` loses each one that is done."""
     adding = threading.Lock()
 
     def tell(config: Config, seconds: float, failure: str | None) -> None:

@@ -105,7 +105,9 @@ class Study(Section):
             if len(set(seeds)) < len(seeds):
                 raise ValueError(f"the same seed twice in {list(seeds)}")
         if self.regret and not (self.regimes or any(variant.cell for variant in self.variants)):
-            raise ValueError("regret compares variants over regimes, and there are no regimes")
+            raise ValueError(
+                "regret compares variants over regimes, and there are no regimes: add [[regimes]], or leave regret out"
+            )
         for name in [*(name for pair in (*self.compare, *self.explore) for name in pair), *self.quick.variants]:
             if name not in names:
                 raise ValueError(f"there is no variant {name!r}")

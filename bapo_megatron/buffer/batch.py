@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from bapo_megatron.algorithms.advantages import GroupView, SampleView, has_spread, whiten
 from bapo_megatron.algorithms.gae import whitened
 from bapo_megatron.config.advantages import advantage_function
-from bapo_megatron.config.schema import Config, MixedSource
+from bapo_megatron.config.schema import AdvantageConfig, Config, MixedSource
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.shaping import MomentsState, RewardScaler, is_trained, shaped_reward
 from bapo_megatron.tokens import BEHAVIOUR_LOGPROBS, CORE_STREAMS, TOKEN_IDS, VERSIONS, TokenStream
@@ -48,7 +48,7 @@ class BatchBuilder:
         Raises UserError for a verdict that advantage.kind cannot use.
         """
         config, method = self._config, self._config.advantage
-        _check_verdicts(groups, config)
+        _check_verdicts(groups, method, config.reward.weights)
         shaped = [[shaped_reward(s, config) for s in group.valid] for group in groups]
         rewards, reward_metrics = self._scaler.scaled(shaped)
         factor = self._scaler.factor
@@ -84,6 +84,13 @@ class BatchBuilder:
         extra: dict[TokenStream, Tensor] = {}
         for stream in dict.fromkeys([TOKEN_IDS, BEHAVIOUR_LOGPROBS, *(stream for s in segments for stream in s.rows)]):
             (extra if stream not in CORE_STREAMS else core)[stream] = _on_tokens(stream, segments)
+        metrics = (
+            batch_metrics(groups)
+            | (turn_metrics(groups) if config.environment.is_used else {})
+            | source_metrics(groups, config.data.sources)
+            | metrics
+            | reward_metrics
+        )
         return Batch(
             token_ids_T=core[TOKEN_IDS],
             seq_lens_S=seq_lens_S,
@@ -94,14 +101,7 @@ class BatchBuilder:
             mask_T=mask_T,
             rewards_S=rewards_S.float(),
             extra=extra,
-            metrics=_known(
-                batch_metrics(groups)
-                | (turn_metrics(groups) if config.environment.is_used else {})
-                | source_metrics(groups, config.data.sources)
-                | metrics
-                | reward_metrics,
-                config,
-            ),
+            metrics=metrics if config.reward.is_given else _without_rewards(metrics),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,9 +112,8 @@ class BatchBuilder:
         self._scaler.load_state_dict(state["rewards"])
 
 
-def _check_verdicts(groups: Sequence[Group], config: Config) -> None:
+def _check_verdicts(groups: Sequence[Group], method: AdvantageConfig, weights: Mapping[str, float]) -> None:
     """Raise UserError for a verdict that advantage.kind cannot use, whatever the others of its group are."""
-    method = config.advantage
     if not (method.needs_binary or method.reads_parts):
         return
     for sample in chain(*(group.valid for group in groups)):
@@ -125,7 +124,7 @@ def _check_verdicts(groups: Sequence[Group], config: Config) -> None:
                 f"{where}: a response has the reward {reward:g}, and must have 0 or 1; let the judge return these, or "
                 'set advantage.kind="grpo"'
             )
-        summed = math.fsum(config.reward.weights.get(name, 1.0) * part for name, part in parts.items())
+        summed = math.fsum(weights.get(name, 1.0) * part for name, part in parts.items())
         if method.reads_parts and has_spread(reward, summed):
             raise UserError(
                 f"{where}: a response has the reward {reward:g}, and its parts add up to {summed:g}; let what gives "
@@ -151,10 +150,8 @@ def _sample_view(sample: Sample, reward: float, factor: float) -> SampleView:
     return SampleView(reward, turn_lengths, sample.finish_reason, parts, earlier)
 
 
-def _known(metrics: dict[str, float], config: Config) -> dict[str, float]:
-    """Leave out the metrics of rewards if nobody judges."""
-    if config.reward.is_given:
-        return metrics
+def _without_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Leave out the metrics of rewards, because nobody judges."""
     ends = ("/reward", "/zero_variance_share")
     return {name: x for name, x in metrics.items() if not (name.startswith("reward/") or name.endswith(ends))}
 

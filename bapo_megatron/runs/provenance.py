@@ -45,10 +45,10 @@ def describe_environment() -> dict[str, Any]:
 
 def git_state(folder: Path) -> tuple[str | None, str]:
     """Return commit and uncommitted changes of the checkout that holds this package, or (None, "") without one."""
-    commit = _git(folder, "rev-parse", "HEAD")
+    commit = ask_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None, ""
-    diff = _git(folder, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
+    diff = ask_git(folder, "diff", "--no-color", "--no-ext-diff", "HEAD") or ""
     encoded = diff.encode()
     if len(encoded) > MAX_DIFF_BYTES:
         kept = encoded[:MAX_DIFF_BYTES].decode(errors="ignore")
@@ -64,7 +64,8 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _git(folder: Path, *args: str) -> str | None:
+def ask_git(folder: Path, *args: str) -> str | None:
+    """Return what git prints in a folder, or None if it fails, takes too long or is not there."""
     if shutil.which("git") is None:
         return None
     try:

@@ -22,15 +22,20 @@ from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from tests.distributed import run_distributed
 from tests.integration.learner_reference import Reference, load_float64, reference_update, save_random_model
-from tests.integration.test_rivals_learner import TOLERANCE, batch_of_outcomes, sequence_of
-from tests.integration.test_schedule import LARGE, SMALL, make_config
+from tests.integration.test_rivals_learner import (
+    ONE_PROCESS,
+    TOLERANCE,
+    TWO_PROCESSES,
+    Case,
+    batch_of_outcomes,
+    sequence_of,
+)
+from tests.integration.test_schedule import LARGE, make_config
 from tests.integration.test_update_rule import EXAMPLES, LIMIT, near_T
 
 KL_COEF, ENTROPY_COEF = 0.3, 0.2
 MAX_RESPONSE_TOKENS = 50
 FILTERS = {"geometric": (0.97, 1.04), "sequence": (0.6, 1.7), "token": (0.9, 1.1)}
-
-Case = tuple[dict[str, Any], int]  # [parallel], tokens per micro-batch
 
 
 @pytest.fixture(scope="module")
@@ -212,15 +217,9 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
 
 @pytest.mark.slow
 def test_one_process(folder: Path) -> None:
-    run_distributed(check_layouts, 1, folder, [({}, SMALL), ({}, LARGE)])
+    run_distributed(check_layouts, 1, folder, ONE_PROCESS)
 
 
 @pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
-    cases: list[Case] = [
-        ({"data": 2}, SMALL),
-        ({"tensor": 2, "sequence": True}, LARGE),
-        ({"context": 2}, SMALL // 2),
-        ({"pipeline": 2}, SMALL),
-    ]
-    run_distributed(check_layouts, 2, folder, cases)
+    run_distributed(check_layouts, 2, folder, TWO_PROCESSES)

@@ -54,6 +54,13 @@ CORRECTED: dict[str, Any] = {  # BAPO's search, and a loss of a response's ratio
 }
 
 Case = tuple[dict[str, Any], int]  # [parallel], tokens per micro-batch
+ONE_PROCESS: list[Case] = [({}, SMALL), ({}, LARGE)]
+TWO_PROCESSES: list[Case] = [
+    ({"data": 2}, SMALL),
+    ({"tensor": 2, "sequence": True}, LARGE),
+    ({"context": 2}, SMALL // 2),
+    ({"pipeline": 2}, SMALL),
+]
 
 
 @pytest.fixture(scope="module")
@@ -186,15 +193,9 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
 
 @pytest.mark.slow
 def test_one_process(folder: Path) -> None:
-    run_distributed(check_layouts, 1, folder, [({}, SMALL), ({}, LARGE)])
+    run_distributed(check_layouts, 1, folder, ONE_PROCESS)
 
 
 @pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
-    cases: list[Case] = [
-        ({"data": 2}, SMALL),
-        ({"tensor": 2, "sequence": True}, LARGE),
-        ({"context": 2}, SMALL // 2),
-        ({"pipeline": 2}, SMALL),
-    ]
-    run_distributed(check_layouts, 2, folder, cases)
+    run_distributed(check_layouts, 2, folder, TWO_PROCESSES)
