@@ -65,11 +65,16 @@ def check_serve() -> dict[str, Any]:
     import gpu_session
 
     lists = [names for stage in gpu_session.STAGES.values() for names in getattr(stage, "modules", ())]
-    of_stages = [name.strip() for names in lists for name in names.split(",")]
+    serving = [names for names in lists if names not in gpu_session.TRAINING]  # a server has no Megatron-Core
+    of_stages = [name.strip() for names in serving for name in names.split(",")]
     facts = imports((SERVER, *SGLANG, *of_stages))
     from sglang.srt.utils import is_cuda
 
     assert is_cuda(), "SGLang took its branches for another device"
+    from torch_memory_saver import torch_memory_saver
+
+    mode = torch_memory_saver._impl_ctor_kwargs.get("hook_mode", "preload")
+    assert mode == "preload", f"torch_memory_saver is in mode {mode}, and cannot release CUDA graphs"
     return facts
 
 
@@ -78,7 +83,7 @@ def check_project() -> dict[str, Any]:
     folders = {"bapo_megatron": "bapo_megatron", "benchmarks": "benchmarks", "tests/gpu": "tests.gpu"}
     files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
     names = (".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files)
-    left_out = re.compile(r"\.plugins\b|\.__main__$|\.sglang_server$|^benchmarks\.against_trl$")
+    left_out = re.compile(r"\.plugins\b|\.__main__$|\.sglang_server$|^benchmarks\.(against_trl|soak\w*)$")
     modules = [name for name in sorted(names) if not left_out.search(name)]
     return imports([*modules, "gpu_session"])
 

@@ -23,9 +23,11 @@ Installing and naming need nothing but Python; making packs needs pip, setuptool
 import argparse
 import ast
 import contextlib
+import csv
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -469,7 +471,7 @@ def slim(file: Path, scratch: Path) -> Path:
     with zipfile.ZipFile(file) as old, zipfile.ZipFile(result, "w", **compressed) as new:  # type: ignore[arg-type]
         members = [name for name in old.namelist() if not (name.endswith("/") or re.search(loses.left_out, name))]
         (record,) = [name for name in members if name.endswith(".dist-info/RECORD")]
-        lines = []
+        rows: list[tuple[str, str, int]] = []
         for name in members:
             if name == record:
                 continue
@@ -478,8 +480,10 @@ def slim(file: Path, scratch: Path) -> Path:
                 prune(path, HOPPER, loses.cleared)
             new.write(path, name)
             digest = urlsafe_b64encode(bytes.fromhex(sha256_of(path))).decode().rstrip("=")
-            lines.append(f"{name},sha256={digest},{path.stat().st_size}")
-        new.writestr(record, "\n".join([*lines, f"{record},,", ""]))
+            rows.append((name, f"sha256={digest}", path.stat().st_size))
+        with io.StringIO() as text:
+            csv.writer(text, lineterminator="\n").writerows([*rows, (record, "", "")])
+            new.writestr(record, text.getvalue())
     shutil.rmtree(unpacked)
     return result
 

@@ -229,6 +229,20 @@ def test_requests_of_one_batch_keep_their_states_from_piece_to_piece() -> None:
     assert not any(x[[0, 2, 4]].any() for x in (conv, states)), "slots of others"
 
 
+@needs_sglang
+def test_servers_and_their_schedulers_do_without_megatron_core() -> None:
+    """It would switch torch_memory_saver to a mode without CUDA graphs. Children import a parent's main module again."""
+    code = """
+import sys
+from bapo_megatron.engines import sglang_server
+import sglang.srt.debug_utils.dumper as dumper
+assert not dumper._MegatronPlugin._available
+assert not [name for name in sys.modules if name.startswith("megatron.")]
+"""
+    assert "_MegatronPlugin" in sglang_source("srt/debug_utils/dumper.py")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
+
+
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "version", lambda package: "0.6.0")
     with pytest.raises(RuntimeError, match=r"needs sglang 0\.5\.23, found 0\.6\.0.*install_sglang_cpu"):
