@@ -139,7 +139,7 @@ def ranks(part: str, seconds: int, *first: Step) -> Stage:
     )
     serves = part != "c2"
     packs = ("serve", "nccl") if serves else ("nccl",)
-    return Stage("first" if part == "c1" else "second", seconds, (*first, step), packs, SERVING if serves else TRAINING)
+    return Stage("second" if part == "c2" else "first", seconds, (*first, step), packs, SERVING if serves else TRAINING)
 
 
 def experts(name: str, variant: str) -> Step:
@@ -187,9 +187,40 @@ EXPERTS = (
 BUILD = Step("build", (), needs=("GPU", "CUDA toolkit", "source", "ninja"), packs=("te",))
 INSTALL = Step("install", (), needs=("GPU", "built"))
 STAGES: dict[str, Stage] = {
-    "a": Stage(
+    "turns": Stage(
         "first",
-        200,
+        180,
+        (
+            one_gpu(
+                "learn",
+                "turns",
+                f"--steps 30 {TURNS} {SPLIT}",
+                f"--engine embedded --steps 2 {TURNS} {FEW}",
+                420,
+            ),
+        ),
+        packs=("serve",),
+        modules=(*SERVING, "torch_memory_saver"),
+    ),
+    "c1": ranks("c1", 240),
+    "c3": ranks("c3", 220),
+    "c2": ranks("c2", 200, BUILD),  # the compiler runs next to ranks that nobody times
+    "d": Stage(
+        "second",
+        280,
+        (
+            BUILD,
+            INSTALL,
+            updates("7b-half", f"--model 7b-half --packs 8 --turns 3 --variants {OF_7B}", limit_s=230),
+            updates("profile", "--model 1.5b --packs 8 --turns 1 --profile --variants te", ENGINE, limit_s=60),
+            updates("peak", "--model 1.5b --turns 1 --optimizer-peak --variants te", limit_s=60),
+        ),
+        packs=("te",),
+        modules=TRAINING,
+    ),
+    "a": Stage(
+        "later",
+        300,
         (
             exchange(
                 "serve",
@@ -205,42 +236,11 @@ STAGES: dict[str, Stage] = {
         modules=SERVING,
     ),
     "b": Stage(
-        "first",
-        150,
+        "later",
+        180,
         (one_gpu("learn", "learn", f"--steps 30 {SPLIT}", f"--engine embedded --steps 2 {FEW}", 420),),
         packs=("serve",),
         modules=SERVING,
-    ),
-    "turns": Stage(
-        "first",
-        150,
-        (
-            one_gpu(
-                "learn",
-                "turns",
-                f"--steps 30 {TURNS} {SPLIT}",
-                f"--engine embedded --steps 2 {TURNS} {FEW}",
-                420,
-            ),
-        ),
-        packs=("serve",),
-        modules=(*SERVING, "torch_memory_saver"),
-    ),
-    "c1": ranks("c1", 240),
-    "c2": ranks("c2", 200, BUILD),  # the compiler runs next to ranks that nobody times
-    "c3": ranks("c3", 220),
-    "d": Stage(
-        "second",
-        280,
-        (
-            BUILD,
-            INSTALL,
-            updates("7b-half", f"--model 7b-half --packs 8 --turns 3 --variants {OF_7B}", limit_s=230),
-            updates("profile", "--model 1.5b --packs 8 --turns 1 --profile --variants te", ENGINE, limit_s=60),
-            updates("peak", "--model 1.5b --turns 1 --optimizer-peak --variants te", limit_s=60),
-        ),
-        packs=("te",),
-        modules=TRAINING,
     ),
     "e": Stage("later", 120, EXPERTS, modules=TRAINING),
     "linear": Stage(

@@ -5,13 +5,13 @@
 #   scripts/gpu_session.sh pack [NAME ...] beforehand, with a network: what the machine lacks, in pieces (gpu_packing.py)
 #   scripts/gpu_session.sh check-packs     beforehand: packs in an empty Python 3.12 (check_packs.py)
 #
-#   scripts/gpu_session.sh a             first: SGLang and trainer on one GPU: three pushes, and log-probs compared
-#   scripts/gpu_session.sh b             first: 30 steps of the demo, with SGLang and trainer on one GPU
-#   scripts/gpu_session.sh turns         first: the same, and each has the GPU's memory in its phase
+#   scripts/gpu_session.sh turns         first: 30 steps of the demo; SGLang and trainer have one GPU in turns
 #   scripts/gpu_session.sh c1            first: several NCCL ranks on one GPU: TP2, DP2, a weight push to SGLang
+#   scripts/gpu_session.sh c3            first: two servers, a broadcast that one never joins, a rank killed
 #   scripts/gpu_session.sh c2            second: PP2, CP2, EP2, TP2 x PP2
-#   scripts/gpu_session.sh c3            second: two servers, a broadcast that one never joins, a rank killed
 #   scripts/gpu_session.sh d             second: updates at 7B's sizes, a profile of 1.5B, the optimizer's peak
+#   scripts/gpu_session.sh a             later: SGLang and trainer on one GPU: three pushes, and log-probs compared
+#   scripts/gpu_session.sh b             later: as turns, but each has a part of the GPU's memory
 #   scripts/gpu_session.sh e             later: experts with and without one grouped kernel
 #   scripts/gpu_session.sh linear        later: flash-linear-attention
 #   scripts/gpu_session.sh smollm2       later: SmolLM2-135M, 20 steps

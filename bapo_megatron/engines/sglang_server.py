@@ -1,9 +1,9 @@
 """One SGLang server: `python -m bapo_megatron.engines.sglang_server [arguments of sglang.launch_server]`.
 
-It is SGLang's own entry point without Megatron-Core, plus compatibility with CPUs and with a torch that its kernels were
-not built for, and stacks on SIGUSR1, in this process and in the schedulers that SGLang spawns (multiprocessing imports
-a parent's main module again in its children); a store on loopback where the schedulers meet; the run's key; refusals of
-calls that would end it (sglang_memory.py); and an exit when standard input closes.
+It is SGLang's own entry point without Megatron-Core, plus compatibility with CPUs and with a torch that its kernels
+were not built for, and stacks on SIGUSR1, in this process and in the schedulers that SGLang spawns (multiprocessing
+imports a parent's main module again in its children); a store on loopback where the schedulers meet; the run's key;
+refusals of calls that would end it (sglang_memory.py); and an exit when standard input closes.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from bapo_megatron.runtime import LOOPBACK, raise_open_files, starting
 _STORE_TIMEOUT_S = 300.0  # for the store's own requests; torch's default
 
 with starting():
-    # SGLang's debugging tools import Megatron-Core where it is installed. That takes seconds, and Megatron-Core 0.19
-    # switches torch_memory_saver to a mode that cannot release CUDA graphs (inference/contexts/dynamic_context.py:72).
-    sys.modules["megatron"] = None  # type: ignore[assignment] - an import then fails like that of a missing package
+    # SGLang's debugging tools import Megatron-Core if it is installed. Megatron-Core 0.19 then switches
+    # torch_memory_saver to a mode that cannot release CUDA graphs (core/inference/contexts/dynamic_context.py:72).
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # an import finds no package
     try:
         serving = sglang_kernels.choose()
     except UserError as error:

@@ -231,7 +231,7 @@ def test_requests_of_one_batch_keep_their_states_from_piece_to_piece() -> None:
 
 @needs_sglang
 def test_servers_and_their_schedulers_do_without_megatron_core() -> None:
-    """It would switch torch_memory_saver to a mode without CUDA graphs. Children import a parent's main module again."""
+    """It would switch torch_memory_saver to a mode without CUDA graphs. Schedulers import this module again."""
     code = """
 import sys
 from bapo_megatron.engines import sglang_server
