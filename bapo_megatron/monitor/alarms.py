@@ -299,6 +299,13 @@ def _all_clipped(steps: Steps) -> str | None:
     return f"{percent(share)} of the tokens with an advantage were clipped in {steps.span}, and have no gradient."
 
 
+def _all_filtered(steps: Steps) -> str | None:
+    if not steps.at_least("loss/filtered_share", _CLIPPED_SHARE):
+        return None
+    share = percent(fmean(steps.values("loss/filtered_share")))
+    return f"{share} of the trained tokens were masked or rejected in {steps.span}, and teach nothing."
+
+
 def _clipped_share(row: StepRow) -> float:
     """Return the clipped share of the tokens with an advantage, or nan if it is unknown or no token has one."""
     clipped = row.get("loss/clip_high_share", math.nan) + row.get("loss/clip_low_share", math.nan)
@@ -463,11 +470,17 @@ RULES = (
         tries=(("train.epochs_per_step", 1 / 2), ("train.minibatches_per_step", 1 / 2)),
     ),
     Rule(
+        "all tokens filtered",
+        _all_filtered,
+        cause="loss.filter_floor and loss.filter_cap that are too near to 1, or samples that are too old.",
+        change="widen them, filter by a response's mean (loss.filter_level), or lower rollout.max_staleness.",
+    ),
+    Rule(
         "policy stands still",
         _still_policy,
         cause="a learning rate so low that rounding leaves the weights unchanged, or a loss that masks every token.",
         change="raise optimizer.lr, and check the loss and its masks.",
-        unless=(*_NOTHING_TO_LEARN, "all tokens clipped", "skipped updates"),
+        unless=(*_NOTHING_TO_LEARN, "all tokens clipped", "all tokens filtered", "skipped updates"),
         tries=(("optimizer.lr", 3),),
     ),
     Rule(
@@ -476,7 +489,7 @@ RULES = (
         cause="adapters so small that rounding the merged weights to model.dtype leaves most of them as they were, so "
         "that engines sample from the policy before training.",
         change="raise optimizer.lr or lora.alpha.",
-        unless=(*_NOTHING_TO_LEARN, "all tokens clipped", "skipped updates"),
+        unless=(*_NOTHING_TO_LEARN, "all tokens clipped", "all tokens filtered", "skipped updates"),
         tries=(("optimizer.lr", 3),),
     ),
     Rule(

@@ -108,6 +108,7 @@ LASTING: list[tuple[str, Metrics, list[Metrics]]] = [  # alarm, what its steps s
             {"loss/positive_token_share": 0.0, "loss/negative_token_share": 0.0},
         ],
     ),
+    ("all tokens filtered", {"loss/filtered_share": 0.8}, [{"loss/filtered_share": 0.79}]),
     (
         "policy stands still",
         {"loss/approx_kl": 1e-8},
