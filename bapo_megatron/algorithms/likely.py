@@ -2,7 +2,7 @@
 
 The K likeliest tokens of the teacher, and all other tokens together, are K + 1 classes. With q_c and p_c the
 probabilities of a class under the teacher and the policy, both at the rollout's temperature, a token's divergence is,
-in nats,
+in nats (generalized knowledge distillation, arXiv 2306.13649, on the policy's own samples),
 
     forward    sum_c q_c log(q_c / p_c)    spreads the policy over all that the teacher finds likely
     reverse    sum_c p_c log(p_c / q_c)    keeps the policy where the teacher finds something likely
