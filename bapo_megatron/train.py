@@ -29,7 +29,7 @@ from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.offload import Offload
 from bapo_megatron.learner.values import ValueAdvantages
-from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, scorers_of, with_scores
+from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, scorers_of, with_likeliest, with_scores
 from bapo_megatron.machine.turns import open_turns
 from bapo_megatron.monitor.console import evaluation_lines
 from bapo_megatron.monitor.profile import StepProfiler
@@ -145,6 +145,7 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
                 batch = with_scores(batch, scorers, learner, config)
             for minibatch in policy_updates(config, step, learner.share).minibatches(batch):
                 with watch.span("score"):
+                    minibatch = with_likeliest(minibatch, learner.teacher, config)
                     bounds = finder.find(minibatch)
                 with watch.span("train"):
                     result = learner.step(minibatch, bounds)

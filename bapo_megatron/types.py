@@ -603,6 +603,8 @@ class MicroBatch:
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     is_token_T: Tensor | None = None  # bool: not padding; None means all
+    likely_ids_RK: Tensor | None = None  # int32: a teacher's K likeliest tokens; None off the last stage, or without
+    likely_logprobs_RX: Tensor | None = None  # float32: its log-probs of these, and of all others together
     extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)
     """Streams of models and plugins: [R, *shape] for sampled tokens, [T, *shape] for fed ones, one row per input token.
     In a staged stream, a row holds only the layers of this rank's stage."""

@@ -106,7 +106,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hooks_need_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         num_rows, real_VH = hidden_RH.shape[0], weight_VH[: shard.num_real]
-        dtype = _accumulator(hidden_RH)
+        dtype = accumulator(hidden_RH)
         max_R = hidden_RH.new_full((num_rows,), torch.finfo(dtype).min, dtype=dtype)
         sums_3R = hidden_RH.new_zeros((3, num_rows), dtype=dtype)  # exp(logit - max), the same * logit, target's logit
         statistics, _ = _kernels(backend)
@@ -140,19 +140,14 @@ class _TokenLogProbs(torch.autograd.Function):
         """With p = softmax(l): d log p_y / d l_j = [j = y] - p_j, and d entropy / d l_j = -p_j (log p_j + entropy)."""
         hidden_RH, weight_VH, targets_R, log_z_R, entropy_R = ctx.saved_tensors
         shard: VocabShard = ctx.shard
-        real_VH, dtype = weight_VH[: shard.num_real], _accumulator(hidden_RH)
-        operand = _operand_dtype(hidden_RH, weight_VH)
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grad_hidden_RH = torch.zeros_like(hidden_RH, dtype=dtype) if need_hidden else None
-        grad_weight_VH, is_main = None, hasattr(weight_VH, "main_grad")
-        if need_weight:
-            grad_weight_VH = weight_VH.main_grad if is_main else torch.zeros_like(weight_VH, dtype=dtype)
+        operand = operand_dtype(hidden_RH, weight_VH)
         pull_R = torch.zeros_like(log_z_R) if grad_log_probs_R is None else grad_log_probs_R / ctx.temperature
         entropy_pull_R = None if grad_entropy_R is None else grad_entropy_R / ctx.temperature
         _, gradients = _kernels(ctx.backend)
-        for rows in slices(hidden_RH.shape[0] if shard.num_real else 0, ctx.chunk_tokens):
-            grad_CV = gradients(
-                matmul(hidden_RH[rows], real_VH.T),
+
+        def of_logits(rows: slice, logits_CV: Tensor) -> Tensor:
+            return gradients(
+                logits_CV,
                 _local_columns(targets_R[rows], shard),
                 ctx.temperature,
                 log_z_R[rows],
@@ -161,20 +156,44 @@ class _TokenLogProbs(torch.autograd.Function):
                 None if entropy_pull_R is None else entropy_pull_R[rows],
                 operand,
             )
-            if grad_hidden_RH is not None:
-                grad_hidden_RH[rows] = matmul(grad_CV, real_VH)
-            if grad_weight_VH is not None:
-                _add_matmul(grad_weight_VH[: shard.num_real], grad_CV.T, hidden_RH[rows])
-            del grad_CV  # before the next chunk's are made
+
+        return *output_layer_gradients(ctx, hidden_RH, weight_VH, of_logits), None, None, None, None, None, None, None
+
+
+def output_layer_gradients(
+    ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, of_logits: Callable[[slice, Tensor], Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of an autograd function's first two inputs, hidden states and weight, from their logits'.
+
+    Args:
+        ctx: has the `shard`, `chunk_tokens` and `hooks_need_grad` of `token_log_probs`.
+        of_logits: maps a slice of rows and their logits, which it may overwrite, to the gradient of these logits, of
+            any float type.
+    """
+    shard: VocabShard = ctx.shard
+    real_VH, dtype = weight_VH[: shard.num_real], accumulator(hidden_RH)
+    need_hidden, need_weight = ctx.needs_input_grad[:2]
+    grad_hidden_RH = torch.zeros_like(hidden_RH, dtype=dtype) if need_hidden else None
+    main_VH: Tensor | None = getattr(weight_VH, "main_grad", None)
+    grad_weight_VH = None
+    if need_weight:
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if main_VH is None else main_VH
+    for rows in slices(hidden_RH.shape[0] if shard.num_real else 0, ctx.chunk_tokens):
+        grad_CV = of_logits(rows, matmul(hidden_RH[rows], real_VH.T))
         if grad_hidden_RH is not None:
-            if shard.group is not None:
-                dist.all_reduce(grad_hidden_RH, group=shard.group)
-            grad_hidden_RH = grad_hidden_RH.to(hidden_RH.dtype)
-        if is_main:
-            grad_weight_VH = left_for_autograd(weight_VH, ctx.hooks_need_grad) if need_weight else None
-        elif grad_weight_VH is not None:
-            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_RH, grad_weight_VH, None, None, None, None, None, None, None
+            grad_hidden_RH[rows] = matmul(grad_CV, real_VH)
+        if grad_weight_VH is not None:
+            _add_matmul(grad_weight_VH[: shard.num_real], grad_CV.T, hidden_RH[rows])
+        del grad_CV  # before the next chunk's are made
+    if grad_hidden_RH is not None:
+        if shard.group is not None:
+            dist.all_reduce(grad_hidden_RH, group=shard.group)
+        grad_hidden_RH = grad_hidden_RH.to(hidden_RH.dtype)
+    if main_VH is not None:
+        grad_weight_VH = left_for_autograd(weight_VH, ctx.hooks_need_grad) if need_weight else None
+    elif grad_weight_VH is not None:
+        grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+    return grad_hidden_RH, grad_weight_VH
 
 
 def left_for_autograd(weight: Tensor, hooks_need_grad: bool) -> Tensor | None:
@@ -243,13 +262,13 @@ def _local_columns(targets_C: Tensor, shard: VocabShard) -> Tensor:
     return torch.where((column_C >= 0) & (column_C < shard.num_real), column_C, -1)
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
+def accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to float32 (or float64) `total` in place, on GPUs and for equal types without a temporary matrix."""
-    dtype = _operand_dtype(a, b)
+    dtype = operand_dtype(a, b)
     if dtype.itemsize == 2 and _ADDMM_WIDENS:
         torch.addmm(total, a.to(dtype), b.to(dtype), out_dtype=torch.float32, out=total)
     elif total.dtype == a.dtype == b.dtype:
@@ -260,16 +279,16 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b, accumulated and returned in float32 (float64 for float64), even for 16-bit operands."""
-    dtype = _operand_dtype(a, b)
+    dtype = operand_dtype(a, b)
     if dtype.itemsize == 2:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)
     return a.to(dtype) @ b.to(dtype)
 
 
-def _operand_dtype(a: Tensor, b: Tensor) -> torch.dtype:
+def operand_dtype(a: Tensor, b: Tensor) -> torch.dtype:
     """Return the type in which a product takes a and b: on a GPU the 16-bit type of either, if one has it.
 
     Tensor cores take 16-bit operands, and can return their float32 sums. A CPU multiplies in float32 (or float64).
     """
     low = next((x.dtype for x in (a, b) if x.dtype in (torch.bfloat16, torch.float16)), None)
-    return low if low is not None and a.is_cuda else _accumulator(a)
+    return low if low is not None and a.is_cuda else accumulator(a)

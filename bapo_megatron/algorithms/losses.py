@@ -34,6 +34,7 @@ from typing_extensions import TypeVar
 
 from bapo_megatron.algorithms.diagnostics import entropy_rule_sums, token_profile_sums
 from bapo_megatron.config.schema_loss import MeanOver, RatioOptions
+from bapo_megatron.tokens import TEACHER_LOGPROBS
 from bapo_megatron.types import ClipBounds, MicroBatch
 
 MAX_LOG_RATIO = 20.0  # exp(20) is far beyond any bound, and far from overflow
@@ -175,6 +176,7 @@ class TokenLoss:
     inputs: LossInputs
     loss_R: Tensor  # the mean over the step is the learner's; with gradient
     kl_reference_R: Tensor | None = None  # nats, from the policy to the reference; set by the learner
+    divergence_R: Tensor | None = None  # nats, on a teacher's likeliest tokens; set by the learner
 
     @property
     def mask_R(self) -> Tensor:
@@ -187,6 +189,20 @@ class TokenLoss:
     @property
     def ages_R(self) -> Tensor:
         return torch.where(self.mask_R, self.inputs.ages_R, 0)
+
+    @property
+    def top_k_mass_R(self) -> Tensor | None:
+        """The teacher's probability of its likeliest tokens; None without them."""
+        likely_RX = self.inputs.batch.likely_logprobs_RX
+        return None if likely_RX is None else torch.where(self.mask_R, likely_RX[:, :-1].exp().sum(1), 0.0)
+
+    @property
+    def teacher_kl_R(self) -> Tensor | None:
+        """Log mu - log teacher, in nats; None if the teacher gives an advantage, or there is none."""
+        batch = self.inputs.batch
+        if batch.likely_logprobs_RX is None:
+            return None
+        return torch.where(self.mask_R, batch.behaviour_logprobs_R - batch.extra[TEACHER_LOGPROBS], 0.0)
 
     def tables(self, *, with_profile: bool) -> dict[str, Tensor]:
         """Sum whatever is not one value per token: float32 scalars by the key of a declared mean."""

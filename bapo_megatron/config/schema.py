@@ -28,7 +28,7 @@ from bapo_megatron.config.dotted import ANNOTATOR, ENVIRONMENT, KEEP_GROUP, REWA
 from bapo_megatron.config.engines import ENGINE
 from bapo_megatron.config.families import FAMILY
 from bapo_megatron.config.losses import DEFAULT, LOSSES, AnyLoss
-from bapo_megatron.config.schema_loss import ClipBoundConfig, RuleReads
+from bapo_megatron.config.schema_loss import ClipBoundConfig, Divergence, RuleReads
 from bapo_megatron.config.sources import OWN_ROWS, SOURCE, SourceKind, source_kind
 from bapo_megatron.config.system_calls import known_calls
 from bapo_megatron.errors import closest, did_you_mean
@@ -562,12 +562,18 @@ class CriticConfig(Section):
 class TeacherConfig(Section):
     """A teacher: a frozen model in the trainer, split like the policy, that scores each sampled token once. A token's
     advantage is coef x (log teacher - log sampler), see docs/teacher.md. With advantage.kind = "teacher" there is no
-    other; with any other kind without a critic it is added to the reward's."""
+    other; with any other kind without a critic it is added to the reward's. With top_k, the loss gets a divergence from
+    the teacher instead."""
 
     path: PathText | None = None
     """Its Hugging Face folder, or name on the hub; it has the policy's tokenizer. Unset: no teacher."""
     coef: Positive = 1.0
-    """Weight of the teacher's advantage."""
+    """Weight of the teacher's advantage; with top_k, of its divergence."""
+    top_k: Whole = 0
+    """The loss gets coef x the divergence on each token's top_k likeliest tokens and all others together, computed
+    before each update. 0: the teacher gives an advantage instead."""
+    divergence: Divergence = "forward"
+    """forward: sum of q log(q / p), with q the teacher's and p the policy's probabilities; reverse: of p log(p / q)."""
 
 
 class OptimizerConfig(Section):

@@ -31,6 +31,7 @@ from their own forward passes (the first update reads all of its own)."""
 
 
 MeanOver = Literal["tokens", "responses", "budget"]
+Divergence = Literal["forward", "reverse"]
 
 
 class BoundRange(Section):

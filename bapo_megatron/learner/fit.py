@@ -73,11 +73,27 @@ def check_frozen(
         )
     elif is_padded and frozen.folder is not None and policy.folder is not None:
         yield from check_tokenizers(config, frozen.folder, policy.folder, policy.own)
+    if setting == "teacher.path" and config.teacher.top_k and not policy.problems:
+        yield from _check_top_k(config, policy.shape)
     for violation in check_split(config, frozen, setting):
         yield replace(violation, settings=(*settings, *violation.settings[1:]), problem=f"{name}: {violation.problem}")
     of_policy, shape = (None if model.problems else model.shape for model in (policy, frozen))
     if of_policy is None or of_policy.linear is None:
         yield from check_linear_attention(setting, shape, machine)
+
+
+def _check_top_k(config: Config, policy: ModelShape) -> Iterator[Violation]:
+    """Check that each rank of a tensor group has K rows of the vocabulary, and that other tokens are left."""
+    top_k, tensor = config.teacher.top_k, config.parallel.tensor
+    most = min(policy.padded_vocab_size(tensor) // tensor, policy.vocab_size - 1)
+    if top_k > most:
+        of_rank = f" on each of {tensor} ranks" if tensor > 1 else ""
+        yield Violation(
+            ("teacher.top_k", "parallel.tensor", "model.path"),
+            f"teacher.top_k={top_k}, but of the vocabulary of {policy.vocab_size} tokens at most {most} can be chosen"
+            f"{of_rank}",
+            f"set it to {most} or less",
+        )
 
 
 def check_tokenizers(config: Config, teacher: Path, policy: Path, own: Family | None) -> Iterator[Violation]:

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from bapo_megatron.algorithms.kl import KLCoefficient, reference_kl
+from bapo_megatron.algorithms.likely import divergence
 from bapo_megatron.algorithms.losses import LossInputs, ScoredTokens, TokenLoss
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
@@ -197,7 +198,7 @@ class MegatronLearner(TrainedModel):
         Args:
             found: a decision, or a `FoundOf`.
         """
-        log_probs_R, entropy_R = scores
+        log_probs_R, entropy_R, likely_RX, _ = scores
         ages_R = self.version - batch.versions_R
         mean_over, over_context = self.config.loss.mean_over, self.layout.sum_over_context
         tokens = ScoredTokens(batch, log_probs_R.detach(), ages_R, over_context, entropy_R.detach(), mean_over)
@@ -214,6 +215,11 @@ class MegatronLearner(TrainedModel):
             kl_R = reference_kl(log_probs_R, batch.reference_logprobs_R, batch.mask_R, self.config.loss.kl_estimator)
             loss_R = loss_R + self.kl_coefficient.value * kl_R
             record = dataclasses.replace(record, kl_reference_R=kl_R)
+        if likely_RX is not None and batch.likely_logprobs_RX is not None:
+            teacher = self.config.teacher
+            divergence_R = divergence(likely_RX, batch.likely_logprobs_RX, batch.mask_R, teacher.divergence)
+            loss_R = loss_R + teacher.coef * divergence_R
+            record = dataclasses.replace(record, divergence_R=divergence_R)
         weight_R = inputs.loss_weights()
 
         def total(values_R: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from bapo_megatron.algorithms.likely import class_log_probs, likeliest
 from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
 from bapo_megatron.config.dotted import imported
 from bapo_megatron.config.schema import Config
@@ -327,8 +328,8 @@ def fuse_weight_gradients(layers: torch.nn.Module) -> None:
 class PolicyModel(GPTModel):
     """A part of the policy: this rank's layers or, with a virtual pipeline, the layers of one chunk.
 
-    The model's last part returns (log_probs_R, entropy_R), float32, for the distribution at `temperature`; the other
-    parts return hidden states [T or T / tensor, 1, H].
+    The model's last part returns the fields of `Scores`, for the distribution at `temperature`; the other parts return
+    hidden states [T or T / tensor, 1, H].
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, layout: ParallelLayout, chunk: int = 0) -> None:
@@ -387,7 +388,8 @@ class PolicyModel(GPTModel):
         chunk_tokens: int | None,
         with_entropy: bool,
         backend: Backend = "torch",
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        top_k: int = 0,
+    ) -> Tensor | tuple[Tensor, ...]:
         hidden_T1H = self.hidden_states(batch)
         if not self.post_process:
             return hidden_T1H
@@ -398,16 +400,25 @@ class PolicyModel(GPTModel):
             )
         tied = self.share_embeddings_and_output_weights
         weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return self.output_layer(
-            hidden_T1H[:, 0].index_select(0, batch.rows_R),
+        hidden_RH = hidden_T1H[:, 0].index_select(0, batch.rows_R)
+        common: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens}
+        scores = self.output_layer(
+            hidden_RH,
             weight_VH,
             batch.targets_R,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
             backend=backend,
             hooks_need_grad=self._hooks_need_grad,
+            **common,
         )
+        common["shard"] = self.shard
+        if top_k:
+            ids_RK, own_RX = likeliest(hidden_RH, weight_VH, top_k, **common)
+            return *scores, own_RX, ids_RK
+        if batch.likely_ids_RK is not None and torch.is_grad_enabled():  # only the loss reads them
+            common["hooks_need_grad"] = self._hooks_need_grad
+            return *scores, class_log_probs(hidden_RH, weight_VH, batch.likely_ids_RK, **common)
+        return scores
 
     @property
     def _hooks_need_grad(self) -> bool:

@@ -21,7 +21,7 @@ from bapo_megatron.learner.fit import FrozenSetting, check_frozen
 from bapo_megatron.learner.lora import reference_adapters
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.precision import this_machine
-from bapo_megatron.learner.schedule import Schedule
+from bapo_megatron.learner.schedule import Schedule, Scores
 from bapo_megatron.learner.split_model import SplitModel, TrainedModel
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.types import MiniBatch
@@ -57,6 +57,14 @@ class FrozenPolicy(SplitModel):
     def log_probs(self, minibatch: MiniBatch) -> list[Tensor]:
         """See `Learner.log_probs`."""
         return self._schedule.log_probs(minibatch)
+
+    def likeliest(self, minibatch: MiniBatch, top_k: int) -> list[Scores]:
+        """Return the likeliest tokens of each micro-batch's rows, on the CPU, empty off the last stage. Collective."""
+
+        def kept(scores: Scores) -> Scores:
+            return Scores._make(None if x is None else x.cpu() for x in scores)
+
+        return self._schedule.without_gradient(minibatch, kept, top_k=top_k)
 
 
 class OwnReference:

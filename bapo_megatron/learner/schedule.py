@@ -35,6 +35,8 @@ class Scores(NamedTuple):
 
     log_probs_R: Tensor
     entropy_R: Tensor
+    likely_RX: Tensor | None = None  # log-probs of a teacher's likeliest tokens, and of all others together
+    likely_ids_RK: Tensor | None = None  # int32: these tokens, if the model was asked for its own
 
     @property
     def device(self) -> torch.device:
@@ -95,19 +97,22 @@ class Schedule:
         return self.without_gradient(minibatch, lambda scores: scores[0])
 
     def without_gradient(
-        self, minibatch: MiniBatch, of: Callable[[Any], _Kept], *, with_entropy: bool = False
+        self, minibatch: MiniBatch, of: Callable[[Any], _Kept], *, with_entropy: bool = False, top_k: int = 0
     ) -> list[_Kept]:
-        """Return `of` the model's output for each micro-batch, without gradient; empty off the last stage."""
+        """Return `of` the model's output for each micro-batch, without gradient; empty off the last stage.
+
+        Args:
+            top_k: number of the model's likeliest tokens to find, a policy's.
+        """
+        options = {"with_entropy": with_entropy} | ({"top_k": top_k} if top_k else {})
         with torch.no_grad():
-            return self._forward(
-                minibatch, lambda batch: lambda output, non_loss_data: of(output), with_entropy=with_entropy
-            )
+            return self._forward(minibatch, lambda batch: lambda output, non_loss_data: of(output), options)
 
     def forward(self, minibatch: MiniBatch) -> ForwardPasses:
         """Run all forward passes and keep their graphs. Does not work with pipeline stages."""
         assert self._layout.pipeline_size == 1, "pipeline stages run micro-batches in Megatron's own order"
         batches = self._on_device(minibatch)
-        scores = self._forward(minibatch, lambda batch: lambda scores, non_loss_data: scores)
+        scores = self._forward(minibatch, lambda batch: lambda scores, non_loss_data: scores, {"with_entropy": True})
         return ForwardPasses(minibatch, list(zip(batches, scores, strict=True)))
 
     def backward(self, passes: ForwardPasses, loss_of: LossOf[_Outcome]) -> list[_Outcome]:
@@ -124,10 +129,10 @@ class Schedule:
 
     def forward_backward(self, minibatch: MiniBatch, loss_of: LossOf[_Outcome]) -> list[_Outcome]:
         """Run forward and backward passes in turn; return the outcomes, empty off the last stage."""
-        return self._forward(minibatch, loss_of, forward_only=False)
+        return self._forward(minibatch, loss_of, {"with_entropy": True}, forward_only=False)
 
     def _forward(
-        self, minibatch: MiniBatch, then: Callable, *, with_entropy: bool = True, forward_only: bool = True
+        self, minibatch: MiniBatch, then: Callable, options: dict[str, Any], *, forward_only: bool = True
     ) -> list[Any]:
         """Run the model on each micro-batch; `then` maps the micro-batch to the function to call with its output."""
 
@@ -138,8 +143,8 @@ class Schedule:
                     batch,
                     temperature=self._config.rollout.temperature,
                     chunk_tokens=self._config.train.logprob_chunk_tokens,
-                    with_entropy=with_entropy,
                     backend=logprob_backend(self._config),
+                    **options,
                 )
             return Scores(*output) if isinstance(output, tuple) else output, then(batch)
 

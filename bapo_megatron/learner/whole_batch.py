@@ -1,7 +1,7 @@
 """What the learner computes for all sampled tokens of a rollout batch before a step's updates, on every rank.
 
 This covers values, log-probs of the proximal and the reference policy, a teacher's and the advantages that follow from
-them, and streams that a loss declares (`StepStream`).
+them, and streams that a loss declares (`StepStream`). A teacher's likeliest tokens are computed for each update.
 """
 
 import math
@@ -50,7 +50,7 @@ def scorers_of(
     if reference is not None and not config.train.rollout_only:
         packed_for = reference.policy if isinstance(reference, OwnReference) else reference
         found.append(Scorer(REFERENCE_LOGPROBS, packed_for, reference.log_probs))
-    if teacher is not None and not config.train.rollout_only:
+    if teacher is not None and not config.teacher.top_k and not config.train.rollout_only:
         found.append(Scorer(TEACHER_LOGPROBS, teacher, teacher.log_probs))
     if config.loss.scores_proximal:
         found.append(proximal_scorer(policy))
@@ -108,6 +108,28 @@ def taught(batch: Batch, dealt_for: Learner | SplitModel, config: Config) -> Bat
     metrics = {"teacher/kl": -mean / coef, "teacher/advantage_std": spread}
     advantages_T = (batch.advantages_T.double() + advantages_T).float()
     return replace(batch, advantages_T=advantages_T, metrics=batch.metrics | metrics)
+
+
+def with_likeliest(minibatch: MiniBatch, teacher: FrozenPolicy | None, config: Config) -> MiniBatch:
+    """Add the teacher's likeliest tokens to the micro-batches of an update, for `teacher.top_k`. Collective.
+
+    They are of this rank's rows, and stay there, since K times a batch's tokens do not fit on every rank. Only the last
+    stage, which computes the loss, has them.
+    """
+    if teacher is None or not config.teacher.top_k:
+        return minibatch
+    found = teacher.likeliest(minibatch, config.teacher.top_k)
+    pairs = zip(minibatch.micro_batches, found, strict=bool(found))
+    taught = [
+        replace(
+            batch,
+            likely_ids_RK=scores.likely_ids_RK,
+            likely_logprobs_RX=scores.likely_RX,
+            extra={**batch.extra, TEACHER_LOGPROBS: scores.log_probs_R},
+        )
+        for batch, scores in pairs
+    ]
+    return replace(minibatch, micro_batches=tuple(taught or minibatch.micro_batches))
 
 
 def without_rejected(batch: Batch, policy: Learner, config: Config) -> Batch:

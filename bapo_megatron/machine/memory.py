@@ -32,6 +32,8 @@ from bapo_megatron.rollout.staleness import StalenessBound
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
 BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs, versions of one token: MicroBatch
+LIKELY_BYTES = 8  # the id and log-prob of a likely token of a teacher
+CLASS_COPIES = 8  # log-probs of a row's likely tokens, probabilities and gradients, while the loss is differentiated
 
 CONTEXT_BYTES = int(2.4 * GIB)  # what one H200 held outside of torch's allocator, with experts: docs/measured/gpu.toml
 NCCL_BYTES = int(1.0 * GIB)  # assumed: NCCL's buffers for the groups of one rank
@@ -115,6 +117,9 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     # a parameter's gradient briefly exists outside the gradient buffer; without overlap, the vocabulary's does not
     largest = largest_parameter if p.overlap_communication else largest_in_layer
     working, logits = layers.backward() + largest(run.shape, p) * item, 0
+    of_token = BATCH_BYTES + of_stage * routes_bytes(run) // run.shape.num_layers
+    if stage == p.pipeline - 1:
+        of_token += LIKELY_BYTES * run.config.teacher.top_k
     if stage == p.pipeline - 1 and layers.rows() + layers.logits() > working:
         working, logits = layers.rows(), layers.logits()
     return TrainerMemory(
@@ -128,7 +133,7 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
         teacher=teacher,
         critic=critic,
         fp8=FP8_BYTES * of_model if run.config.precision.uses_fp8 and not run.config.precision.fp8_params else 0,
-        batch=_tokens_of_update(run.config) * (BATCH_BYTES + of_stage * routes_bytes(run) // run.shape.num_layers),
+        batch=_tokens_of_update(run.config) * of_token,
         context=CONTEXT_BYTES + NCCL_BYTES if on_gpu else 0,
         activations=layers.kept(stage),
         working=working,
@@ -278,6 +283,7 @@ class _Activations:
         """Count the bytes kept for all micro-batches between their forward and backward on a stage."""
         layers = self._kept_by_chunk()
         rows = self._T * self._H * self._item * (2 if self._config.parallel.sequence else 1)  # before the vocabulary
+        rows += self._classes()
         by_turns = layers * self._chunks_under_way(stage) + self._shared()
         # minus the rows of the micro-batch being differentiated: they are in `rows()`, or freed
         forwards_first = self._forwards_first * (layers + self._shared() + rows) - rows
@@ -437,7 +443,14 @@ class _Activations:
     def rows(self) -> int:
         """Count the bytes of the output layer's input and its gradient while log-probs are differentiated."""
         copies = self._item * (2 if self._config.parallel.sequence else 1) + MASTER_BYTES
-        return self._T * self._H * copies
+        if self._config.teacher.top_k:
+            copies += self._item  # the gradient by the divergence
+        return self._T * self._H * copies + CLASS_COPIES * self._classes()
+
+    def _classes(self) -> int:
+        """Count the bytes of the log-probs of a teacher's likeliest tokens, and of all others together."""
+        top_k = self._config.teacher.top_k
+        return self._T * (top_k + 1) * MASTER_BYTES if top_k else 0
 
     def logits(self) -> int:
         """Count the bytes of one chunk's logits, probabilities and low-precision copy."""

@@ -66,11 +66,15 @@ def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: float) -> floa
     layers, output = forward_flops(run.shape, tokens)
     epochs = run.config.train.epochs_per_step
     update, again = run.shape.passes_of_update, recomputed_share(run, tokens)
-    trained = epochs * ((update + again) * layers + (update + 1) * output)  # logits are always computed again
+    of_output = (update + 1) * output  # logits are always computed again
+    trained = epochs * ((update + again) * layers + of_output * (2 if run.config.teacher.top_k else 1))
     critic = 0.0
     if not run.config.advantage.compares_responses:  # the critic scores values, then updates; its head is one row
         critic = (1 + run.config.critic.epochs_per_step * (3 + again)) * layers  # a backward pass takes two
-    teacher = 0.0 if run.teacher_shape is None else sum(forward_flops(run.teacher_shape, tokens))
+    teacher = 0.0
+    if run.teacher_shape is not None:
+        of_layers, logits = forward_flops(run.teacher_shape, tokens)
+        teacher = epochs * (of_layers + 2 * logits) if run.config.teacher.top_k else of_layers + logits
     return trained + scoring_passes * (layers + output) + critic + teacher
 
 
@@ -96,10 +100,11 @@ def num_scoring_passes(config: Config, forwards_first: bool) -> int:
 
 
 def teacher_passes(run: Resolved) -> float:
-    """Return the teacher's pass, in passes of the policy that send as much: by layers and hidden size."""
+    """Return the teacher's passes, in passes of the policy that send as much: by layers and hidden size."""
     if (teacher := run.teacher_shape) is None:
         return 0.0
-    return teacher.num_layers * teacher.hidden_size / (run.shape.num_layers * run.shape.hidden_size)
+    number = run.config.train.epochs_per_step if run.config.teacher.top_k else 1
+    return number * teacher.num_layers * teacher.hidden_size / (run.shape.num_layers * run.shape.hidden_size)
 
 
 def bubble(config: Config, num_microbatches: int) -> float:

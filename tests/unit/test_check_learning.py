@@ -110,6 +110,21 @@ def messages(severity: str, **sections: Any) -> list[str]:
         ),
         ("warning", {"teacher": {"coef": 2.0}}, "teacher.coef=2.0 has no effect without teacher.path"),
         (
+            "error",
+            {"teacher": {"top_k": 8}},
+            "teacher.top_k=8 needs teacher.path, the model whose likeliest tokens count",
+        ),
+        (
+            "warning",
+            {"teacher": {"path": "x", "divergence": "reverse"}, "loss": {"name": "grpo"}},
+            'teacher.divergence="reverse" has no effect without teacher.top_k',
+        ),
+        (
+            "warning",
+            {"advantage": {"kind": "teacher"}, "teacher": {"path": "x", "top_k": 8}},
+            "there are no advantages for the search of [bapo]; set loss.name",
+        ),
+        (
             "warning",
             {
                 "advantage": {"kind": "teacher"},
@@ -186,6 +201,28 @@ def test_a_model_that_scores_needs_positions_for_the_longest_sequence(scorer: st
     assert found(1024) == []
     (short,) = found(1023)
     assert "='x' has max_position_embeddings=1023, and the longest sequence that it may score has 1024 tokens" in short
+
+
+def test_a_teachers_likeliest_tokens_are_on_one_rank_and_leave_others() -> None:
+    """Rewards keep the search, and what rollout.top_p cuts away does not bend a divergence."""
+    policy = json.loads((demo_model_path() / "config.json").read_text()) | {"vocab_size": 1001}
+
+    def found(top_k: int, tensor: int) -> list[str]:
+        settings = {
+            "teacher": {"path": "x", "top_k": top_k},
+            "parallel": {"tensor": tensor},
+            "rollout": {"top_p": 0.9, "max_response_tokens": 64},
+        }
+        run = resolve(Config.model_validate(settings), policy)
+        return [v.message for v in check_settings(run, teacher=ModelFacts(policy))]
+
+    fitting = found(500, 2)
+    assert found(1000, 1) == found(501, 2) == fitting
+    assert not any("search of [bapo]" in message or "too low" in message for message in fitting)
+    of_all, of_rank = ([one for one in found(*case) if "teacher.top_k" in one] for case in ((1001, 1), (502, 2)))
+    begin = ", but of the vocabulary of 1001 tokens at most "
+    assert of_all == [f"teacher.top_k=1001{begin}1000 can be chosen; set it to 1000 or less"]
+    assert of_rank == [f"teacher.top_k=502{begin}501 can be chosen on each of 2 ranks; set it to 501 or less"]
 
 
 def test_a_teacher_may_have_more_rows_than_the_policy_and_not_fewer() -> None:

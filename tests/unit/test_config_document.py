@@ -107,7 +107,7 @@ def test_a_name_in_a_section_of_something_else_is_never_the_policys(section: str
             if "*" in name:
                 continue
             told = meant_setting((*section.split("."), *name.lstrip("-").replace("-", "_").split(".")))
-            own = {"critic": r"critic\..*", "ref": r"loss\.reference_path", "teacher": r"teacher\.path"}.get(
+            own = {"critic": r"critic\..*", "ref": r"loss\.reference_path", "teacher": r"teacher\.(path|top_k)"}.get(
                 section, r"reward\.kind"
             )
             assert told is None or not told.setting or re.fullmatch(own, told.setting), (section, name, told, hint)

@@ -241,7 +241,7 @@ def test_tensor_cores_get_gradients_that_are_rounded_once(monkeypatch, way, temp
         assert out is total
         return total.add_(product(a, b, out_dtype=out_dtype))
 
-    monkeypatch.setattr(logprobs, "_operand_dtype", lambda a, b: low)
+    monkeypatch.setattr(logprobs, "operand_dtype", lambda a, b: low)
     monkeypatch.setattr(logprobs, "_ADDMM_WIDENS", True)
     monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(torch, "addmm", added)

@@ -16,7 +16,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.machine.gpus import GIB, GPUS, device_peak_flops, kind_of
-from bapo_megatron.machine.memory import forwards_under_way, microbatch_tokens, trainer_memory
+from bapo_megatron.machine.memory import BATCH_BYTES, forwards_under_way, microbatch_tokens, trainer_memory
 from bapo_megatron.machine.parameters import Held, model_parameters
 from bapo_megatron.machine.server_memory import server_memory
 from bapo_megatron.preflight import plan, work
@@ -231,6 +231,24 @@ def test_a_teacher_counts_with_its_own_size() -> None:
     assert taught.flops - without.flops == pytest.approx(layers + output, rel=1e-9)
     assert unknown.flops - without.flops == pytest.approx(sum(work.forward_flops(SHAPE, without.tokens)), rel=1e-9)
     assert taught.train.least > unknown.train.least > without.train.least
+
+
+def test_a_teachers_likeliest_tokens_cost_memory_and_passes() -> None:
+    """Of two epochs, each has the teacher's pass, and each pass computes the output layer twice."""
+    given = ("teacher.path=models/other", "train.epochs_per_step=2", "parallel.pipeline=2")
+    without, likely = (make_plan(resolve(recipe(*given, *more), HF_CONFIG)) for more in ((), ("teacher.top_k=64",)))
+    layers, output = work.forward_flops(SHAPE, without.tokens)
+    more = 2 * ((SHAPE.passes_of_update + 1) * output + layers + 2 * output) - (layers + output)
+    assert likely.flops - without.flops == pytest.approx(more, rel=1e-9)
+    assert likely.train.least > without.train.least
+    runs = [resolve(recipe(*given, f"teacher.top_k={top_k}"), HF_CONFIG) for top_k in (0, 64, 128)]
+    first = [trainer_memory(run, gpu_bytes=GPU_BYTES).batch for run in runs]
+    last = [trainer_memory(run, stage=1, gpu_bytes=GPU_BYTES).batch for run in runs]
+    assert first[0] == first[1] == first[2] == last[0], "only the last stage has them"
+    tokens = last[0] // BATCH_BYTES
+    assert last[1] - last[0] == last[2] - last[1] == tokens * 64 * 8
+    kept = [trainer_memory(run, stage=1, gpu_bytes=GPU_BYTES) for run in runs]
+    assert kept[0].working + kept[0].logits < kept[1].working + kept[1].logits < kept[2].working + kept[2].logits
 
 
 def test_a_plan_finds_the_teacher_among_known_models() -> None:

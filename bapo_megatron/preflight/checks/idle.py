@@ -115,6 +115,7 @@ IDLE = (
         'advantage.kind="gae" or "n_step"',
     ),
     Idle("teacher.coef", "teacher.path", lambda c, _: c.teacher.path is not None, "teacher.path"),
+    Idle("teacher.divergence", "teacher.top_k", lambda c, _: c.teacher.top_k > 0, "teacher.top_k=64"),
     Idle(
         "advantage.whiten_batch reward.overlong_penalty reward.scale reward.running_std reward.clip",
         "advantage.kind",

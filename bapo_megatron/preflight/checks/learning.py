@@ -205,7 +205,7 @@ def check_critic(config: Config) -> Iterator[Violation]:
 
 
 def check_teacher(config: Config) -> Iterator[Violation]:
-    """Check that a teacher is there where it must be, and what its advantages mean for the update."""
+    """Check that a teacher is there where it must be, and what its advantages or its divergence mean for the update."""
     advantage, path = config.advantage, config.teacher.path
     if path is None:
         if not advantage.reads_rewards:
@@ -213,6 +213,12 @@ def check_teacher(config: Config) -> Iterator[Violation]:
                 ("teacher.path", "advantage.kind"),
                 'advantage.kind="teacher" needs teacher.path, the model to learn from',
                 'set it, or advantage.kind="grpo"',
+            )
+        if config.teacher.top_k:
+            yield Violation(
+                ("teacher.path", "teacher.top_k"),
+                f"teacher.top_k={config.teacher.top_k} needs teacher.path, the model whose likeliest tokens count",
+                "set it, or leave teacher.top_k out",
             )
         return
     if not advantage.compares_responses:
@@ -222,14 +228,17 @@ def check_teacher(config: Config) -> Iterator[Violation]:
             "follow are not added to a teacher's",
             'set advantage.kind="teacher" to learn from the teacher alone, or "grpo" to add its advantage',
         )
-    if config.searches_bounds:
+    has_advantages = not config.teacher.top_k
+    if config.searches_bounds and (has_advantages or not advantage.reads_rewards):
         yield warning(
             ("loss.name", "bapo.scope", "teacher.path"),
             "a teacher's advantages are negative on average, by the KL divergence, and so the search of [bapo] ends at "
-            "its limits in nearly every update",
+            "its limits in nearly every update"
+            if has_advantages
+            else 'with teacher.top_k and advantage.kind="teacher" there are no advantages for the search of [bapo]',
             'set loss.name="grpo", whose bounds are fixed, or bapo.scope="fixed"',
         )
-    if config.rollout.is_cut:
+    if config.rollout.is_cut and has_advantages:
         yield warning(
             ("rollout.top_p", "rollout.top_k", "teacher.path"),
             "with rollout.top_p or rollout.top_k, the sampler's log-probs cover the tokens that it may choose, and the "
