@@ -59,7 +59,9 @@ class LayerPass:
         elif model.qk_norm:
             q_BTHD = self.norm(q_BTHD, "self_attention.q_layernorm.weight")
             k_BTKD = self.norm(k_BTKD, "self_attention.k_layernorm.weight")
-        out_BTHD = self.attend(_rotate(q_BTHD, *self.angles), _rotate(k_BTKD, *self.angles), v_BTKD)
+        if self.shape.rotated:
+            q_BTHD, k_BTKD = _rotate(q_BTHD, *self.angles), _rotate(k_BTKD, *self.angles)
+        out_BTHD = self.attend(q_BTHD, k_BTKD, v_BTKD)
         if model.output_gate:
             out_BTHD = out_BTHD * gate_BTHD.sigmoid()
         return linear(out_BTHD.flatten(2), self.weights, "self_attention.linear_proj")
