@@ -22,7 +22,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention  #
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from bapo_megatron.learner.elementwise import rotate
+from bapo_megatron.learner.elementwise import WholeNorm, rotate
 from bapo_megatron.learner.packs import HAS_GAPS, PackedSequences
 
 
@@ -77,8 +77,10 @@ class _CoreAttention(torch.nn.Module):
             return q_T1ND, k_T1KD
         return rotate(q_T1ND, pack.rotation), rotate(k_T1KD, pack.rotation)
 
+    must_rotate = False  # whether only this module can rotate
+
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return nothing: attention has no parameters."""
+        """Return nothing: Megatron's checkpoints are not written."""
         return {}
 
 
@@ -146,3 +148,25 @@ class TransformerEngineAttention(_CoreAttention):
         packed = (x[:, 0] for x in (q_T1ND, k_T1KD, v_T1KD))
         out = self.core(*packed, *args, packed_seq_params=packed_seq_params.thd(), **kwargs)
         return out.reshape(q_T1ND.shape[0], 1, -1)
+
+
+def with_whole_norms(core: type, num_heads: int, num_kv_heads: int) -> type:
+    """Return a class of core attention that norms queries over all heads together, and keys, before it rotates them.
+
+    Megatron's own place for norms (`q_layernorm`) takes norms of single heads alone: it sums their gradients over
+    tensor-parallel ranks.
+    """
+
+    class Normed(core):
+        must_rotate = True
+
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            self.q_norm, self.k_norm = WholeNorm(config, num_heads), WholeNorm(config, num_kv_heads)
+
+        def forward(self, q_T1ND: Tensor, k_T1KD: Tensor, v_T1KD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            out: Tensor = super().forward(self.q_norm(q_T1ND), self.k_norm(k_T1KD), v_T1KD, *args, **kwargs)
+            return out
+
+    Normed.__name__ = Normed.__qualname__ = f"Normed{core.__name__}"
+    return Normed

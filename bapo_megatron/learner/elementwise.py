@@ -46,12 +46,12 @@ class RMSNorm(torch.nn.RMSNorm):
 class WholeNorm(torch.nn.Module):
     """RMSNorm over all heads together, of which each tensor-parallel rank has a part: [T, 1, heads, D]."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, num_heads: int) -> None:
         super().__init__()
-        self.eps, self.width = eps, num_heads * hidden_size
+        self.eps, self.width = config.layernorm_epsilon, num_heads * config.kv_channels
         self.is_split = config.tensor_model_parallel_size > 1
-        mine = self.width // config.tensor_model_parallel_size
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        mine = self.width // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(torch.ones(mine, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 

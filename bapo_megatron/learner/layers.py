@@ -31,8 +31,8 @@ from torch import Tensor
 from bapo_megatron.config.dotted import imported
 from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.shape import LayerShape, ModelShape
-from bapo_megatron.learner.attention import PackedAttention, TransformerEngineAttention
-from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, WholeNorm
+from bapo_megatron.learner.attention import PackedAttention, TransformerEngineAttention, with_whole_norms
+from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm
 from bapo_megatron.learner.linear_attention import GatedDeltaNet
 from bapo_megatron.learner.lora import Part, adapted
 
@@ -105,8 +105,7 @@ class Kit:
     def norm_whole_heads(self) -> None:
         """Norm queries over all heads together, and keys."""
         attention, model = self.layer.submodules.self_attention.submodules, self.model
-        attention.q_layernorm = ModuleSpec(module=WholeNorm, params={"num_heads": model.num_heads})
-        attention.k_layernorm = ModuleSpec(module=WholeNorm, params={"num_heads": model.num_kv_heads})
+        attention.core_attention = with_whole_norms(attention.core_attention, model.num_heads, model.num_kv_heads)
 
 
 def pre_norm(kit: Kit) -> None:

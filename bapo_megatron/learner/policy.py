@@ -218,7 +218,11 @@ class PolicyModel(GPTModel):
         self._describe_pack = PackedSequences.of if in_blocks else PackedSequences.for_transformer_engine
         frequencies, self.rotation_factor = rotary_frequencies(shape)
         # Megatron's own rotation knows no factor on cosine and sine, as yarn has it
-        self.rotates_in_attention = (in_blocks and not config.apply_rope_fusion) or self.rotation_factor != 1
+        self.rotates_in_attention = (
+            (in_blocks and not config.apply_rope_fusion)
+            or self.rotation_factor != 1
+            or any(getattr(module, "must_rotate", False) for module in self.modules())
+        )
         # not a buffer: it would be cast to bfloat16 with the weights, which is too coarse for positions
         self.inverse_frequencies = frequencies.to(device())
         _mark_split_parameters(self)

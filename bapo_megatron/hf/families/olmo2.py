@@ -10,8 +10,8 @@ _OTHERS = {"input_layernorm.weight", "pre_mlp_layernorm.weight"}
 PARAMETERS = (
     *(one for one in ATTENTION if one.name not in _OTHERS and one.only_if != "qk_norm"),
     # each rank has the part of its heads
-    Parameter("self_attention.q_layernorm.weight", ROWS, {"self_attn.q_norm.weight": "Q"}),
-    Parameter("self_attention.k_layernorm.weight", ROWS, {"self_attn.k_norm.weight": "K"}),
+    Parameter("self_attention.core_attention.q_norm.weight", ROWS, {"self_attn.q_norm.weight": "Q"}),
+    Parameter("self_attention.core_attention.k_norm.weight", ROWS, {"self_attn.k_norm.weight": "K"}),
     Parameter(_AFTER_ATTENTION, COPY, {"post_attention_layernorm.weight": "E"}),
     *GATED_MLP,
     Parameter(_AFTER_MLP, COPY, {"post_feedforward_layernorm.weight": "E"}),
