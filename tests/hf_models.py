@@ -77,7 +77,7 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "smollm3": (SmolLM3Config, SIZES),
     "smollm3-untied-biases": (
         SmolLM3Config,
-        dict(**SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, no_rope_layers=[0, 1, 1, 0, 0, 1]),
+        dict(**SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, no_rope_layer_interval=2),
     ),
     "gemma-untied-biases": (GemmaConfig, dict(**SIZES, **_ODD_HEAD, tie_word_embeddings=False, attention_bias=True)),
 }
