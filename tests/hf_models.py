@@ -7,14 +7,17 @@ import torch
 import transformers
 from transformers import (
     GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 37
@@ -40,6 +43,12 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -55,6 +64,21 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3-biases": (Qwen3Config, dict(**SIZES, **_ODD_HEAD, attention_bias=True)),
     "mistral": (MistralConfig, dict(**SIZES, **_ODD_HEAD, sliding_window=None)),
     "gemma": (GemmaConfig, dict(**SIZES, **_ODD_HEAD)),
+    "granite": (GraniteConfig, dict(**SIZES, **_MULTIPLIERS)),
+    "granite-tied-biases": (
+        GraniteConfig,
+        dict(**SIZES, **_MULTIPLIERS, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    ),
+    "olmo2": (Olmo2Config, SIZES),
+    "olmo2-tied-biases-yarn": (
+        Olmo2Config,
+        dict(**SIZES, tie_word_embeddings=True, attention_bias=True, rope_parameters=_YARN),
+    ),
+    "smollm3": (SmolLM3Config, SIZES),
+    "smollm3-untied-biases": (
+        SmolLM3Config,
+        dict(**SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, no_rope_layer_interval=2),
+    ),
     "gemma-untied-biases": (GemmaConfig, dict(**SIZES, **_ODD_HEAD, tie_word_embeddings=False, attention_bias=True)),
 }
 
@@ -91,9 +115,9 @@ def save_model(name: str, folder: Path, **change: Any) -> PreTrainedModel:
     return save_randomised(make_model_config(name, **change), folder)
 
 
-def save_randomised(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+def save_randomised(config: PreTrainedConfig, folder: Path, seed: int = 5) -> PreTrainedModel:
     """Save and return a model with no weight value that a mistake in a name map could hit by chance."""
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if config.model_type == "qwen3_moe":
         model.set_experts_implementation("eager")  # the other one wants sizes that 4 divides

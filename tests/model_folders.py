@@ -50,13 +50,16 @@ _LINEAR = {
 }
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
+    "granite": {"attention_multiplier": 0.5},
     "llama": {},
     "mistral": {"sliding_window": None},
+    "olmo2": {},
     "qwen2": {},
     "qwen3": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
     "qwen3_5_text": _LINEAR,
     "qwen3_5": _LINEAR,
+    "smollm3": {"pad_token_id": None},  # its default is beyond this vocabulary
 }
 ABSENT = object()
 _OTHERS: dict[str, dict[str, list[Any]]] = {  # values that people write, besides those about positions
@@ -76,6 +79,31 @@ _OTHERS: dict[str, dict[str, list[Any]]] = {  # values that people write, beside
         "head_dim": [8, None],
         "attention_bias": [ABSENT, True, False, None],
         "use_bidirectional_attention": [None, False, True],
+    },
+    "granite": {
+        "num_key_value_heads": [ABSENT, None, 4],
+        "head_dim": [ABSENT, 8, None],
+        "attention_bias": [ABSENT, True],
+        "mlp_bias": [ABSENT, True],
+        "embedding_multiplier": [ABSENT, 12, 1.5, 0, "12"],
+        "attention_multiplier": [ABSENT, 0.25, None],
+        "residual_multiplier": [ABSENT, 0.22, -1.0],
+        "logits_scaling": [ABSENT, 8, 0.0],
+    },
+    "olmo2": {
+        "num_key_value_heads": [ABSENT, None, 4],
+        "head_dim": [ABSENT, None, 8],
+        "attention_bias": [ABSENT, True, False, None],
+    },
+    "smollm3": {
+        "num_key_value_heads": [ABSENT, None, 1, 4],
+        "head_dim": [ABSENT, 8, None],
+        "attention_bias": [ABSENT, True],
+        "mlp_bias": [ABSENT, True],
+        "no_rope_layers": [ABSENT, None, [0, 1], [1, 1], [0, 0], [1], "1"],
+        "no_rope_layer_interval": [ABSENT, 1, 2, 3, 0, None],
+        "use_sliding_window": [ABSENT, False, True],
+        "sliding_window": [ABSENT, None, 16],
     },
     "llama": {
         "hidden_act": [ABSENT, "silu", "gelu_pytorch_tanh", "gelu", "swish"],

@@ -1,6 +1,7 @@
 """SGLang's names of weights: some are stacked, and Qwen3.5 leaves out parts of the path (srt/models, 0.5.23)."""
 
 import re
+from collections.abc import Collection
 
 _STACKED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -19,8 +20,19 @@ def held(name: str) -> str | None:
     return _LEFT_OUT.sub("", name) if name.endswith(_HELD) and not name.startswith(_IMAGES) else None
 
 
-def stacked(name: str) -> str:
+def common(name: str, found: Collection[str]) -> str:
     """Return the common name of the server's tensor that takes a weight of a checkpoint.
+
+    Args:
+        found: the common names of a server's tensors. With transformers' own modules, in which it computes families
+            that SGLang has no class for, nothing is stacked.
+    """
+    plain = _LEFT_OUT.sub("", name)
+    return plain if plain in found else stacked(name)
+
+
+def stacked(name: str) -> str:
+    """Return the common name of the stacked tensor.
 
     Experts that are stacked already, as transformers has them in memory, have no name there: SGLang skips them.
     """

@@ -64,6 +64,7 @@ _STRUCTURES: dict[str, tuple[type, str]] = {
     "rope_parameters": (dict, "an object"),
     "rope_scaling": (dict, "an object"),
 }
+_NEWER = ("output_gate", "attention_scale", "residual_scale", "logits_scale")  # older checkpoints lack them
 _SHARED_EXPERTS = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 
 
@@ -153,8 +154,9 @@ class LayerShape:
     """What may differ from layer to layer."""
 
     mlp: Dense | Experts
-    block: Block  # of hf/families.py, or of the user's own family
+    block: Block  # of hf/families, or of the user's own family
     linear: LinearAttention | None = None  # None means attention to all earlier tokens
+    rotated: bool = True  # queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,9 @@ class ModelShape:
     eos_token_ids: frozenset[int] = field(compare=False)  # sampling stops there; not part of the computation
     has_value_head: bool = False  # a critic: one number per token instead of a language-model head
     output_gate: bool = False  # each query head of full attention comes with a gate of its output
+    attention_scale: float | None = None  # of scores; None means 1 / sqrt(head_dim)
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logits_scale: float = 1.0  # logits are divided by it
     prefix: str = field(default="model.", compare=False)  # see `Family`; the family's name tells two of them apart
     outside: tuple[Parameter, ...] = field(default=OUTSIDE, compare=False)  # see `Family`
     unread: tuple[str, ...] = field(default=(), compare=False)
@@ -208,6 +213,11 @@ class ModelShape:
     def linear(self) -> LinearAttention | None:
         """Linear attention, the same in all layers that have it; None if no layer has."""
         return next((layer.linear for layer in self.layers if layer.linear is not None), None)
+
+    @property
+    def unrotated_layers(self) -> list[int]:
+        """Numbers of the layers whose queries and keys are not rotated."""
+        return [number for number, layer in enumerate(self.layers) if not layer.rotated]
 
     @property
     def num_full_layers(self) -> int:
@@ -288,12 +298,11 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields in which two checkpoints must agree for one to load the other."""
-        described = ("layers", "output_gate", "adapters")  # below, and only if present: older checkpoints lack them
-        agreed = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare and f.name not in described
-        }
-        if self.output_gate:
-            agreed["output_gate"] = True
+        fields = [f for f in dataclasses.fields(self) if f.compare and f.name not in ("layers", "adapters")]
+        values = {f.name: getattr(self, f.name) for f in fields}
+        agreed = {f.name: values[f.name] for f in fields if f.name not in _NEWER or values[f.name] != f.default}
+        if self.unrotated_layers:
+            agreed["unrotated_layers"] = self.unrotated_layers
         if self.adapters is not None:
             agreed["adapters"] = dataclasses.asdict(self.adapters) | {"targets": list(self.adapters.targets)}
         if self.linear is not None:
@@ -362,13 +371,19 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
     def decided(switch: bool | str) -> bool:
         return bool(get(switch)) if isinstance(switch, str) else switch
 
+    def number(key: str | None) -> float:
+        return 1.0 if key is None else float(get(key))
+
     num_heads, eos = get("num_attention_heads"), get("eos_token_id")
     mlp, linear = _mlp(get), _linear(get)
     full = LayerShape(mlp, family.layer)
     other = LayerShape(mlp, family.linear_layer or family.layer, linear)
+    unrotated = LayerShape(mlp, family.layer, rotated=False)
+    layers = [other if is_linear else full for is_linear in _kinds(get)]
+    scaled = family.scaled_embedding
     return ModelShape(
         family=hf_config["model_type"],
-        layers=tuple(other if is_linear else full for is_linear in _kinds(get)),
+        layers=tuple(layer if rotates else unrotated for layer, rotates in zip(layers, _rotates(get), strict=True)),
         hidden_size=get("hidden_size"),
         num_heads=num_heads,
         num_kv_heads=get("num_key_value_heads") or num_heads,
@@ -382,11 +397,14 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
         qk_norm=family.qk_norm,
         norm_plus_one=family.norm_plus_one,
         activation=get("hidden_act"),
-        embedding_scale=math.sqrt(get("hidden_size")) if family.scaled_embedding else 1.0,
+        embedding_scale=number(scaled) if isinstance(scaled, str) else math.sqrt(get("hidden_size")) if scaled else 1.0,
         max_positions=get("max_position_embeddings"),
         rope=_rope(get),
         eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
         output_gate=family.output_gate,
+        attention_scale=None if family.attention_scale is None else number(family.attention_scale),
+        residual_scale=number(family.residual_scale),
+        logits_scale=number(family.logits_scale),
         prefix=family.prefix,
         outside=family.outside,
         unread=family.unread,
@@ -416,6 +434,16 @@ def _full_interval(get: _Settings) -> int:
         kinds = get("layer_types")
         step = _FULL_INTERVAL if kinds is None else [*kinds, "full_attention"].index("full_attention") + 1
     return int(step)
+
+
+def _rotates(get: _Settings) -> list[bool]:
+    """Return for each layer whether its queries and keys are rotated: as no_rope_layers says, in which 1 means yes."""
+    count = get("num_hidden_layers")
+    if not get.family.skips_rotation:
+        return [True] * count
+    if (named := get("no_rope_layers")) is not None:
+        return list(map(bool, named))
+    return [(number + 1) % get("no_rope_layer_interval") != 0 for number in range(count)]
 
 
 def unsupported(hf_config: dict[str, Any], own: Family | None = None) -> list[str]:
@@ -514,6 +542,11 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
         yield f"max_window_layers={json.dumps(get('max_window_layers'))} is not a number"
     if get("per_layer_config"):
         yield "per_layer_config, which makes layers differ, is not supported"
+    for key in get.family.multipliers:
+        if not _is_positive(get(key)):
+            yield f"{key}={json.dumps(get(key))} is not a positive number"
+    if get.family.skips_rotation:
+        yield from _unsupported_rotations(get)
     if get.family.has_experts:
         yield from _unsupported_experts(get)
     if get.family.linear_layer:
@@ -531,6 +564,17 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
 
 def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= sys.float_info.max
+
+
+def _unsupported_rotations(get: _Settings) -> Iterator[str]:
+    named, interval, count = get("no_rope_layers"), get("no_rope_layer_interval"), get("num_hidden_layers")
+    if named is None:
+        if type(interval) is not int or interval < 1:
+            yield f"no_rope_layer_interval={json.dumps(interval)} is not a positive number"
+    elif not isinstance(named, list) or any(value not in (0, 1) for value in named):
+        yield f"no_rope_layers={json.dumps(named)} is not a list of 0 and 1"
+    elif len(named) != count:
+        yield f"no_rope_layers has {plural(len(named), 'value')}, but num_hidden_layers={count}"
 
 
 def _unsupported_experts(get: _Settings) -> Iterator[str]:

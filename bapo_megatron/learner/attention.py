@@ -22,7 +22,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention  #
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from bapo_megatron.learner.elementwise import rotate
+from bapo_megatron.learner.elementwise import WholeNorm, rotate
 from bapo_megatron.learner.packs import HAS_GAPS, PackedSequences
 
 
@@ -67,16 +67,30 @@ def attend(
 
 
 class _CoreAttention(torch.nn.Module):
+    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
+        super().__init__()
+        self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
+
+    def rotated(self, q_T1ND: Tensor, k_T1KD: Tensor, pack: PackedSequences) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys, unless Megatron has done so or this layer does not."""
+        if pack.rotation is None or not self.rotates:
+            return q_T1ND, k_T1KD
+        return rotate(q_T1ND, pack.rotation), rotate(k_T1KD, pack.rotation)
+
+    must_rotate = False  # whether only this module can rotate
+
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return nothing: attention has no parameters."""
+        """Return nothing: Megatron's checkpoints are not written."""
         return {}
 
 
 class PackedAttention(_CoreAttention):
     """Core attention for a Megatron layer spec, with the arguments of DotProductAttention and `PackedSequences`."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__()
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        super().__init__(config, layer_number)
         self.scale = softmax_scale  # None means 1 / sqrt(head dimension)
 
     def forward(
@@ -91,8 +105,7 @@ class PackedAttention(_CoreAttention):
         """Return [T, 1, N * D]."""
         assert packed_seq_params.blocks is not None, "use PackedSequences.of"
         num_tokens = q_T1ND.shape[0]
-        if (rotation := packed_seq_params.rotation) is not None:
-            q_T1ND, k_T1KD = rotate(q_T1ND, rotation), rotate(k_T1KD, rotation)
+        q_T1ND, k_T1KD = self.rotated(q_T1ND, k_T1KD, packed_seq_params)
         k_UKD, v_UKD = packed_seq_params.gather(k_T1KD, v_T1KD)
         out_TX = None
         for block in packed_seq_params.blocks:
@@ -116,9 +129,9 @@ class TransformerEngineAttention(_CoreAttention):
     It is wrapped because the pack stays "sbhd" outside of core attention (see `PackedSequences`).
     """
 
-    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__()
-        self.core = TEDotProductAttention(config=config, **kwargs)
+    def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
+        super().__init__(config, layer_number)
+        self.core = TEDotProductAttention(config=config, layer_number=layer_number, **kwargs)
         self.core.kept_packed_seq_params.add(HAS_GAPS)
 
     def forward(
@@ -131,8 +144,29 @@ class TransformerEngineAttention(_CoreAttention):
         **kwargs: Any,
     ) -> Tensor:
         """Return [T, 1, N * D]."""
-        if (rotation := packed_seq_params.rotation) is not None:
-            q_T1ND, k_T1KD = rotate(q_T1ND, rotation), rotate(k_T1KD, rotation)
+        q_T1ND, k_T1KD = self.rotated(q_T1ND, k_T1KD, packed_seq_params)
         packed = (x[:, 0] for x in (q_T1ND, k_T1KD, v_T1KD))
         out = self.core(*packed, *args, packed_seq_params=packed_seq_params.thd(), **kwargs)
         return out.reshape(q_T1ND.shape[0], 1, -1)
+
+
+def with_whole_norms(core: type, num_heads: int, num_kv_heads: int) -> type:
+    """Return a class of core attention that norms queries over all heads together, and keys, before it rotates them.
+
+    Megatron's own place for norms (`q_layernorm`) takes norms of single heads alone: it sums their gradients over
+    tensor-parallel ranks.
+    """
+
+    class Normed(core):
+        must_rotate = True
+
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            self.q_norm, self.k_norm = WholeNorm(config, num_heads), WholeNorm(config, num_kv_heads)
+
+        def forward(self, q_T1ND: Tensor, k_T1KD: Tensor, v_T1KD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            out: Tensor = super().forward(self.q_norm(q_T1ND), self.k_norm(k_T1KD), v_T1KD, *args, **kwargs)
+            return out
+
+    Normed.__name__ = Normed.__qualname__ = f"Normed{core.__name__}"
+    return Normed

@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -36,6 +41,28 @@ class RMSNorm(torch.nn.RMSNorm):
             x, weight = x.float(), 1 + weight.float()
         assert self.eps is not None, "the constructor has it"
         return kernels_of(x).rms_norm(x, weight, self.eps).to(dtype)
+
+
+class WholeNorm(torch.nn.Module):
+    """RMSNorm over all heads together, of which each tensor-parallel rank has a part: [T, 1, heads, D]."""
+
+    def __init__(self, config: TransformerConfig, num_heads: int) -> None:
+        super().__init__()
+        self.eps, self.width = config.layernorm_epsilon, num_heads * config.kv_channels
+        self.is_split = config.tensor_model_parallel_size > 1
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        mine = self.width // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(mine, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.flatten(-2).float()
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.is_split:
+            # each rank's outputs depend on all ranks' inputs, so that the gradient is summed over ranks, too
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (normed * self.weight.float()).to(x.dtype).view_as(x)
 
 
 Rotation = tuple[Tensor, Tensor]  # cosine and signed sine of every token's angles, each [T, 1, 1, D]

@@ -1,9 +1,5 @@
 """The policy as a Megatron GPTModel whose last stage returns log-probs, never the logits of all tokens.
 
-Layers consist either of Megatron's own modules, with our norm, rotary embedding, activation and packed attention, or of
-Transformer Engine's modules, whose linears apply the preceding norm and hold its weight
-(`TELayerNormColumnParallelLinear`).
-
 Shape legend: T packed tokens, H hidden, V vocabulary rows of this rank, R response rows, X half a head's dimensions
 """
 
@@ -11,22 +7,12 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import (  # import, but cannot be built, without the package
-    TEColumnParallelLinear,
-    TENorm,
-    TERowParallelLinear,
-)
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -35,24 +21,18 @@ from megatron.core.tensor_parallel import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from bapo_megatron.algorithms.likely import class_log_probs, likeliest
 from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
-from bapo_megatron.config.dotted import imported
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.adapters import Adapters
-from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape, rotary_frequencies
-from bapo_megatron.learner.attention import PackedAttention, TransformerEngineAttention
-from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm, rotation_of
+from bapo_megatron.hf.shape import Experts, ModelShape, rotary_frequencies
+from bapo_megatron.learner.elementwise import rotation_of
 from bapo_megatron.learner.embedding import embed
-from bapo_megatron.learner.linear_attention import GatedDeltaNet
-from bapo_megatron.learner.lora import Part, adapted
+from bapo_megatron.learner.layers import layer_specs, uses_engine_attention
 from bapo_megatron.learner.packs import PackedSequences, Sequences
 from bapo_megatron.learner.parallel import ParallelLayout, device
 from bapo_megatron.learner.precision import fp8_fields, fusion_fields, this_machine, uses_transformer_engine
@@ -91,11 +71,11 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "layernorm_zero_centered_gamma": shape.norm_plus_one,
         "gated_linear_unit": True,
         "activation_func": _ACTIVATIONS[shape.activation],
-        "add_bias_linear": False,  # applies to all linears: _block_spec chooses for each
+        "add_bias_linear": False,  # applies to all linears: layer_specs chooses for each
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
         "attention_output_gate": shape.output_gate,
-        "softmax_scale": 1 / math.sqrt(shape.head_dim),
+        "softmax_scale": 1 / math.sqrt(shape.head_dim) if shape.attention_scale is None else shape.attention_scale,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": config.parallel.tensor,
@@ -118,6 +98,8 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "bias_dropout_fusion": False,
         "persist_layer_norm": False,
     }
+    if unrotated := [int(not layer.rotated) for layer in shape.layers if shape.unrotated_layers]:
+        fields["no_rope_freq"] = unrotated
     fields |= fusion_fields(config, shape, this_machine()) | fp8_fields(config, fp8_params) | _recompute_fields(config)
     if isinstance(mlp, Experts):
         fields |= _expert_fields(mlp, config)
@@ -169,130 +151,6 @@ def _recompute_fields(config: Config) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers}
 
 
-def _with_bias(linear: type) -> type:
-    """Return the linear with a bias, regardless of `add_bias_linear`, which applies to all linears."""
-
-    class Biased(linear):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **(kwargs | {"bias": True}))
-
-    Biased.__name__ = Biased.__qualname__ = f"Biased{linear.__name__}"
-    return Biased
-
-
-def _block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of this rank, or of one of its chunks, built from the modules of `config.transformer_impl`."""
-    layer, norm = _transformer_engine(config) if config.transformer_impl == "transformer_engine" else _local(config)
-    parts = layer.submodules
-    if shape.out_bias:
-        attention = parts.self_attention.submodules
-        attention.linear_proj = _with_bias(attention.linear_proj)
-    if shape.mlp_bias:
-        mlp = _parts_of_mlp(parts.mlp)
-        mlp.linear_fc1, mlp.linear_fc2 = _with_bias(mlp.linear_fc1), _with_bias(mlp.linear_fc2)
-    first, number = get_transformer_layer_offset(config, chunk), get_num_layers_to_build(config, vp_stage=chunk)
-    is_engine = config.transformer_impl == "transformer_engine"
-    linears = (TEColumnParallelLinear, TERowParallelLinear) if is_engine else (ColumnParallelLinear, RowParallelLinear)
-    mine = shape.layers[first : first + number]
-    kits = [Kit(copy.deepcopy(layer), shape, described, norm, *linears) for described in mine]
-    for kit in kits:
-        imported(kit.described.block.trainer)(kit)
-        if shape.adapters is not None:
-            _adapt(kit, config, shape.adapters)
-    return TransformerBlockSubmodules(layer_specs=[kit.layer for kit in kits], layer_norm=norm)
-
-
-@dataclass(frozen=True, slots=True)
-class Kit:
-    """What a block's function builds one layer from: it changes `layer`, which starts as a layer with pre-norm."""
-
-    layer: ModuleSpec  # of Megatron's TransformerLayer
-    model: ModelShape
-    described: LayerShape
-    norm: type  # the classes of norms and linears, Megatron's or Transformer Engine's
-    column: type
-    row: type
-
-
-def pre_norm(kit: Kit) -> None:
-    """Leave Megatron's layer as it is: attention and MLP each read a norm of what they add to."""
-
-
-def linear_attention(kit: Kit) -> None:
-    """Put a Gated DeltaNet in the place of attention."""
-    assert kit.described.linear is not None
-    kit.layer.submodules.input_layernorm = kit.norm  # Transformer Engine's layers hold it in a linear that goes
-    sizes = {"sizes": kit.described.linear, "column": kit.column, "row": kit.row}
-    kit.layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params=sizes)
-
-
-def _adapt(kit: Kit, config: TransformerConfig, adapters: Adapters) -> None:
-    """Give a layer's linears adapters. The norms before them become modules of their own.
-
-    Transformer Engine's fused linears apply the norm inside, and would hide from an adapter what it must see.
-    """
-    shape, parts, tensor = kit.model, kit.layer.submodules, config.tensor_model_parallel_size
-    parts.input_layernorm = parts.pre_mlp_layernorm = kit.norm
-    heads, groups = shape.num_heads // tensor, shape.num_kv_heads // tensor
-    queries, keys = heads * shape.head_dim, groups * shape.head_dim
-    hidden, ffn = shape.hidden_size, kit.described.mlp.ffn_size // tensor
-    linears = {
-        "linear_qkv": Part({"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, num_groups=groups),
-        "linear_proj": Part({"o_proj": hidden}, queries, is_row=True),
-        "linear_fc1": Part({"gate_proj": ffn, "up_proj": ffn}, hidden),
-        "linear_fc2": Part({"down_proj": hidden}, ffn, is_row=True),
-    }
-    biased = {"linear_proj": shape.out_bias, "linear_fc1": shape.mlp_bias, "linear_fc2": shape.mlp_bias}
-    for owner in (parts.self_attention.submodules, _parts_of_mlp(parts.mlp)):
-        for name in linears.keys() & vars(owner).keys():
-            part = linears[name]
-            linear = kit.row if part.is_row else kit.column
-            linear = _with_bias(linear) if biased.get(name) else linear
-            has_adapters = part.outputs.keys() & set(adapters.targets)
-            setattr(owner, name, adapted(linear, adapters, part) if has_adapters else linear)
-
-
-def _parts_of_mlp(mlp: Any) -> Any:
-    """Return the modules of an MLP, or of experts: a spec's attribute in megatron-core 0.16.1, a partial's argument in
-    0.19.2."""
-    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-
-
-def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
-    """Return a layer built from Megatron's parallel linears, which also train without a GPU, and the final norm."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    mlp = _parts_of_mlp(parts.mlp)
-    (mlp if config.num_moe_experts is None else _parts_of_mlp(mlp.experts)).activation_func = GatedActivation
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer, RMSNorm
-
-
-def _transformer_engine(config: TransformerConfig) -> tuple[ModuleSpec, type]:
-    """Return a layer built from Transformer Engine's attention and linears (norms inside), and the final norm."""
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
-    )
-    core = TransformerEngineAttention if uses_engine_attention(config) else PackedAttention
-    layer.submodules.self_attention.submodules.core_attention = core
-    return layer, TENorm
-
-
-def uses_engine_attention(config: TransformerConfig) -> bool:
-    """Return whether Transformer Engine computes attention: not in a fixed order of sums.
-
-    cuDNN's backward pass then takes memory with the square of a pack's tokens, for each of its sequences: 192 GiB for
-    eight of 2048 tokens with 12 heads of 128.
-    """
-    return config.transformer_impl == "transformer_engine" and not config.deterministic_mode
-
-
 def _mark_split_parameters(model: torch.nn.Module) -> None:
     """Mark the parameters that are split over the tensor group; the gradient norm counts all others only once.
 
@@ -338,7 +196,7 @@ class PolicyModel(GPTModel):
         unfused.gradient_accumulation_fusion = False
         super().__init__(
             config=unfused,
-            transformer_layer_spec=_block_spec(config, shape, vp_stage),
+            transformer_layer_spec=layer_specs(config, shape, vp_stage),
             vocab_size=shape.padded_vocab_size(layout.tensor_size),
             max_sequence_length=shape.max_positions,
             pre_process=layout.starts_model(chunk),
@@ -354,14 +212,18 @@ class PolicyModel(GPTModel):
             size=rows,
             vocab_size=shape.vocab_size,
         )
-        self.embedding_scale = shape.embedding_scale
+        self.embedding_scale, self.logits_scale = shape.embedding_scale, shape.logits_scale
         self.context_group = layout.context_group
         self._conv_gap = None if shape.linear is None else shape.linear.conv_width - 1
         in_blocks = not uses_engine_attention(config)
         self._describe_pack = PackedSequences.of if in_blocks else PackedSequences.for_transformer_engine
         frequencies, self.rotation_factor = rotary_frequencies(shape)
         # Megatron's own rotation knows no factor on cosine and sine, as yarn has it
-        self.rotates_in_attention = (in_blocks and not config.apply_rope_fusion) or self.rotation_factor != 1
+        self.rotates_in_attention = (
+            (in_blocks and not config.apply_rope_fusion)
+            or self.rotation_factor != 1
+            or any(getattr(module, "must_rotate", False) for module in self.modules())
+        )
         # not a buffer: it would be cast to bfloat16 with the weights, which is too coarse for positions
         self.inverse_frequencies = frequencies.to(device())
         _mark_split_parameters(self)
@@ -401,7 +263,7 @@ class PolicyModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         hidden_RH = hidden_T1H[:, 0].index_select(0, batch.rows_R)
-        common: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens}
+        common: dict[str, Any] = {"temperature": temperature * self.logits_scale, "chunk_tokens": chunk_tokens}
         scores = self.output_layer(
             hidden_RH,
             weight_VH,

@@ -110,9 +110,9 @@ def _check_names(url: str, sent: Sequence[str], checksum: Mapping[str, Any]) -> 
     Raises:
         EngineError: the server lacks a weight that is sent, or has one that is not.
     """
-    wanted = {sglang_names.stacked(name): name for name in sent}
     reported = (sglang_names.held(name) for rank in checksum.get("ranks", ()) for name in rank["checksums"])
     found = {name for name in reported if name is not None}
+    wanted = {sglang_names.common(name, found): name for name in sent}
     if _OUTPUT not in wanted:  # the embedding's values, which SGLang ties in most families
         found.discard(_OUTPUT)
         for of_rank in (rank["checksums"] for rank in checksum.get("ranks", ())):

@@ -88,7 +88,7 @@ def scores(learner: MegatronLearner, minibatch: MiniBatch) -> tuple[Tensor, Tens
     (part_RV,) = seen
     parts = [torch.empty_like(part_RV) for _ in range(learner.layout.tensor_size)]
     dist.all_gather(parts, part_RV.contiguous(), group=learner.layout.tensor_group)
-    return torch.cat(parts, dim=1)[:, : learner.shape.vocab_size], log_probs[0]
+    return torch.cat(parts, dim=1)[:, : learner.shape.vocab_size] / learner.shape.logits_scale, log_probs[0]
 
 
 def check_model(folder: Path, layout: dict[str, Any], tolerance: float, family: str = "auto") -> None:

@@ -53,6 +53,11 @@ FAMILIES = {
         **_SIZES, attention_bias=True, mlp_bias=True, rope_parameters=_YARN_ROPE
     ),
     "gemma": lambda: transformers.GemmaConfig(**_SIZES, head_dim=16),
+    "granite": lambda: transformers.GraniteConfig(
+        **_SIZES, embedding_multiplier=6.0, attention_multiplier=0.5, residual_multiplier=0.4, logits_scaling=3.0
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_SIZES),
+    "smollm3": lambda: transformers.SmolLM3Config(**_SIZES, no_rope_layers=[1, 0, 1, 0]),
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 MIXTURE, HYBRID = "qwen3_moe", "qwen3_5_text"

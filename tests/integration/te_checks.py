@@ -6,6 +6,7 @@ Import this after `te_stand_ins.install`.
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -132,8 +133,9 @@ def check_same(one: Outcome, other: Outcome) -> None:
 def check_layers(learner: MegatronLearner) -> None:
     """Check that all linears are Transformer Engine's, and add their weight gradients to the float32 buffers."""
     linears = [module for module in learner.model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
-    names = {type(linear).__name__.removeprefix("Biased") for linear in linears}
-    assert names == {"TELayerNormColumnParallelLinear", "TERowParallelLinear"}
+    names = {re.sub("Biased|Finished", "", type(linear).__name__) for linear in linears}
+    before = "TEColumnParallelLinear" if learner.shape.family == "olmo2" else "TELayerNormColumnParallelLinear"
+    assert names == {before, "TERowParallelLinear"}
     assert len(linears) == NUM_LAYERS * LINEARS_OF_A_LAYER / learner.layout.pipeline_size
     assert all(linear.fuse_wgrad_accumulation for linear in linears)
 
@@ -186,7 +188,7 @@ def check_resume(folder: Path, saved: Path, **sections: Any) -> Outcome:
 
 def check_families(root: Path) -> None:
     """Compare updates with transformers; Transformer Engine's layers are about as near as local ones in bfloat16."""
-    for family in ("qwen3", "qwen2", "llama_biases", "gemma"):
+    for family in ("qwen3", "qwen2", "llama_biases", "gemma", "granite", "olmo2", "smollm3"):
         with local_learner(root / family) as learner:
             local, exact = update(learner), expected(learner)
         with engine_learner(root / family) as learner:
@@ -245,7 +247,7 @@ def check_adapters(root: Path, family: str, **sections: Any) -> None:
     with local_learner(root / family, lora=lora, **sections) as learner:
         local, exact = update(learner), expected(learner, reference_with_adapters(root / family, folder))
     with engine_learner(root / family, lora=lora, **sections) as learner:
-        kinds = {type(module).__name__.replace("Biased", "") for module in learner.model.modules()}
+        kinds = {re.sub("Biased|Finished", "", type(module).__name__) for module in learner.model.modules()}
         assert {"AdaptedTEColumnParallelLinear", "AdaptedTERowParallelLinear"} <= kinds
         assert not any("LayerNormColumn" in kind for kind in kinds)
         engine = update(learner)
@@ -312,7 +314,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
     check_families(root)
     check_mixture(root)
     check_hybrid(root)
-    for family in ("qwen3", "llama_biases", "gemma"):
+    for family in ("qwen3", "llama_biases", "gemma", "granite", "olmo2", "smollm3"):
         check_adapters(root, family)
     check_schedules(root)
     check_fixed_order(root)

@@ -27,7 +27,7 @@ FUSIONS = ("bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    for family in ("qwen3", "qwen2", "llama_biases", "gemma"):
+    for family in ("qwen3", "qwen2", "llama_biases", "gemma", "granite", "olmo2", "smollm3"):
         save_random_model(family, tmp_path / family)
     return tmp_path
 

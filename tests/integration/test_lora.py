@@ -39,7 +39,7 @@ from tests.integration.test_learner import make_config, make_minibatch
 
 peft = pytest.importorskip("peft", reason="needs the extra dev")
 SOME = Adapters(3, 5.0, ("q_proj", "v_proj", "down_proj"))
-CASES = {"qwen2": ADAPTERS, "qwen3": SOME, "llama_biases": ADAPTERS}
+CASES = {"qwen2": ADAPTERS, "qwen3": SOME, "llama_biases": ADAPTERS, "granite": SOME, "olmo2": ADAPTERS}
 RECOMPUTE: list[dict[str, Any]] = [
     {},
     {"recompute": True},
@@ -115,7 +115,7 @@ def check_gradients(rank: int, world_size: int, root: Path, family: str) -> None
 
 
 @pytest.mark.parametrize(
-    "family", ["llama_biases", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3"))]
+    "family", [pytest.param(family, marks=[] if family == "llama_biases" else [pytest.mark.slow]) for family in CASES]
 )
 def test_gradients_are_those_of_peft(root: Path, family: str) -> None:
     run_distributed(check_gradients, 2, root, family)

@@ -18,8 +18,8 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import COPY, FAMILIES, LAYER, OUTSIDE, Block, Parameter
 from bapo_megatron.hf.splits import is_any
 from bapo_megatron.learner.exchange import gather_weights
+from bapo_megatron.learner.layers import Kit
 from bapo_megatron.learner.megatron import MegatronLearner
-from bapo_megatron.learner.policy import Kit
 from bapo_megatron.learner.precision import check_precision
 from bapo_megatron.machine.memory import trainer_memory
 from bapo_megatron.machine.parameters import model_parameters

@@ -31,7 +31,7 @@ def check(
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    for family in ("qwen3", "gemma", HYBRID):
+    for family in ("qwen3", "gemma", "olmo2", HYBRID):
         save_random_model(family, tmp_path / family)
     return tmp_path
 
@@ -42,7 +42,7 @@ def test_a_layer_and_a_part_of_each(root: Path) -> None:
 
 @pytest.mark.slow
 def test_one_process(root: Path) -> None:
-    run_distributed(check, 1, root, ["qwen3", "gemma", HYBRID], WAYS, {})
+    run_distributed(check, 1, root, ["qwen3", "gemma", "olmo2", HYBRID], WAYS, {})
 
 
 @pytest.mark.slow

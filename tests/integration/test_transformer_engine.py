@@ -20,7 +20,7 @@ from tests.distributed import HANG_S, run_distributed
 from tests.integration import te_stand_ins
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements" / "gpu.txt"
-FAMILIES = ("qwen3", "qwen2", "llama_biases", "gemma")
+FAMILIES = ("qwen3", "qwen2", "llama_biases", "gemma", "granite", "olmo2", "smollm3")
 
 
 @pytest.fixture(scope="session")

@@ -209,7 +209,7 @@ def test_the_family_has_the_tensors_and_logits_of_transformers(tmp_path: Path) -
     hf_config = load_hf_config(tmp_path)
     with pytest.raises(CheckpointError) as refused:
         model_shape(hf_config)
-    assert str(refused.value).startswith("model_type 'seed_oss' is not supported; the families are gemma, llama, ")
+    assert str(refused.value).startswith("model_type 'seed_oss' is not supported; the families are gemma, granite, ")
 
     own = own_family(load_config(["demo"], ["model.family=seed_oss:FAMILY"]).model.family)
     assert own is not None

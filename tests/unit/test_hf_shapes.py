@@ -66,8 +66,8 @@ def test_all_problems_come_at_once() -> None:
     [
         (
             {"model_type": "mixtral"},
-            "'mixtral' is not supported; the families are gemma, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_5_text, "
-            "qwen3_moe; docs",
+            "'mixtral' is not supported; the families are gemma, granite, llama, mistral, olmo2, qwen2, qwen3, "
+            "qwen3_5, qwen3_5_text, qwen3_moe, smollm3; docs",
         ),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"model_type": None}, "None is not supported"),
@@ -113,6 +113,14 @@ def test_all_problems_come_at_once() -> None:
         ({"layer_types": ["sliding_attention"] * 30}, "sliding-window"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
         ({"model_type": "mistral", "sliding_window": 16}, "sliding-window attention is not supported"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling=0 is not a positive number"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 value, but num_hidden_layers=30"),
+        ({"model_type": "smollm3", "no_rope_layers": "1"}, 'no_rope_layers="1" is not a list of 0 and 1'),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 is not a positive number"),
+        (
+            {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 16},
+            "sliding-window attention is not supported",
+        ),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
     ],
 )

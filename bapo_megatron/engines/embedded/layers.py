@@ -54,12 +54,14 @@ class LayerPass:
         if model.output_gate:
             q_BTHD, gate_BTHD = q_BTHD.unflatten(2, (-1, 2)).unbind(3)
         if norm_whole:
-            q_BTHD = self.norm(q_BTHD.flatten(2), "self_attention.q_layernorm.weight").view_as(q_BTHD)
-            k_BTKD = self.norm(k_BTKD.flatten(2), "self_attention.k_layernorm.weight").view_as(k_BTKD)
+            q_BTHD = self.norm(q_BTHD.flatten(2), "self_attention.core_attention.q_norm.weight").view_as(q_BTHD)
+            k_BTKD = self.norm(k_BTKD.flatten(2), "self_attention.core_attention.k_norm.weight").view_as(k_BTKD)
         elif model.qk_norm:
             q_BTHD = self.norm(q_BTHD, "self_attention.q_layernorm.weight")
             k_BTKD = self.norm(k_BTKD, "self_attention.k_layernorm.weight")
-        out_BTHD = self.attend(_rotate(q_BTHD, *self.angles), _rotate(k_BTKD, *self.angles), v_BTKD)
+        if self.shape.rotated:
+            q_BTHD, k_BTKD = _rotate(q_BTHD, *self.angles), _rotate(k_BTKD, *self.angles)
+        out_BTHD = self.attend(q_BTHD, k_BTKD, v_BTKD)
         if model.output_gate:
             out_BTHD = out_BTHD * gate_BTHD.sigmoid()
         return linear(out_BTHD.flatten(2), self.weights, "self_attention.linear_proj")

@@ -5,7 +5,7 @@ Shape legend (suffix of a tensor's name):
     E  hidden size           H  query heads            K  key-value heads           D  head dimension
     G  query heads per key-value head (H = K * G)      N  tokens of all rows        R  rotated dimensions of a head
 
-Weights have the trainer's names (`hf/families.py`). Query-key-value and gate-up are one tensor each, for speed.
+Weights have the trainer's names (`hf/families/`). Query-key-value and gate-up are one tensor each, for speed.
 `named_weights` are views into them under Hugging Face names: copying into a view loads or updates its weight.
 """
 
@@ -95,7 +95,7 @@ class Model:
     """One checkpoint, ready to sample from."""
 
     def __init__(self, spec: ModelShape, *, max_len: int, dtype: torch.dtype, streams: Streams | None = None) -> None:
-        self.spec = spec
+        self.spec, self._scale = spec, spec.attention_scale
         self.streams = streams or {}
         self.dtype = dtype
         self.named_weights: dict[str, Tensor] = {}
@@ -177,7 +177,7 @@ class Model:
             cache.data[layer, 1, rows, :, :num_tokens] = v_BKTD
             # Padding is on the right, so the causal mask alone hides it from real tokens.
             out_BHTD = F.scaled_dot_product_attention(
-                q_BTHD.transpose(1, 2), k_BKTD, v_BKTD, is_causal=True, enable_gqa=True
+                q_BTHD.transpose(1, 2), k_BKTD, v_BKTD, is_causal=True, scale=self._scale, enable_gqa=True
             )
             return out_BHTD.transpose(1, 2)
 
@@ -224,7 +224,12 @@ class Model:
             values[rows_B1, :, positions_BT] = v_BTKD
             k_BKLD, v_BKLD = keys[rows, :, :length], values[rows, :, :length]
             out_BHTD = F.scaled_dot_product_attention(
-                q_BTHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=is_seen_B1TL, enable_gqa=True
+                q_BTHD.transpose(1, 2),
+                k_BKLD,
+                v_BKLD,
+                attn_mask=is_seen_B1TL,
+                scale=self._scale,
+                enable_gqa=True,
             )
             return out_BHTD.transpose(1, 2)
 
@@ -246,7 +251,7 @@ class Model:
         """
         num_rows = token_ids_B.numel()
         length = int(positions_B.max()) + 1
-        scale = self.spec.head_dim**-0.5
+        scale = self.spec.head_dim**-0.5 if self._scale is None else self._scale
         row_index_B = torch.arange(num_rows)
         hidden_BL = torch.arange(length) > positions_B[:, None]
         mask_B11L = torch.zeros(num_rows, 1, 1, length, dtype=self.dtype)
@@ -279,7 +284,9 @@ class Model:
 
         def attend(layer: int, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> Tensor:
             q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
-            out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
+            out_BHTD = F.scaled_dot_product_attention(
+                q_BHTD, k_BKTD, v_BKTD, is_causal=True, scale=self._scale, enable_gqa=True
+            )
             return out_BHTD.transpose(1, 2)
 
         cos_TR, sin_TR = self._cos_LR[:num_tokens], self._sin_LR[:num_tokens]
@@ -330,7 +337,8 @@ class Model:
         return x_BTE
 
     def _logits(self, hidden_BE: Tensor) -> Tensor:
-        return F.linear(rms_norm(hidden_BE, self._weights[FINAL_NORM.name], self.spec), self._head_VE).float()
+        logits_BV = F.linear(rms_norm(hidden_BE, self._weights[FINAL_NORM.name], self.spec), self._head_VE).float()
+        return logits_BV if self.spec.logits_scale == 1 else logits_BV / self.spec.logits_scale
 
     def _allocate(self, entry: Entry) -> Tensor:
         """Allocate one parameter; slices along its first dimension are the named weights."""

@@ -1,27 +1,13 @@
-"""The supported families of decoders, one entry each. How to add one: docs/models.md.
-
-An entry says how the family differs from plain Llama; `model.family` can name a user's own. The learner, the embedded
-engine, checkpoints and memory estimates read the resulting `hf.shape.ModelShape` and the parameter tables below; none
-of them knows a family by name.
-"""
+"""What a family is made of: its description, the tables of parameters, and plain Llama's layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from bapo_megatron.hf.splits import (
-    Copy,
-    EachExpert,
-    EvenColumns,
-    EvenRows,
-    GatedInterleaved,
-    Interleaved,
-    Split,
-    Vocab,
-)
-from bapo_megatron.hf.streams import ModelStream, chosen_experts, routes
+from bapo_megatron.hf.splits import Copy, EvenColumns, EvenRows, Interleaved, Split, Vocab
+from bapo_megatron.hf.streams import ModelStream
 
 # Letters of sizes: V vocabulary, E hidden size, D head dimension, G key-value heads, Q query heads x D, K = G x D, F
 # feed-forward size, 1 one. With experts: X their number, M one expert's feed-forward size, S the shared experts'. With
@@ -49,7 +35,7 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if unknown := sorted(set("".join(self.tensors.values())) - LETTERS):
-            raise ValueError(f"{self.name}: there is no size {', '.join(unknown)}; see hf/families.py")
+            raise ValueError(f"{self.name}: there is no size {', '.join(unknown)}; see hf/families/parts.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +47,7 @@ class Block:
     """
 
     parameters: tuple[Parameter, ...]
-    trainer: str | Callable[..., Any] = "bapo_megatron.learner.policy:pre_norm"  # takes a `Kit`
+    trainer: str | Callable[..., Any] = "bapo_megatron.learner.layers:pre_norm"  # takes a `Kit`
     engine: str | Callable[..., Any] = "bapo_megatron.engines.embedded.layers:pre_norm"  # takes (x_BTE, `LayerPass`)
 
 
@@ -93,49 +79,6 @@ GATED_MLP = (
     Parameter("mlp.linear_fc2.bias", COPY, {"mlp.down_proj.bias": "E"}, only_if="mlp_bias"),
 )
 LAYER = Block((*ATTENTION, *GATED_MLP))
-EXPERTS = (
-    Parameter("mlp.router.weight", COPY, {"mlp.gate.weight": "XE"}),
-    Parameter(
-        "mlp.experts.local_experts.{}.linear_fc1.weight",
-        EachExpert(ROWS),
-        {"mlp.experts.{}.gate_proj.weight": "ME", "mlp.experts.{}.up_proj.weight": "ME"},
-    ),
-    Parameter(
-        "mlp.experts.local_experts.{}.linear_fc2.weight", EachExpert(COLUMNS), {"mlp.experts.{}.down_proj.weight": "EM"}
-    ),
-)
-MIXTURE_LAYER = Block((*ATTENTION, *EXPERTS))
-_GATED_QKV = Parameter(
-    "self_attention.linear_qkv.weight",
-    GatedInterleaved("G"),
-    {"self_attn.q_proj.weight": "PE", "self_attn.k_proj.weight": "KE", "self_attn.v_proj.weight": "KE"},
-)
-GATED_LAYER = Block(tuple(_GATED_QKV if p.name == _GATED_QKV.name else p for p in LAYER.parameters))
-_INPUT_NORM, *_, _MLP_NORM = ATTENTION
-_LINEAR_ATTENTION = (
-    _INPUT_NORM,
-    Parameter(
-        "self_attention.in_proj.weight",
-        EvenRows(("kkv", "v", "n", "n")),
-        {
-            "linear_attn.in_proj_qkv.weight": "CE",
-            "linear_attn.in_proj_z.weight": "vE",
-            "linear_attn.in_proj_b.weight": "nE",
-            "linear_attn.in_proj_a.weight": "nE",
-        },
-    ),
-    Parameter("self_attention.conv1d.weight", EvenRows(("kkv",)), {"linear_attn.conv1d.weight": "C1W"}),
-    Parameter("self_attention.A_log", ROWS, {"linear_attn.A_log": "n"}),
-    Parameter("self_attention.dt_bias", ROWS, {"linear_attn.dt_bias": "n"}),
-    Parameter("self_attention.out_norm.weight", COPY, {"linear_attn.norm.weight": "d"}),
-    Parameter("self_attention.out_proj.weight", COLUMNS, {"linear_attn.out_proj.weight": "Ev"}),
-    _MLP_NORM,
-)
-LINEAR_LAYER = Block(
-    (*_LINEAR_ATTENTION, *GATED_MLP),
-    trainer="bapo_megatron.learner.policy:linear_attention",
-    engine="bapo_megatron.engines.embedded.layers:pre_norm_linear",
-)
 FINAL_NORM = Parameter("decoder.final_layernorm.weight", COPY, {"model.norm.weight": "E"})
 OUTPUT = Parameter("output_layer.weight", VOCAB, {"lm_head.weight": "VE"}, only_if="has_output_layer")
 OUTSIDE = (EMBEDDING, FINAL_NORM, OUTPUT)
@@ -165,7 +108,11 @@ class Family:
     mlp_bias: bool | str = False  # on gate, up and down
     qk_norm: bool = False  # RMSNorm over the head dimension of queries and keys, before the rotary embedding
     norm_plus_one: bool = False  # every norm multiplies by 1 + weight
-    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden size)
+    scaled_embedding: bool | str = False  # embeddings are multiplied by sqrt(hidden size), or by the key's number
+    attention_scale: str | None = None  # attention multiplies its scores by it, and not by 1 / sqrt(head dimension)
+    residual_scale: str | None = None  # attention and MLP multiply their outputs by it: needs a block that does so
+    logits_scale: str | None = None  # logits are divided by it
+    skips_rotation: bool = False  # queries and keys of some layers are not rotated, as SmolLM3's keys say
     has_experts: bool = False  # every MLP is a mixture of experts, described by Qwen3-MoE's keys
     output_gate: bool = False  # each query head comes with a gate of the attention's output
     window_switch: str | None = None  # the key that turns on sliding windows, which are refused
@@ -180,112 +127,12 @@ class Family:
     unread: tuple[str, ...] = ()  # how the names of tensors start that belong to other parts, and stay unread
     streams: tuple[ModelStream, ...] = ()  # what its models compute per token, for trainers to learn with
 
+    @property
+    def multipliers(self) -> list[str]:
+        """The keys of config.json that hold multipliers."""
+        keys = (self.scaled_embedding, self.attention_scale, self.residual_scale, self.logits_scale)
+        return [key for key in keys if isinstance(key, str)]
 
-_QWEN3_5_TEXT = Family(
-    "qwen3_5_text",
-    qk_norm=True,
-    norm_plus_one=True,
-    output_gate=True,
-    refused=("attention_bias",),
-    not_null=("num_key_value_heads", "head_dim"),
-    defaults={
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "attn_output_gate": True,  # as servers have it; transformers does not read it
-    },
-    layer=GATED_LAYER,
-    linear_layer=LINEAR_LAYER,
-    unread=("mtp.", "model.visual."),
-)
-_FAMILIES = (
-    Family(
-        "gemma",  # the first generation: Gemma 2 and 3 have another model_type, and layers of other kinds
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        norm_plus_one=True,
-        scaled_embedding=True,
-        refused=("use_bidirectional_attention",),
-        not_null=("num_key_value_heads", "head_dim"),
-        legacy={"hidden_act": {"gelu": "gelu_pytorch_tanh"}},  # the official releases say one and mean the other
-        defaults={
-            "hidden_act": "gelu_pytorch_tanh",
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-            "eos_token_id": 1,
-        },
-    ),
-    Family(
-        "llama",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
-    ),
-    Family(
-        "mistral",
-        window_switch="sliding_window",
-        refused=("layer_types",),  # with them, transformers reads another family, ministral
-        not_null=("num_key_value_heads",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "eos_token_id": 2,
-        },
-    ),
-    Family(
-        "qwen2",
-        qkv_bias=True,
-        window_switch="use_sliding_window",
-        not_null=("head_dim",),
-        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "max_window_layers": 28},
-    ),
-    Family(
-        "qwen3",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        qk_norm=True,
-        window_switch="use_sliding_window",
-        not_null=("head_dim",),
-        defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "max_window_layers": 28,
-        },
-    ),
-    Family(
-        "qwen3_moe",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        qk_norm=True,
-        has_experts=True,
-        refused=("use_sliding_window",),
-        not_null=("num_key_value_heads", "head_dim"),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-        },
-        layer=MIXTURE_LAYER,
-        streams=(ModelStream(routes, chosen_experts),),
-    ),
-    _QWEN3_5_TEXT,
-    replace(_QWEN3_5_TEXT, model_type="qwen3_5", prefix="model.language_model."),  # with the vision tower
-)
-FAMILIES = {family.model_type: family for family in _FAMILIES}
 
 # For every family, unless its own `defaults` have the key.
 COMMON_DEFAULTS: dict[str, Any] = {

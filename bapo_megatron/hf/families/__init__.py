@@ -1,0 +1,75 @@
+"""The supported families of decoders, a file each; `parts.py` has what they are made of. To add one: docs/models.md.
+
+A file says how its family differs from plain Llama. The learner, the embedded engine, checkpoints and memory estimates
+read the resulting `hf.shape.ModelShape` and its tables of parameters; none of them knows a family by name.
+`model.family` can name a user's own.
+"""
+
+from bapo_megatron.hf.families import (
+    gemma,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    smollm3,
+)
+from bapo_megatron.hf.families.parts import (
+    ACTIVATIONS,
+    ATTENTION,
+    COLUMNS,
+    COMMON_DEFAULTS,
+    COPY,
+    EMBEDDING,
+    FINAL_NORM,
+    GATED_MLP,
+    LAYER,
+    LETTERS,
+    OUTPUT,
+    OUTSIDE,
+    QKV,
+    ROPE_TYPES,
+    ROWS,
+    VALUE_HEAD,
+    VOCAB,
+    Block,
+    Family,
+    Parameter,
+)
+from bapo_megatron.hf.families.qwen3_5 import LINEAR_LAYER
+from bapo_megatron.hf.families.qwen3_moe import MIXTURE_LAYER
+
+__all__ = [
+    "ACTIVATIONS",
+    "ATTENTION",
+    "COLUMNS",
+    "COMMON_DEFAULTS",
+    "COPY",
+    "EMBEDDING",
+    "FAMILIES",
+    "FINAL_NORM",
+    "GATED_MLP",
+    "LAYER",
+    "LETTERS",
+    "LINEAR_LAYER",
+    "MIXTURE_LAYER",
+    "OUTPUT",
+    "OUTSIDE",
+    "QKV",
+    "ROPE_TYPES",
+    "ROWS",
+    "VALUE_HEAD",
+    "VOCAB",
+    "Block",
+    "Family",
+    "Parameter",
+]
+
+_PLAIN = (gemma, granite, llama, mistral, olmo2, qwen2, qwen3, qwen3_moe, smollm3)
+FAMILIES = {
+    family.model_type: family for family in (*(file.FAMILY for file in _PLAIN), qwen3_5.TEXT, qwen3_5.WITH_VISION)
+}
+"""The families by the model_type of config.json."""
