@@ -89,7 +89,7 @@ class TokenStream:
             )
 
     def _check_name(self, taken: Iterable[str]) -> None:
-        if self.name in {*taken, *(stream.name for stream in (*CORE_STREAMS, TEACHER_LOGPROBS))}:
+        if self.name in {*taken, *(stream.name for stream in (*CORE_STREAMS, *TEACHER_STREAMS))}:
             raise ValueError(f"stream {self.name}: the name is taken")
 
     @property
@@ -181,7 +181,11 @@ ADVANTAGES = TokenStream("advantages", "float32", kept=False)
 MASK = TokenStream("mask", "bool", kept=False, to="every rank")
 PROXIMAL_LOGPROBS = TokenStream("proximal_logprobs", "float32", kept=False)
 REFERENCE_LOGPROBS = TokenStream("reference_logprobs", "float32", kept=False)
-TEACHER_LOGPROBS = TokenStream("teacher_logprobs", "float32", kept=False)
+TEACHER_LOGPROBS = TokenStream("teacher_logprobs", "float32", missing=1.0, least=_LOWEST, most=0.0)
+TEACHER_VERSIONS = TokenStream("teacher_versions", "int64", missing=-2)
+TEACHER_STREAMS = (TEACHER_LOGPROBS, TEACHER_VERSIONS)
+"""What servers add to ended samples; a teacher in the learner computes the log-probs within a step. The weights that
+scored have the version, and -1 is a server's initial weights."""
 
 CORE_STREAMS = (
     TOKEN_IDS,

@@ -23,6 +23,7 @@ RESUMABLE_SETTINGS = """
     rollout.engine rollout.record rollout.recorded_from rollout.overlap rollout.abort_tail rollout.max_staleness
     rollout.urls rollout.api_key rollout.num_servers rollout.server_tensor_parallel rollout.max_concurrent_requests
     rollout.placement rollout.max_retries rollout.max_restarts rollout.engine_threads
+    teacher.urls teacher.api_key
     sglang.*
     *timeout_s
 """
@@ -57,7 +58,7 @@ _LEFT: dict[Part, str] = {
     "prompt position": f"run.seed {_SOURCE}",
     "responses of the source": _SOURCE,
     "untrained responses": """
-        model.replay_routes rollout.annotators
+        model.replay_routes rollout.annotators teacher.hint
         data.chat_template data.system_prompt data.template_*
         environment.kind environment.options* environment.stop_tokens environment.max_*
         rollout.samples_per_prompt rollout.temperature rollout.top_p rollout.top_k rollout.ignore_stop_tokens

@@ -6,6 +6,7 @@ whether sections fit each other, the model and the machine.
 
 import math
 import re
+import string
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
@@ -559,21 +560,60 @@ class CriticConfig(Section):
     step. Unset: no clipping."""
 
 
+def _hint(text: str) -> str:
+    """Check the words around a prompt. Raises ValueError."""
+    try:
+        fields = {name.split("[")[0] for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+    except ValueError:
+        raise ValueError("must have its braces in pairs: write one that stands for itself twice") from None
+    if "prompt" not in fields or fields - {"prompt", "answer"} or text.strip() == "{prompt}":
+        raise ValueError('must hold {prompt} and more words, such as "{prompt} The answer is {answer}."')
+    return text
+
+
 class TeacherConfig(Section):
-    """A teacher: a frozen model in the trainer, split like the policy, that scores each sampled token once. A token's
-    advantage is coef x (log teacher - log sampler), see docs/teacher.md. With advantage.kind = "teacher" there is no
-    other; with any other kind without a critic it is added to the reward's. With top_k, the loss gets a divergence from
-    the teacher instead."""
+    """A teacher scores each sampled token once, in the trainer (path), on servers of your own (urls), or as the policy
+    itself with a hint. A token's advantage is coef x (log teacher - log sampler), see docs/teacher.md. With
+    advantage.kind = "teacher" there is no other; with any other kind without a critic it is added to the reward's. With
+    top_k, the loss gets a divergence from the teacher instead."""
 
     path: PathText | None = None
-    """Its Hugging Face folder, or name on the hub; it has the policy's tokenizer. Unset: no teacher."""
+    """The Hugging Face folder, or name on the hub, of a frozen model that the trainer holds, split like the policy; it
+    has the policy's tokenizer. Without path, urls and hint there is no teacher."""
+    urls: tuple[str, ...] = ()
+    """Base URLs of servers of one teacher that score samples as they end, such as "http://127.0.0.1:30000": SGLang, or
+    `bapo serve`."""
+    hint: Annotated[str, AfterValidator(_hint)] | None = None
+    """Words of the user that tell more than the prompt, such as "{prompt} The answer is {answer}.", with the row's own:
+    after them, the policy's own weights score each sample that ends, on the run's servers."""
+    api_key: PathText | None = None
+    """urls: as rollout.api_key."""
+    timeout_s: Positive = 600.0
+    """urls, hint: deadline for the scores of a sample, which learns nothing from the teacher without them."""
     coef: Positive = 1.0
     """Weight of the teacher's advantage; with top_k, of its divergence."""
     top_k: Whole = 0
-    """The loss gets coef x the divergence on each token's top_k likeliest tokens and all others together, computed
-    before each update. 0: the teacher gives an advantage instead."""
+    """path: the loss gets coef x the divergence on each token's top_k likeliest tokens and all others together, which is
+    computed before each update. 0: the teacher gives an advantage instead."""
     divergence: Divergence = "forward"
     """forward: sum of q log(q / p), with q the teacher's and p the policy's probabilities; reverse: of p log(p / q)."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(given := [name for name in ("path", "urls", "hint") if getattr(self, name)]) > 1:
+            names = " and ".join(f"teacher.{name}" for name in given[1:])
+            raise ContradictionError(Violation(tuple(given), f"names a teacher, as {names} does", "leave one of them"))
+        return self
+
+    @property
+    def given(self) -> str:
+        """The setting that names the teacher; "" without one."""
+        return next((f"teacher.{name}" for name in ("path", "urls", "hint") if getattr(self, name)), "")
+
+    @property
+    def is_served(self) -> bool:
+        """Whether servers score samples as they end."""
+        return bool(self.urls or self.hint)
 
 
 class OptimizerConfig(Section):

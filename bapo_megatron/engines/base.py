@@ -173,6 +173,7 @@ class TokenScores:
     logprobs_N: Array  # float32
     top_ids_NK: Array  # int32
     top_logprobs_NK: Array  # float32
+    version: int = -1  # the weight version; -1 means the initial weights, or unknown
 
 
 @dataclass(frozen=True, slots=True)

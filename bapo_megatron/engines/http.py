@@ -25,6 +25,7 @@ from bapo_megatron.engines.base import (
 from bapo_megatron.engines.replies import (
     REPLIES,
     REPLY,
+    SCORES,
     BadReplyError,
     UnfitServerError,
     are_tokens,
@@ -79,6 +80,7 @@ class HttpEngine:
         vocab_size: int | None = None,
         key: str | None = None,
         whole_cache: bool = False,
+        key_setting: str = "rollout.api_key",
     ) -> None:
         """Make a client that connects with its first call.
 
@@ -87,11 +89,13 @@ class HttpEngine:
             key: what the server asks for. None means nothing.
             whole_cache: refuse a server whose key-value cache is smaller than it was started with, because it has found
                 less memory free than planned.
+            key_setting: the setting that names the file with the key.
         """
         self.url = url.rstrip("/")
         self._timeout_s = request_timeout_s
         self._vocab_size = vocab_size
         self._whole_cache = whole_cache
+        self._key_setting = key_setting
         self._headers = {"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         self._session: aiohttp.ClientSession | None = None
         self._is_sglang: bool | None = None  # it returns routes in SGLang's fields; None means not asked yet
@@ -225,9 +229,13 @@ class HttpEngine:
         max_bytes = _MAX_REPLY_BASE + (num_scored + 1) * (1 + top_k) * _MAX_REPLY_TOKEN
         raw = await self.send_request("POST", "/generate", body, what=what, max_bytes=max_bytes)
         try:
-            return parse_scores(as_dict(as_dict(plain_json(raw)).get("meta_info")), num_scored, top_k)
+            return parse_scores(decode(raw, SCORES), request.token_ids[first:], top_k)
         except BadReplyError as problem:
             raise EngineError(f"{self.url}, {what}: {problem}") from None
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Return the decoded reply of any route, None if it is not JSON. Raises EngineError."""
+        return await self._call(method, path, body)
 
     async def hold(self, memory: Set[Memory]) -> None:
         """Hold memory as `Engine.hold`. The server says what its process has released: a restarted one has nothing.
@@ -398,7 +406,7 @@ class HttpEngine:
         message = escaped(raw[:_MAX_SHOWN].decode(errors="replace"))
         if status == 401:
             return KeyRefusedError(
-                f"{where}: HTTP 401: {message}; set rollout.api_key to the file with the server's key"
+                f"{where}: HTTP 401: {message}; set {self._key_setting} to the file with the server's key"
             )
         kind = RequestRefusedError if status in _REFUSALS else EngineError
         kind = BroadcastLostError if _LOST_BROADCAST in message else kind

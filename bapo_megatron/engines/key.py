@@ -63,15 +63,18 @@ def client_key(kind: EngineKind, api_key: str | None) -> str | None:
     return None if api_key is None else read_key(api_key)
 
 
-def read_key(path: str) -> str:
-    """Return the key in a file: one line of printable ASCII characters. Raises UserError; no message shows the file."""
+def read_key(path: str, setting: str = "rollout.api_key") -> str:
+    """Return the key in the file that a setting names: one line of printable ASCII characters.
+
+    Raises UserError; no message shows the file.
+    """
     try:
         with regular_file(Path(path).expanduser()).open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
     except OSError as error:
         why = error.strerror or str(error)
-        raise UserError(f"rollout.api_key={path}: {why}; name the file that holds the servers' key") from error
+        raise UserError(f"{setting}={path}: {why}; name the file that holds the servers' key") from error
     key = text.strip()
     if not key or len(text) > _MAX_BYTES or any(not 33 <= byte < 127 for byte in key):
-        raise UserError(f"rollout.api_key={path}: the file is not one key of printable ASCII characters")
+        raise UserError(f"{setting}={path}: the file is not one key of printable ASCII characters")
     return key.decode()

@@ -37,6 +37,13 @@ class _Entry(msgspec.Struct, array_like=True, gc=False):
     token_id: int
 
 
+class _Given(msgspec.Struct, array_like=True, gc=False):
+    """A prompt token's log-prob, which the token before the first scored one lacks."""
+
+    logprob: float | None
+    token_id: int
+
+
 class _Meta(TypedDict, total=False):
     """The fields of `meta_info` that are read. `parse_reply` checks the fields of type Any."""
 
@@ -51,6 +58,20 @@ class _Meta(TypedDict, total=False):
     routed_experts: Any
 
 
+class _MetaOfScores(TypedDict, total=False):
+    """The fields of `meta_info` that `parse_scores` reads and checks."""
+
+    weight_version: Any
+    input_token_logprobs: list[_Given]
+    input_top_logprobs: list[list[_Entry] | None]
+
+
+class _Scores(TypedDict, total=False):
+    """A reply of /generate to a prompt that is only scored."""
+
+    meta_info: _MetaOfScores
+
+
 class _Reply(TypedDict, total=False):
     """A reply of /generate."""
 
@@ -62,6 +83,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 REPLY = msgspec.json.Decoder(_Reply)
 REPLIES = msgspec.json.Decoder(list[_Reply])
+SCORES = msgspec.json.Decoder(_Scores)
 
 
 def decode(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -189,33 +211,51 @@ def _own_routes(meta: dict[str, Any], stream: TokenStream, start: int, num_rows:
     return rows
 
 
-def parse_scores(meta: dict[str, Any], num_scored: int, top_k: int) -> TokenScores:
-    """Read the log-probs of a prompt's last tokens; the first entry, for the token before them, is skipped."""
-    entries = [[entry] for entry in _entries(meta, "input_token_logprobs", num_scored, list[_Entry])]
-    likeliest = _entries(meta, "input_top_logprobs", num_scored, list[list[_Entry]]) if top_k else [[]] * num_scored
-    if any(len(row) != top_k for row in likeliest):
-        raise BadReplyError(f"input_top_logprobs does not have {top_k} entries for each token")
-    logprobs_N1, top_logprobs_NK = _input_logprobs(entries), _input_logprobs(likeliest)
-    top_ids_NK = np.array([[entry.token_id for entry in row] for row in likeliest], np.int32)
-    return TokenScores(read_only(logprobs_N1[:, 0]), read_only(top_ids_NK), read_only(top_logprobs_NK))
+def parse_scores(reply: Any, token_ids: Sequence[int], top_k: int) -> TokenScores:
+    """Read the log-probs of a prompt's last tokens, `token_ids`, from a reply, typed or plain JSON.
+
+    The first entry, of the token before them, is skipped. SGLang calls the vocabulary's last token 0 in an entry that
+    has this token's log-prob (srt/managers/scheduler_components/logprob_result_processor.py, 0.5.23).
+    """
+    meta = as_dict(as_dict(reply).get("meta_info"))
+    scored = _entries(meta, "input_token_logprobs", len(token_ids), _Given)
+    named = map(attrgetter("token_id"), scored)
+    if not all(name in (token_id, 0) for name, token_id in zip(named, token_ids, strict=True)):
+        raise BadReplyError("input_token_logprobs are of other tokens than those that were sent")
+    likeliest: list[list[_Entry]] = []
+    if top_k:
+        likeliest = _entries(meta, "input_top_logprobs", len(token_ids), list[_Entry])
+        if any(len(row) != top_k for row in likeliest):
+            raise BadReplyError(f"input_top_logprobs does not have {top_k} entries for each token")
+    shape = (len(token_ids), top_k)
+    top_logprobs_NK = _input_logprobs([entry.logprob for row in likeliest for entry in row]).reshape(shape)
+    top_ids_NK = np.array([entry.token_id for row in likeliest for entry in row], np.int32).reshape(shape)
+    logprobs_N = _input_logprobs([*map(attrgetter("logprob"), scored)])
+    try:
+        version = parse_version(meta.get("weight_version"))
+    except BadReplyError:  # a server of the user's own may call its weights anything
+        version = -1
+    return TokenScores(logprobs_N, read_only(top_ids_NK), top_logprobs_NK, version)
 
 
 def _entries(meta: dict[str, Any], name: str, num_scored: int, kind: Any) -> list[Any]:
     given = meta.get(name)
     if not isinstance(given, list) or len(given) != num_scored + 1:
         raise BadReplyError(f"{name} is not a list of {num_scored + 1} entries; does the server score prompts?")
+    if isinstance(given[1], _Given):  # decoded with its type
+        return given[1:]
     try:
-        return msgspec.convert(given[1:], kind)
+        return msgspec.convert(given[1:], list[kind])
     except msgspec.ValidationError as problem:
         raise BadReplyError(f"{name}: {problem}") from None
 
 
-def _input_logprobs(rows: list[list[_Entry]]) -> Array:
-    """Return log-probs, float32 [rows, entries]."""
-    logprobs = np.array([[entry.logprob for entry in row] for row in rows], np.float64)
-    if not ((logprobs >= -_MAX_FLOAT) & (logprobs <= _LOGPROB_SLACK)).all():
+def _input_logprobs(logprobs: list[Any]) -> Array:
+    """Return log-probs as float32, read-only."""
+    values = np.array(logprobs, np.float64)  # None becomes nan
+    if not ((values >= -_MAX_FLOAT) & (values <= _LOGPROB_SLACK)).all():
         raise BadReplyError("a log-prob of a prompt's token is not a finite number <= 0")
-    return np.minimum(logprobs, 0.0).astype(np.float32)
+    return _as_float32(np.minimum(values, 0.0))
 
 
 def count_of(meta: dict[str, Any], name: str, default: int) -> int:

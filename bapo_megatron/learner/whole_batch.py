@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithms.losses import outside_filter
-from bapo_megatron.algorithms.teacher import teacher_advantages
+from bapo_megatron.algorithms.teacher import is_scored, teacher_advantages
 from bapo_megatron.buffer.packing import Pass, Share, one_minibatch
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
@@ -82,6 +82,10 @@ def with_scores(batch: Batch, scorers: Sequence[Scorer], policy: Learner, config
         if stream == PROXIMAL_LOGPROBS:
             batch = without_rejected(replace(batch, proximal_version=policy.version), policy, config)
     teacher = next((scorer.model for scorer in scorers if scorer.stream == TEACHER_LOGPROBS), None)
+    if teacher is None and config.teacher.is_served:
+        teacher = policy  # its sequences are dealt as the policy's
+        if TEACHER_LOGPROBS not in batch.extra:  # it has scored no sample at all
+            batch = batch.having(TEACHER_LOGPROBS, TEACHER_LOGPROBS.new_tensor(batch.behaviour_logprobs_T.numel()))
     return batch if teacher is None or not batch.num_trained_tokens else taught(batch, teacher, config)
 
 
@@ -96,15 +100,14 @@ def taught(batch: Batch, dealt_for: Learner | SplitModel, config: Config) -> Bat
     advantages_T = teacher_advantages(batch.extra[TEACHER_LOGPROBS], batch.behaviour_logprobs_T, coef)
     advantages_T[~batch.here(batch.sampled_T)] = 0
     whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=dealt_for.share)
-    trained = torch.cat(
-        [
-            teacher_advantages(part.extra[TEACHER_LOGPROBS], part.behaviour_logprobs_R, coef)[part.mask_R]
-            for part in whole.micro_batches
-        ]
-    )
-    sums = dealt_for.sum_over_data_ranks(torch.stack([trained.sum(), trained.square().sum()]).to(device()))
-    mean, square = (sums / batch.num_trained_tokens).tolist()
-    spread = math.sqrt(max(0.0, square - mean**2))
+    sums = torch.zeros(3, dtype=torch.float64)
+    for part in whole.micro_batches:
+        teacher_R, mu_R = (values[part.mask_R] for values in (part.extra[TEACHER_LOGPROBS], part.behaviour_logprobs_R))
+        trained_R = teacher_advantages(teacher_R, mu_R, coef)
+        sums += torch.stack([trained_R.sum(), trained_R.square().sum(), is_scored(teacher_R).sum()])
+    total, squares, num_scored = dealt_for.sum_over_data_ranks(sums.to(device())).tolist()
+    mean, square = (x / num_scored if num_scored else math.nan for x in (total, squares))
+    spread = math.sqrt(max(square - mean**2, 0.0))
     metrics = {"teacher/kl": -mean / coef, "teacher/advantage_std": spread}
     advantages_T = (batch.advantages_T.double() + advantages_T).float()
     return replace(batch, advantages_T=advantages_T, metrics=batch.metrics | metrics)
@@ -184,7 +187,8 @@ def update_pass(config: Config, step: int, share: Share, num_epochs: int) -> Pas
 
 def policy_passes(config: Config, step: int, policy: Learner, scorers: Sequence[Scorer]) -> list[Pass]:
     """Return a step's passes that score a batch, and those that train the policy."""
-    passes = [Pass(scorer.model.share, config.train.max_tokens_per_microbatch) for scorer in scorers]
+    shares = [scorer.model.share for scorer in scorers] + ([policy.share] if config.teacher.is_served else [])
+    passes = [Pass(share, config.train.max_tokens_per_microbatch) for share in shares]
     return [*passes, policy_updates(config, step, policy.share)]
 
 

@@ -45,6 +45,7 @@ from bapo_megatron.preflight.software_checks import (
     transformer_engine_problem,
     update_driver,
 )
+from bapo_megatron.preflight.teacher import check_served_teacher
 from bapo_megatron.preflight.trial import try_loss
 from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.runs.folder import RunDir
@@ -240,6 +241,12 @@ def violations_of(
         Check(
             lambda: _check_teacher(run, folders.get("teacher.path"), model) if memory else (),
             needs=("teacher.path", "model"),
+        ),
+        Check(
+            lambda: (
+                check_served_teacher(run, tokenizer_from, here=here, asks=not (elsewhere or is_job)) if memory else ()
+            ),
+            needs=("teacher.urls", "teacher.hint", "teacher.api_key", "model", "data"),
         ),
         Check(lambda: try_loss(run, elsewhere=elsewhere) if memory else ()),
         Check(lambda: _check_resume(run) if memory and not unread else (), needs=("model",)),

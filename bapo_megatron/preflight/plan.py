@@ -160,9 +160,9 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
     server = _server_memory(run) if shared is None else shared.server
     rollout = None
     if server is not None:
-        least = decode_seconds(run, gpu, server, tokens)
+        reading, scoring = decode_seconds(run, gpu, server, tokens), work.hint_seconds(run, gpu, tokens)
         messages = work.decode_messages_seconds(run, server, tokens)
-        rollout = Seconds(least, least / LINK_SHARE + messages)
+        rollout = Seconds(reading + scoring, reading / LINK_SHARE + messages + scoring / COMPUTE_SHARE)
     train = _train_seconds(run, gpu, tokens, trainer.trained, passes + work.teacher_passes(run), flops)
     peak_flops = run.config.parallel.size * gpu.flops(run.config.model.dtype)
     return RunPlan(

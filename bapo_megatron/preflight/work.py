@@ -223,6 +223,13 @@ def decode_seconds(run: Resolved, gpu: GPU, memory: ServerMemory, tokens: StepTo
     return decode_steps(run.config, memory, tokens) * max(reading, multiplying)
 
 
+def hint_seconds(run: Resolved, gpu: GPU, tokens: StepTokens) -> float:
+    """Bound the time from below in which the servers score a step's samples after `teacher.hint`."""
+    if run.config.teacher.hint is None or not (num_gpus := run.placement.num_server_gpus):
+        return 0.0
+    return sum(forward_flops(run.shape, tokens)) / num_gpus / gpu.flops(run.config.model.dtype)
+
+
 ALL_REDUCE_S = 10e-6  # assumed, for a small message between the GPUs of one server over NVLink
 
 

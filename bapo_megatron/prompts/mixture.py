@@ -67,6 +67,10 @@ class PromptMixture:
         prompt = self._streams[name].next()
         return Prompt(prompt_id, prompt.token_ids, prompt.text, prompt.answer, name)
 
+    def reworded(self, prompt: Prompt, text: str) -> list[int]:
+        """Return the tokens of a prompt with other words; see `PromptStream.reworded`."""
+        return self._streams[prompt.source].reworded(prompt, text)
+
     def check(self) -> None:
         """Find bad prompts of every source before a run starts; see `PromptStream.check`."""
         for stream in self._streams.values():

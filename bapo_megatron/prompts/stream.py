@@ -154,6 +154,23 @@ class PromptStream:
             "refused by the chat template)"
         )
 
+    def reworded(self, prompt: Prompt, text: str) -> list[int]:
+        """Return the tokens of a prompt of this stream with other words of the user.
+
+        Raises DataError if it is a conversation or has tools of its own, which a `Prompt` does not tell.
+        """
+
+        def tokens(words: str) -> list[int]:
+            question = Question(words, prompt.answer, f"prompt {prompt.prompt_id} of {prompt.source}")
+            return question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, self._tools)
+
+        if tokens(prompt.text) != [*prompt.token_ids]:
+            raise DataError(
+                f"prompt {prompt.prompt_id} of {prompt.source} is a conversation or has tools of its own, and so its "
+                "words alone cannot be replaced"
+            )
+        return tokens(text)
+
     def check(self, places: Iterable[int] | None = None) -> list[str]:
         """Look for bad prompts before a run starts: in all rows, or in a sample of a procedural source.
 

@@ -74,8 +74,12 @@ class Resolved:
 
     @property
     def kept_streams(self) -> tuple[TokenStream, ...]:
-        """All streams in samples, checkpoints and recordings: the engines' and the annotators'. Raises UserError."""
-        return (*self.streams, *(stream for one in self.annotators for stream in one.streams))
+        """All streams in samples, checkpoints and recordings: the engines', the annotators', and a teacher's that is
+        served. Raises UserError."""
+        from bapo_megatron.tokens import TEACHER_STREAMS  # it needs torch
+
+        of_teacher = TEACHER_STREAMS if self.config.teacher.is_served else ()
+        return (*self.streams, *(stream for one in self.annotators for stream in one.streams), *of_teacher)
 
     @property
     def folder(self) -> Path:

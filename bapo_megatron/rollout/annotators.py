@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bapo_megatron.config.annotators import Annotator
-from bapo_megatron.errors import UserError, plural
+from bapo_megatron.errors import EngineError, UserError, plural
 from bapo_megatron.tokens import Array, Rows, TokenStream
 from bapo_megatron.types import Sample, Sampled, Segment, Trajectory
 
@@ -26,8 +26,8 @@ class Annotators:
     """The annotators of a run. One that fails on a sample leaves its tokens without rows, and is counted."""
 
     made: Sequence[Annotator] = ()
+    worked: set[int] = field(default_factory=set)  # places in `made`
     num_failed: int = 0  # since the attempt began
-    _worked: set[int] = field(default_factory=set)  # places in `made`
     _num_first_failed: Counter[int] = field(default_factory=Counter)  # by place, of one that has not worked yet
 
     @property
@@ -44,7 +44,8 @@ class Annotators:
         """Return the samples, with the rows of all annotators in those that have ended with a reward and tokens.
 
         Raises:
-            UserError: an annotator blames the data or the settings, or has failed on every sample so far.
+            UserError: an annotator blames the data or the settings, or has failed on every sample so far. An
+                EngineError, of a server that it asks, fails the sample.
         """
         return list(await asyncio.gather(*map(self._annotated, samples))) if self.made else list(samples)
 
@@ -61,12 +62,13 @@ class Annotators:
             if {*rows} != {*one.streams}:
                 raise ValueError(f"it returned {rows!r:.80}, not rows of {', '.join(s.name for s in one.streams)}")
             checked = {stream: _checked(stream, rows[stream], sample.num_sampled_tokens) for stream in rows}
-        except (UserError, AssertionError):
-            raise
         except Exception as error:  # the annotator is the user's
+            is_of_server = isinstance(error, EngineError)
+            if isinstance(error, (UserError, AssertionError)) and not is_of_server:
+                raise
             self._fail(place, sample, error)
             return {}
-        self._worked.add(place)
+        self.worked.add(place)
         return checked
 
     def _fail(self, place: int, sample: Sample, error: Exception) -> None:
@@ -77,7 +79,7 @@ class Annotators:
         log.warning("%s", what, exc_info=None if self.num_failed else error)
         self.num_failed += 1
         self._num_first_failed[place] += 1
-        if place not in self._worked and self._num_first_failed[place] >= _NUM_FIRST:
+        if place not in self.worked and self._num_first_failed[place] >= _NUM_FIRST:
             num = plural(_NUM_FIRST, "sample")
             raise UserError(f"an annotator failed on all of the first {num}, so the loss lacks its values; {what}")
 

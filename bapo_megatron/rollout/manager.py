@@ -32,6 +32,7 @@ from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.recorded import RecordedRollouts
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.rollout.shared import Rollouts
+from bapo_megatron.rollout.teacher import CHECK_TIMEOUT_S, OwnServers, Teacher, TeacherServers, hinted_teacher
 from bapo_megatron.rollout.turn_tokens import TurnTokens, environment_of, turn_driver
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 from bapo_megatron.types import Batch, Group, Prompt
@@ -68,6 +69,7 @@ class RolloutManager:
     scheduler: Scheduler
     builder: BatchBuilder
     evaluation: InRunEvaluation | None  # None without eval.interval_steps
+    teacher: TeacherServers | None = None  # with teacher.urls
     _last_batch_s: float = field(default_factory=time.monotonic)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -153,6 +155,8 @@ class RolloutManager:
     def close(self) -> None:
         """Stop sampling; close connections, judges and environments."""
         self.engines.loop.run(self.scheduler.close(), self._patience_s, "sampling to stop", self._progress)
+        if self.teacher is not None:
+            self.engines.loop.run(self.teacher.close(), 10.0, "the clients of the teacher to close")
         self.answers.close()
         if self.evaluation is not None:
             for answers in self.evaluation.answers:
@@ -190,7 +194,7 @@ class RolloutManager:
             "rollout/num_dropped_groups": float(stats.num_dropped_groups),
             **({"environment/failed_groups": float(stats.num_failed_groups)} if has_environment else {}),
             **({"environment/restarted_samples": float(num_restarted)} if self.config.environment.is_agent else {}),
-            **({"rollout/num_unannotated": float(unannotated)} if self.config.rollout.annotators else {}),
+            **({"rollout/num_unannotated": float(unannotated)} if self.scheduler.annotators.made else {}),
             "rollout/num_fenced": float(stats.num_fenced),
             "rollout/tokens_generated": float(stats.num_tokens),
             "rollout/tokens_per_s": stats.num_tokens / max(elapsed_s, 1e-9),
@@ -240,6 +244,8 @@ def connect_rollouts(run: Resolved, urls: Sequence[str], *, may_have_failed: boo
     engines = ConnectedEngines.connect(
         config.rollout, run.engine, urls, vocab_size, key, streams, may_have_failed=may_have_failed
     )
+    teacher, servers = _teacher(run, tokenizer, prompts, engines, is_new=not may_have_failed)
+    annotators = (*run.annotators, *([] if teacher is None else [teacher]))
     scheduler = Scheduler(
         config.rollout,
         pool=engines.pool,
@@ -250,14 +256,34 @@ def connect_rollouts(run: Resolved, urls: Sequence[str], *, may_have_failed: boo
         keep=group_filter(config),
         updates_per_step=config.train.minibatches_per_step * config.train.epochs_per_step,
         streams=streams,
-        annotators=Annotators(run.annotators),
+        annotators=Annotators(annotators, {place for place, one in enumerate(annotators) if one is teacher}),
         max_turn_tokens=config.environment.turn_limit,
     )
     evaluation = None
     if config.eval.interval_steps is not None:
         evaluation = _evaluation(config, engines, tokens, stop_ids)
     engines.watch(with_states=config.monitor.prometheus_port is not None)
-    return RolloutManager(config, engines, prompts, tokenizer, answers, scheduler, BatchBuilder(config), evaluation)
+    builder = BatchBuilder(config)
+    return RolloutManager(config, engines, prompts, tokenizer, answers, scheduler, builder, evaluation, servers)
+
+
+def _teacher(
+    run: Resolved, tokenizer: Any, prompts: PromptStream | PromptMixture, engines: ConnectedEngines, *, is_new: bool
+) -> tuple[Teacher | None, TeacherServers | None]:
+    """Return the teacher that servers are, and its own servers, checked if the attempt `is_new`. Raises UserError."""
+    config = run.config.teacher
+    if config.hint is not None:
+        own = OwnServers(engines.pool)
+        engines.loop.run(own.check(), CHECK_TIMEOUT_S, "the capabilities of the engines")
+        return hinted_teacher(run.config, prompts, own), None
+    if not config.urls:
+        return None, None
+    servers = TeacherServers(config, run.shape.vocab_size, config.timeout_s / len(config.urls))
+    if is_new:  # a restart does without a teacher that has died
+        HEARTBEAT.beat(TRAINER, "asking the teacher")
+        patience_s = 10 * CHECK_TIMEOUT_S * len(config.urls)
+        engines.loop.run(servers.check(run, tokenizer), patience_s, "the servers of the teacher")
+    return Teacher(servers.score, config.timeout_s), servers
 
 
 def _evaluation(

@@ -30,9 +30,11 @@ from bapo_megatron.errors import EngineError, RequestRefusedError
 from bapo_megatron.prompts.continuation import Continuation
 from bapo_megatron.prompts.encoding import prompt_ids
 from bapo_megatron.rollout.dispatch import Dispatcher, sample_seed
+from bapo_megatron.rollout.teacher import OwnServers, Teacher
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
-from bapo_megatron.types import NeedsEnvironment, NeedsTokens, Prompt, Sample
+from bapo_megatron.tokens import TEACHER_LOGPROBS, TEACHER_VERSIONS
+from bapo_megatron.types import Ended, NeedsEnvironment, NeedsTokens, Prompt, Sample, Segment
 from tests.distributed import HANG_S
 from tests.rollout_servers import AUTHORIZATION, EOS, VOCAB_SIZE, Servers
 
@@ -692,6 +694,21 @@ def test_scores_are_of_the_weights_in_use_and_leave_requests_alone(servers: Serv
     servers.push("b")
     after = servers.loop.run(servers.engine.score(token_ids, 1, 0)).logprobs_N
     assert abs(after - before).max() > 0.1
+
+
+def test_a_policy_with_a_hint_scores_a_sample_as_after_the_hinted_prompt(servers: Servers) -> None:
+    """Its rows are log-probs within 1e-5 nats, and carry the version of the weights."""
+    hinted, output = [4, 44, *PROMPT, 17], [3, 41, 2, 66, 5, 90, 33]
+    teacher = Teacher(OwnServers(servers.pool).score, HANG_S, lambda prompt: hinted, servers.max_context)
+    prompt = Prompt(1, tuple(PROMPT), "", "", "test")
+    ended = Ended("stop", 1.0)
+    sample = Sample.of("1.0", prompt, [Segment.sampled(0, 0, output, [-1.0] * len(output))], ended)
+    for model in "ab":
+        version = servers.push(model)
+        rows = servers.loop.run(teacher.rows(sample))
+        expected = reference_logprobs(servers.models[model], hinted, output)
+        torch.testing.assert_close(torch.tensor(rows[TEACHER_LOGPROBS]), expected, atol=1e-5, rtol=0)
+        assert rows[TEACHER_VERSIONS].tolist() == [version] * len(output)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])

@@ -114,6 +114,18 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
             "warning: teacher.path='demo' is the model that the run starts from",
         ),
         (
+            ["loss.name=grpo", 'teacher.urls=["http://127.0.0.1:9"]'],
+            "teacher.urls: http://127.0.0.1:9/server_info: ClientConnectorError",
+        ),
+        (["loss.name=grpo", 'teacher.urls=["http://x:1"]', "teacher.api_key=/nope"], "teacher.api_key=/nope: No such"),
+        (
+            ["loss.name=grpo", 'teacher.urls=["http://x:1"]', "teacher.path=study"],
+            "teacher.path names a teacher, as teacher.urls does",
+        ),
+        (["loss.name=grpo", "teacher.hint={solution}"], "teacher.hint must hold {prompt} and more words"),
+        (["loss.name=grpo", "teacher.hint={prompt} {"], "teacher.hint must have its braces in pairs: write one that"),
+        (["loss.name=grpo", "teacher.hint={prompt}{answer[x]}"], "teacher.hint does not fit the answer of prompt 0"),
+        (
             ["reward.kind=none"],
             'reward.kind="none" gives no reward, and advantage.kind="grpo" learns from rewards; name a judge, or set',
         ),

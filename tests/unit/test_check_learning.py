@@ -67,7 +67,7 @@ def messages(severity: str, **sections: Any) -> list[str]:
         ("error", {"loss": {"kl_target": 0.1}}, "set loss.kl_coef=0.1"),
         ("warning", {"loss": {"reference_path": "x"}}, 'loss.reference_path="x" has no effect without loss.kl_coef'),
         ("warning", {"loss": {"kl_coef": 0.1, "kl_estimator": "k1"}}, "adds noise"),
-        ("error", {"advantage": {"kind": "teacher"}}, "needs teacher.path, the model to learn from; set it, or advan"),
+        ("error", {"advantage": {"kind": "teacher"}}, "needs teacher.path, the model to learn from, or"),
         (
             "error",
             {"advantage": {"kind": "gae"}, "teacher": {"path": "x"}, "loss": {"name": "grpo"}},
@@ -108,11 +108,42 @@ def messages(severity: str, **sections: Any) -> list[str]:
             },
             'reward.kind="none" gives no reward, and rollout.keep_group="informative" leaves out groups of',
         ),
-        ("warning", {"teacher": {"coef": 2.0}}, "teacher.coef=2.0 has no effect without teacher.path"),
+        (
+            "error",
+            {"teacher": {"urls": ["http://x:1"]}, "rollout": {"temperature": 0.7}, "loss": {"name": "grpo"}},
+            "rollout.temperature=0.7 with teacher.urls: servers score at temperature 1, whatever they are asked for",
+        ),
+        (
+            "error",
+            {"teacher": {"hint": "{prompt} 1"}, "environment": {"kind": "calculator"}, "loss": {"name": "grpo"}},
+            'teacher.hint replaces the words of a prompt, and environment.kind="calculator" answers what',
+        ),
+        (
+            "error",
+            {"advantage": {"kind": "gae"}, "teacher": {"hint": "{prompt} 1"}, "loss": {"name": "grpo"}},
+            'teacher.hint with advantage.kind="gae": a critic values rewards',
+        ),
+        (
+            "error",
+            {"teacher": {"urls": ["x:1"]}, "loss": {"name": "grpo"}},
+            'teacher.urls: "x:1" is not the URL of a server; write it like',
+        ),
+        (
+            "warning",
+            {
+                "teacher": {"urls": ["http://x:1/"]},
+                "rollout": {"engine": "attach", "urls": ["http://x:1"]},
+                "loss": {"name": "grpo"},
+            },
+            "teacher.urls: http://x:1 is a server of the policy, too",
+        ),
+        ("warning", {"teacher": {"api_key": "x"}}, 'teacher.api_key="x" has no effect without teacher.urls'),
+        ("warning", {"teacher": {"timeout_s": 5}}, "teacher.timeout_s=5.0 has no effect without teacher.urls or"),
+        ("warning", {"teacher": {"coef": 2.0}}, "teacher.coef=2.0 has no effect without teacher.path, teacher.urls or"),
         (
             "error",
             {"teacher": {"top_k": 8}},
-            "teacher.top_k=8 needs teacher.path, the model whose likeliest tokens count",
+            "teacher.top_k=8 needs teacher.path: the trainer finds the teacher's likeliest tokens",
         ),
         (
             "warning",

@@ -251,6 +251,21 @@ def test_a_teachers_likeliest_tokens_cost_memory_and_passes() -> None:
     assert kept[0].working + kept[0].logits < kept[1].working + kept[1].logits < kept[2].working + kept[2].logits
 
 
+def test_servers_score_after_a_hint_and_a_teacher_on_servers_costs_nothing() -> None:
+    without, hinted, served = (
+        make_plan(resolve(recipe(*settings), HF_CONFIG))
+        for settings in ((), ("teacher.hint={answer}{prompt}",), ('teacher.urls=["http://x:1"]',))
+    )
+    assert without.rollout is not None
+    assert hinted.rollout is not None
+    run = resolve(recipe(), HF_CONFIG)
+    flops = sum(work.forward_flops(run.shape, without.tokens)) / run.placement.num_server_gpus
+    assert hinted.rollout.least - without.rollout.least == pytest.approx(flops / without.gpu.flops("bfloat16"))
+    assert hinted.rollout.expected > without.rollout.expected
+    assert hinted.trainer == without.trainer
+    assert served == without
+
+
 def test_a_plan_finds_the_teacher_among_known_models() -> None:
     run = planned(recipe("teacher.path=models/DeepSeek-R1-Distill-Qwen-32B"))
     assert run.teacher_shape is not None

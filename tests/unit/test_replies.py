@@ -18,6 +18,7 @@ from reply_meaning import FaultyReplyError, meaning
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.replies import REPLY, decode, parse_reply, parse_scores
+from bapo_megatron.engines.replies import SCORES as REPLY_WITH_SCORES
 from bapo_megatron.errors import EngineError, RequestRefusedError
 from tests.hang import HANG_S
 
@@ -176,11 +177,18 @@ LIKELIEST = [None, [[-0.5, 7], [-2.0, 1]], [[-0.25, 3], [-1, 8]]]
 
 def test_scores_are_read() -> None:
     meta = {"input_token_logprobs": [[None, 5, None], *SCORES[1:]], "input_top_logprobs": LIKELIEST}
-    scores = parse_scores(meta, 2, 2)
-    assert scores.logprobs_N.tolist() == [-0.5, -1.0]
-    assert scores.top_ids_NK.tolist() == [[7, 1], [3, 8]]
-    assert scores.top_logprobs_NK.tolist() == [[-0.5, -2.0], [-0.25, -1.0]]
-    assert parse_scores(meta, 2, 0).top_ids_NK.shape == (2, 0)
+    plain = {"meta_info": meta | {"weight_version": "4"}}
+    for reply in (plain, decode(json.dumps(plain).encode(), REPLY_WITH_SCORES)):
+        scores = parse_scores(reply, (7, 8), 2)
+        assert scores.logprobs_N.tolist() == [-0.5, -1.0]
+        assert scores.top_ids_NK.tolist() == [[7, 1], [3, 8]]
+        assert scores.top_logprobs_NK.tolist() == [[-0.5, -2.0], [-0.25, -1.0]]
+        assert parse_scores(reply, (7, 8), 0).top_ids_NK.shape == (2, 0)
+        assert scores.version == 4
+    last = {"meta_info": {"input_token_logprobs": [None, [-0.5, 7], [-1, 0]]}}
+    assert parse_scores(last, (7, 15), 0).logprobs_N.tolist() == [-0.5, -1.0], "SGLang's name of the last token"
+    for version in ({}, {"weight_version": "default"}, {"weight_version": "mine, of Monday"}):
+        assert parse_scores({"meta_info": meta | version}, (7, 8), 2).version == -1
 
 
 @pytest.mark.parametrize(
@@ -191,13 +199,16 @@ def test_scores_are_read() -> None:
         ({"input_token_logprobs": [None, None, [-1, 8]]}, "input_token_logprobs: Expected `array`, got `null`"),
         ({"input_token_logprobs": [None, [-math.inf, 7], [-1, 8]]}, "not a finite number <= 0"),
         ({"input_token_logprobs": [None, [0.5, 7], [-1, 8]]}, "not a finite number <= 0"),
+        ({"input_token_logprobs": [None, [None, 7], [-1, 8]]}, "not a finite number <= 0"),
+        ({"input_token_logprobs": [None, [-0.5, 7], [-1, 9]]}, "of other tokens than those that were sent"),
         ({"input_top_logprobs": [None, [[-0.5, 7]], [[-0.25, 3]]]}, "does not have 2 entries for each token"),
         ({"input_top_logprobs": [None, [[-0.5, 7], [-2, "a"]], LIKELIEST[2]]}, "input_top_logprobs: Expected `int`"),
     ],
 )
 def test_bad_scores_are_refused(change: dict[str, Any], message: str) -> None:
+    meta = {"input_token_logprobs": SCORES, "input_top_logprobs": LIKELIEST} | change
     with pytest.raises(ValueError, match=re.escape(message)):
-        parse_scores({"input_token_logprobs": SCORES, "input_top_logprobs": LIKELIEST} | change, 2, 2)
+        parse_scores({"meta_info": meta}, (7, 8), 2)
 
 
 CUT = replace(REQUEST, top_p=0.9, top_k=5)

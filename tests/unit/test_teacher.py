@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,31 @@ def test_advantages_and_metrics_equal_the_formula(kind: str) -> None:
         assert got.metrics["teacher/kl"] == pytest.approx(-mean / coef, abs=1e-9)
         spread = math.sqrt(math.fsum((gap - mean) ** 2 for gap in trained) / len(trained))
         assert got.metrics["teacher/advantage_std"] == pytest.approx(spread, abs=1e-7)
+
+
+def served(**teacher: Any) -> Config:
+    return Config.model_validate(
+        {"teacher": {"urls": ["http://x:1"], "coef": 0.3, **teacher}, "loss": {"name": "grpo"}}
+    )
+
+
+def test_tokens_that_a_server_has_not_scored_learn_nothing_from_it_and_do_not_count() -> None:
+    for seed in range(100):
+        batch, draw = batch_of(seed, kind="grpo"), random.Random(seed)
+        is_known_T = torch.tensor([draw.random() < 0.6 for _ in batch.sampled_T])
+        rows_T = batch.extra[TEACHER_LOGPROBS]
+        rows_T[~is_known_T] = TEACHER_LOGPROBS.filler
+        gap_T = torch.where(is_known_T & batch.sampled_T, 0.3 * (rows_T - batch.behaviour_logprobs_T), 0.0)
+        got = with_scores(batch, [], ONE_RANK, served())
+        assert got.advantages_T.tolist() == pytest.approx((batch.advantages_T + gap_T).tolist(), abs=1e-5)
+        trained = gap_T[is_known_T & batch.mask_T]
+        if trained.numel():
+            assert got.metrics["teacher/kl"] == pytest.approx(-float(trained.mean()) / 0.3, abs=1e-5)
+            assert got.metrics["teacher/advantage_std"] == pytest.approx(float(trained.std(correction=0)), abs=1e-5)
+    for none in (batch.having(TEACHER_LOGPROBS, TEACHER_LOGPROBS.new_tensor(len(rows_T))), replace(batch, extra={})):
+        got = with_scores(none, [], ONE_RANK, served())
+        assert got.advantages_T.tolist() == batch.advantages_T.tolist()
+        assert all(math.isnan(got.metrics[name]) for name in ("teacher/kl", "teacher/advantage_std"))
 
 
 def test_tokens_that_were_given_have_no_advantage_whatever_their_rows_hold() -> None:

@@ -37,7 +37,7 @@ from bapo_megatron.tokens import TokenStream, encoded_rows
 
 _MAX_PREFILL_TOKENS = 8192  # padded tokens per prefill
 _MAX_PADDING = 2.0  # no row of a prefill is padded to more than this many times its length
-_INITIAL_VERSION = "default"  # SGLang's name for the weights a server started with
+INITIAL_VERSION = "default"  # SGLang's name for the weights a server started with
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -186,7 +186,7 @@ class BatchingEngine:
         *,
         max_running: int,
         max_context: int,
-        version: str = _INITIAL_VERSION,
+        version: str = INITIAL_VERSION,
         end_ids: Collection[int] | None = None,
         num_threads: int | None = None,
     ) -> None:
@@ -324,7 +324,7 @@ class BatchingEngine:
             return None
         scores = self.model.score(torch.tensor(token_ids), first, top_k)
         logprobs_N, top_ids_NK, top_logprobs_NK = (tensor.numpy() for tensor in scores)
-        return TokenScores(logprobs_N, top_ids_NK, top_logprobs_NK)
+        return TokenScores(logprobs_N, top_ids_NK, top_logprobs_NK, self._version_number)
 
     def release(self, memory: Set[Memory]) -> None:
         """Free memory, when still. Weights must be pushed again after `restore`. On a CPU there are no CUDA graphs.
@@ -537,6 +537,10 @@ class BatchingEngine:
         self.cache.arrange(targets, [first_row + i for i in index], max(s.num_tokens for s in group))
         return logits_BV[index]
 
+    @property
+    def _version_number(self) -> int:
+        return int(self.version) if self.version.isdecimal() else -1
+
     def _fed_rows(self, sequences: list[Sequence], token_ids_BT: Tensor, positions_BT: Tensor) -> FedRows | None:
         """Return the rows to compute in a pass, or None if no sequence wants any."""
         asked = self._asked(sequences)
@@ -548,8 +552,7 @@ class BatchingEngine:
         return {stream: self.model.streams[stream] for s in sequences for stream in s.streams}
 
     def _served(self, token_ids_BT: Tensor, positions_BT: Tensor, logits_BV: Tensor | None = None) -> ServedTokens:
-        version = int(self.version) if self.version.isdecimal() else -1
-        return ServedTokens(token_ids_BT, positions_BT, version, logits_BV=logits_BV)
+        return ServedTokens(token_ids_BT, positions_BT, self._version_number, logits_BV=logits_BV)
 
     def _take_fed(self, sequences: list[Sequence], fed: FedRows, index: Iterable[int], first: Iterable[int]) -> None:
         """Give each sequence its rows of a pass, which read its tokens from `first` on as batch row `index`."""

@@ -29,7 +29,7 @@ from aiohttp.typedefs import Handler
 
 from bapo_megatron.config.families import own_family
 from bapo_megatron.engines.embedded import protocol
-from bapo_megatron.engines.embedded.engine import BatchingEngine, Sequence
+from bapo_megatron.engines.embedded.engine import INITIAL_VERSION, BatchingEngine, Sequence
 from bapo_megatron.engines.embedded.model import Model
 from bapo_megatron.engines.embedded.weights import WeightUpdater
 from bapo_megatron.engines.key import take_key
@@ -276,7 +276,7 @@ class Server:
         scored = zip(scores.logprobs_N.tolist(), token_ids[start + 1 :], strict=True)
         meta = {
             "prompt_tokens": len(token_ids),
-            "weight_version": self.engine.version,
+            "weight_version": INITIAL_VERSION if scores.version < 0 else str(scores.version),
             "input_token_logprobs": [(None, token_ids[start], None), *((p, i, None) for p, i in scored)],
         }
         if top_k:

@@ -14,6 +14,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.resolved import Resolved
 
+_TEACHER = "teacher.path teacher.urls teacher.hint"
+
 
 @dataclass(frozen=True, slots=True)
 class Idle:
@@ -114,7 +116,14 @@ IDLE = (
         lambda c, _: not c.advantage.compares_responses,
         'advantage.kind="gae" or "n_step"',
     ),
-    Idle("teacher.coef", "teacher.path", lambda c, _: c.teacher.path is not None, "teacher.path"),
+    Idle("teacher.coef", _TEACHER, lambda c, _: bool(c.teacher.given), "teacher.path, teacher.urls or teacher.hint"),
+    Idle(
+        "teacher.timeout_s",
+        "teacher.urls teacher.hint",
+        lambda c, _: c.teacher.is_served,
+        "teacher.urls or teacher.hint",
+    ),
+    Idle("teacher.api_key", "teacher.urls", lambda c, _: bool(c.teacher.urls), "teacher.urls"),
     Idle("teacher.divergence", "teacher.top_k", lambda c, _: c.teacher.top_k > 0, "teacher.top_k=64"),
     Idle(
         "advantage.whiten_batch reward.overlong_penalty reward.scale reward.running_std reward.clip",

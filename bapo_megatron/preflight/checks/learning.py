@@ -9,6 +9,9 @@ from bapo_megatron.config.schema_loss import SelectingLoss
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.facts import ModelFacts
 
+TEACHER = ("teacher.path", "teacher.urls", "teacher.hint")
+"""The settings that name a teacher."""
+
 
 def check_loss(config: Config) -> Iterator[Violation]:
     """Check the loss against the updates of a step."""
@@ -171,11 +174,11 @@ def check_advantage(config: Config) -> Iterator[Violation]:
             f'advantage.whiten_batch=true whitens over responses, and advantage.kind="{advantage.kind}" over tokens',
             "leave it out",
         )
-    if r.keep_group == "informative" and not (advantage.needs_group and config.teacher.path is None):
+    if r.keep_group == "informative" and not (advantage.needs_group and not config.teacher.given):
         cost = "are all there are" if r.samples_per_prompt == 1 else "teach as much as others"
         method = "a teacher" if advantage.needs_group else f'advantage.kind="{advantage.kind}"'
         yield Violation(
-            ("rollout.keep_group", "rollout.samples_per_prompt", "advantage.kind", "teacher.path"),
+            ("rollout.keep_group", "rollout.samples_per_prompt", "advantage.kind", *TEACHER),
             f'rollout.keep_group="informative" leaves out groups of equal rewards, which {cost} with '
             f"rollout.samples_per_prompt={r.samples_per_prompt} and {method}",
             'set rollout.keep_group="all"',
@@ -206,32 +209,32 @@ def check_critic(config: Config) -> Iterator[Violation]:
 
 def check_teacher(config: Config) -> Iterator[Violation]:
     """Check that a teacher is there where it must be, and what its advantages or its divergence mean for the update."""
-    advantage, path = config.advantage, config.teacher.path
-    if path is None:
+    advantage, teacher = config.advantage, config.teacher
+    if teacher.top_k and teacher.path is None:
+        yield Violation(
+            ("teacher.path", "teacher.top_k"),
+            f"teacher.top_k={teacher.top_k} needs teacher.path: the trainer finds the teacher's likeliest tokens",
+            "set it, or leave teacher.top_k out",
+        )
+    if not teacher.given:
         if not advantage.reads_rewards:
             yield Violation(
-                ("teacher.path", "advantage.kind"),
-                'advantage.kind="teacher" needs teacher.path, the model to learn from',
-                'set it, or advantage.kind="grpo"',
-            )
-        if config.teacher.top_k:
-            yield Violation(
-                ("teacher.path", "teacher.top_k"),
-                f"teacher.top_k={config.teacher.top_k} needs teacher.path, the model whose likeliest tokens count",
-                "set it, or leave teacher.top_k out",
+                (*TEACHER, "advantage.kind"),
+                'advantage.kind="teacher" needs teacher.path, the model to learn from, or teacher.urls or teacher.hint',
+                'set one, or advantage.kind="grpo"',
             )
         return
     if not advantage.compares_responses:
         yield Violation(
-            ("teacher.path", "advantage.kind"),
-            f'teacher.path with advantage.kind="{advantage.kind}": a critic values rewards, and the advantages that '
+            (*TEACHER, "advantage.kind"),
+            f'{teacher.given} with advantage.kind="{advantage.kind}": a critic values rewards, and the advantages that '
             "follow are not added to a teacher's",
             'set advantage.kind="teacher" to learn from the teacher alone, or "grpo" to add its advantage',
         )
-    has_advantages = not config.teacher.top_k
+    has_advantages = not teacher.top_k
     if config.searches_bounds and (has_advantages or not advantage.reads_rewards):
         yield warning(
-            ("loss.name", "bapo.scope", "teacher.path"),
+            ("loss.name", "bapo.scope", *TEACHER),
             "a teacher's advantages are negative on average, by the KL divergence, and so the search of [bapo] ends at "
             "its limits in nearly every update"
             if has_advantages
@@ -240,10 +243,24 @@ def check_teacher(config: Config) -> Iterator[Violation]:
         )
     if config.rollout.is_cut and has_advantages:
         yield warning(
-            ("rollout.top_p", "rollout.top_k", "teacher.path"),
+            ("rollout.top_p", "rollout.top_k", *TEACHER),
             "with rollout.top_p or rollout.top_k, the sampler's log-probs cover the tokens that it may choose, and the "
             "teacher's all tokens: they make each advantage too low",
             "set rollout.top_p=1, and leave rollout.top_k out",
+        )
+    if teacher.is_served and config.rollout.temperature != 1:
+        yield Violation(
+            ("rollout.temperature", *TEACHER),
+            f"rollout.temperature={config.rollout.temperature:g} with {teacher.given}: servers score at temperature 1, "
+            "whatever they are asked for, and the sampler's log-probs are at the run's",
+            "set rollout.temperature=1, or let the trainer hold the teacher (teacher.path)",
+        )
+    if teacher.hint is not None and config.environment.is_used:
+        yield Violation(
+            ("teacher.hint", "environment.kind"),
+            f'teacher.hint replaces the words of a prompt, and environment.kind="{config.environment.kind}" answers '
+            "what follows them",
+            "leave one of them out",
         )
 
 

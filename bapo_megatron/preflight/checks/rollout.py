@@ -88,13 +88,19 @@ def check_servers(run: Resolved) -> Iterator[Violation]:
             "may be killed in the middle of a weight update",
             f"set rollout.hang_timeout_s={config.sync.timeout_s:g}",
         )
-    for url in r.urls if kind.needs == "urls" else ():
-        if server_address(url) is None:
-            yield Violation(
-                ("rollout.urls", "rollout.engine"),
-                f'rollout.urls: "{url}" is not the URL of a server',
-                'write it like "http://127.0.0.1:30000"',
-            )
+    of_engine = {("rollout.urls", "rollout.engine"): r.urls if kind.needs == "urls" else ()}
+    for settings, urls in (of_engine | {("teacher.urls",): config.teacher.urls}).items():
+        for url in urls:
+            if server_address(url) is None:
+                problem = f'{settings[0]}: "{url}" is not the URL of a server'
+                yield Violation(settings, problem, 'write it like "http://127.0.0.1:30000"')
+    same = {url.rstrip("/") for url in r.urls} & {url.rstrip("/") for url in config.teacher.urls}
+    if same and kind.needs == "urls":
+        yield warning(
+            ("teacher.urls", "rollout.urls"),
+            f"teacher.urls: {min(same)} is a server of the policy, too: it teaches the policy to stay as it is",
+            "set it to servers of a better model",
+        )
     share = None if config.shares_gpus else config.sglang.extra.get("mem_fraction_static")  # else check_sharing tells
     if share is not None and share is not False and not (type(share) in (int, float) and 0 < share < 1):
         yield Violation(
