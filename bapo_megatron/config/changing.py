@@ -23,7 +23,7 @@ RESUMABLE_SETTINGS = """
     rollout.engine rollout.record rollout.recorded_from rollout.overlap rollout.abort_tail rollout.max_staleness
     rollout.urls rollout.api_key rollout.num_servers rollout.server_tensor_parallel rollout.max_concurrent_requests
     rollout.placement rollout.max_retries rollout.max_restarts rollout.engine_threads
-    teacher.urls teacher.api_key
+    teacher.urls teacher.urls_by_source teacher.api_key
     sglang.*
     *timeout_s
 """

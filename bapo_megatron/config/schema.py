@@ -571,6 +571,10 @@ def _hint(text: str) -> str:
     return text
 
 
+TEACHERS = ("path", "urls", "urls_by_source", "hint")
+"""Settings of [teacher] that name one."""
+
+
 class TeacherConfig(Section):
     """A teacher scores each sampled token once, in the trainer (path), on servers of your own (urls), or as the policy
     itself with a hint. A token's advantage is coef x (log teacher - log sampler), see docs/teacher.md. With
@@ -579,28 +583,30 @@ class TeacherConfig(Section):
 
     path: PathText | None = None
     """The Hugging Face folder, or name on the hub, of a frozen model that the trainer holds, split like the policy; it
-    has the policy's tokenizer. Without path, urls and hint there is no teacher."""
+    has the policy's tokenizer. Without path, urls, urls_by_source and hint there is no teacher."""
     urls: tuple[str, ...] = ()
     """Base URLs of servers of one teacher that score samples as they end, such as "http://127.0.0.1:30000": SGLang, or
     `bapo serve`."""
+    urls_by_source: dict[EntryName, tuple[str, ...]] = Field(default_factory=dict)
+    """Several teachers: the servers of the teacher for each of data.sources, by its name."""
     hint: Annotated[str, AfterValidator(_hint)] | None = None
     """Words of the user that tell more than the prompt, such as "{prompt} The answer is {answer}.", with the row's own:
     after them, the policy's own weights score each sample that ends, on the run's servers."""
     api_key: PathText | None = None
-    """urls: as rollout.api_key."""
+    """urls, urls_by_source: as rollout.api_key."""
     timeout_s: Positive = 600.0
-    """urls, hint: deadline for the scores of a sample, which learns nothing from the teacher without them."""
+    """Not path: deadline for the scores of a sample, which learns nothing from the teacher without them."""
     coef: Positive = 1.0
     """Weight of the teacher's advantage; with top_k, of its divergence."""
     top_k: Whole = 0
-    """path: the loss gets coef x the divergence on each token's top_k likeliest tokens and all others together, which is
-    computed before each update. 0: the teacher gives an advantage instead."""
+    """path: the loss of each update gets coef x the divergence on each token's top_k likeliest tokens and all others
+    together. 0: the teacher gives an advantage instead."""
     divergence: Divergence = "forward"
     """forward: sum of q log(q / p), with q the teacher's and p the policy's probabilities; reverse: of p log(p / q)."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if len(given := [name for name in ("path", "urls", "hint") if getattr(self, name)]) > 1:
+        if len(given := [name for name in TEACHERS if getattr(self, name)]) > 1:
             names = " and ".join(f"teacher.{name}" for name in given[1:])
             raise ContradictionError(Violation(tuple(given), f"names a teacher, as {names} does", "leave one of them"))
         return self
@@ -608,12 +614,17 @@ class TeacherConfig(Section):
     @property
     def given(self) -> str:
         """The setting that names the teacher; "" without one."""
-        return next((f"teacher.{name}" for name in ("path", "urls", "hint") if getattr(self, name)), "")
+        return next((f"teacher.{name}" for name in TEACHERS if getattr(self, name)), "")
+
+    @property
+    def all_urls(self) -> tuple[str, ...]:
+        """The servers of all teachers."""
+        return (*self.urls, *(url for urls in self.urls_by_source.values() for url in urls))
 
     @property
     def is_served(self) -> bool:
         """Whether servers score samples as they end."""
-        return bool(self.urls or self.hint)
+        return bool(self.all_urls or self.hint)
 
 
 class OptimizerConfig(Section):

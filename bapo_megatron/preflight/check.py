@@ -246,7 +246,7 @@ def violations_of(
             lambda: (
                 check_served_teacher(run, tokenizer_from, here=here, asks=not (elsewhere or is_job)) if memory else ()
             ),
-            needs=("teacher.urls", "teacher.hint", "teacher.api_key", "model", "data"),
+            needs=("teacher.urls", "teacher.urls_by_source", "teacher.hint", "teacher.api_key", "model", "data"),
         ),
         Check(lambda: try_loss(run, elsewhere=elsewhere) if memory else ()),
         Check(lambda: _check_resume(run) if memory and not unread else (), needs=("model",)),

@@ -12,7 +12,7 @@ from bapo_megatron.resolved import Resolved
 
 
 def check_served_teacher(run: Resolved, model: Path | None, *, here: bool, asks: bool) -> Iterator[Violation]:
-    """Check teacher.urls or teacher.hint.
+    """Check teacher.urls, teacher.urls_by_source or teacher.hint.
 
     Args:
         model: folder with the policy's tokenizer; None if it is not on this machine, so that nothing is tokenised.
@@ -20,7 +20,7 @@ def check_served_teacher(run: Resolved, model: Path | None, *, here: bool, asks:
         asks: whether to ask the servers.
     """
     config, teacher = run.config, run.config.teacher
-    key = teacher.api_key if teacher.urls else None
+    key = teacher.api_key if teacher.all_urls else None
     if key is not None and not here and not Path(key).expanduser().exists():
         problem = f"teacher.api_key={key} is not on this machine, and was not read"
         yield warning(("teacher.api_key",), problem, "the run needs it")
@@ -52,4 +52,4 @@ def check_served_teacher(run: Resolved, model: Path | None, *, here: bool, asks:
         try:
             asyncio.run(ask())
         except UserError as error:
-            yield Violation(("teacher.urls", "teacher.api_key"), str(error))
+            yield Violation((teacher.given, "teacher.api_key"), str(error))

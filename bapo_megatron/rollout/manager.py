@@ -69,7 +69,7 @@ class RolloutManager:
     scheduler: Scheduler
     builder: BatchBuilder
     evaluation: InRunEvaluation | None  # None without eval.interval_steps
-    teacher: TeacherServers | None = None  # with teacher.urls
+    teacher: TeacherServers | None = None  # with teacher.urls or urls_by_source
     _last_batch_s: float = field(default_factory=time.monotonic)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -276,12 +276,13 @@ def _teacher(
         own = OwnServers(engines.pool)
         engines.loop.run(own.check(), CHECK_TIMEOUT_S, "the capabilities of the engines")
         return hinted_teacher(run.config, prompts, own), None
-    if not config.urls:
+    if not config.all_urls:
         return None, None
-    servers = TeacherServers(config, run.shape.vocab_size, config.timeout_s / len(config.urls))
+    most = len(config.urls) or max(map(len, config.urls_by_source.values()))  # that one sample may ask
+    servers = TeacherServers(config, run.shape.vocab_size, config.timeout_s / most)
     if is_new:  # a restart does without a teacher that has died
         HEARTBEAT.beat(TRAINER, "asking the teacher")
-        patience_s = 10 * CHECK_TIMEOUT_S * len(config.urls)
+        patience_s = 10 * CHECK_TIMEOUT_S * len(config.all_urls)
         engines.loop.run(servers.check(run, tokenizer), patience_s, "the servers of the teacher")
     return Teacher(servers.score, config.timeout_s), servers
 

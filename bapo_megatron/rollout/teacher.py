@@ -1,7 +1,8 @@
 """A teacher on servers: an annotator that asks for the log-probs of a sample's tokens once the sample has ended.
 
-    teacher.urls   servers of the user's own score the sample as it is
-    teacher.hint   the run's engines score it after a prompt that tells more: the policy teaches itself
+    teacher.urls             servers of the user's own score the sample as it is
+    teacher.urls_by_source   each data source has its own such servers
+    teacher.hint             the run's engines score it after a prompt that tells more: the policy teaches itself
 
 A server scores at temperature 1, whatever a request says. `TeacherServers.check` finds out whether servers of the
 user's own can score the policy's tokens at all.
@@ -42,8 +43,8 @@ _SLACK = 1e-3  # rounding, in probability and in nats
 _MAX_MISMATCH = 0.2  # nats a token, mean: a decode and a prefill in low precision differ by hundredths
 _RETRY_S = 1.0
 
-Score = Callable[[int, Sequence[int], int], Awaitable[TokenScores]]
-"""Scores the tokens of a prompt's sample from an index on: (prompt_id, token_ids, first). Raises EngineError."""
+Score = Callable[[Prompt, Sequence[int], int], Awaitable[TokenScores]]
+"""Scores the tokens of a prompt's sample from an index on: (prompt, token_ids, first). Raises EngineError."""
 
 
 @dataclass(frozen=True)
@@ -79,26 +80,34 @@ class Teacher:
                 f"{last + 1} tokens with teacher.hint, and servers have room for {self.max_tokens}: raise "
                 "data.max_prompt_tokens"
             )
-        scores = await self.score(prompt.prompt_id, token_ids[: last + 1], first)
+        scores = await self.score(prompt, token_ids[: last + 1], first)
         return scores.logprobs_N[is_sampled_N[: len(scores.logprobs_N)]], scores.version
 
 
 class TeacherServers:
-    """Clients of the servers at teacher.urls, for one event loop. Raises UserError for a bad teacher.api_key."""
+    """Clients of the servers of all teachers, for one event loop. Raises UserError for a bad teacher.api_key."""
 
     def __init__(self, config: TeacherConfig, vocab_size: int, timeout_s: float) -> None:
         """`timeout_s`: deadline of one request."""
         key = None if config.api_key is None else read_key(config.api_key, "teacher.api_key")
-        self._vocab_size = vocab_size
-        self._clients = [
-            HttpEngine(url, request_timeout_s=timeout_s, vocab_size=vocab_size, key=key, key_setting="teacher.api_key")
-            for url in config.urls
-        ]
+        self._vocab_size, self._setting = vocab_size, config.given
+        clients = {
+            url: HttpEngine(
+                url, request_timeout_s=timeout_s, vocab_size=vocab_size, key=key, key_setting="teacher.api_key"
+            )
+            for url in config.all_urls
+        }
+        self._clients = [*clients.values()]
+        self._of_source = {name: [clients[url] for url in urls] for name, urls in config.urls_by_source.items()}
 
-    async def score(self, prompt_id: int, token_ids: Sequence[int], first: int) -> TokenScores:
-        """Ask the server that caches this prompt, and if it fails, the next ones. Raises the last one's EngineError."""
-        home = prompt_id % len(self._clients)
-        for client in (*self._clients[home:], *self._clients[:home]):
+    async def score(self, prompt: Prompt, token_ids: Sequence[int], first: int) -> TokenScores:
+        """Ask the server that caches this prompt, and if it fails, its source's next ones.
+
+        Raises the last one's EngineError.
+        """
+        clients = self._of_source[prompt.source] if self._of_source else self._clients
+        home = prompt.prompt_id % len(clients)
+        for client in (*clients[home:], *clients[:home]):
             try:
                 return await client.score(token_ids, first, 0)
             except RequestRefusedError:
@@ -117,11 +126,11 @@ class TeacherServers:
             try:
                 await self._check(client, run, tokenizer)
             except EngineError as error:
-                raise UserError(f"teacher.urls: {error}") from error
+                raise UserError(f"{self._setting}: {error}") from error
 
     async def _check(self, client: HttpEngine, run: Resolved, tokenizer: Any) -> None:
         def refuse(problem: str, remedy: str) -> UserError:
-            return UserError(f"teacher.urls: {client.url} {problem}; {remedy}")
+            return UserError(f"{self._setting}: {client.url} {problem}; {remedy}")
 
         info = await client.server_info()
         if "score" not in (await client.capabilities()).extras:
@@ -192,10 +201,10 @@ class OwnServers:
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
 
-    async def score(self, prompt_id: int, token_ids: Sequence[int], first: int) -> TokenScores:
+    async def score(self, prompt: Prompt, token_ids: Sequence[int], first: int) -> TokenScores:
         """Ask the engine that caches this prompt until it answers: pushes and restarts take a while."""
         while True:
-            if (engine := self._pool.home(prompt_id)) is not None:
+            if (engine := self._pool.home(prompt.prompt_id)) is not None:
                 try:
                     scores = await engine.score(token_ids, first, 0)
                 except RequestRefusedError:

@@ -137,6 +137,29 @@ def messages(severity: str, **sections: Any) -> list[str]:
             },
             "teacher.urls: http://x:1 is a server of the policy, too",
         ),
+        (
+            "error",
+            {"teacher": {"urls_by_source": {"sums": ["http://x:1"]}}, "loss": {"name": "grpo"}},
+            "teacher.urls_by_source names servers for entries of data.sources, and there are none; set teacher.urls",
+        ),
+        (
+            "error",
+            {
+                "data": {"sources": [{"name": "sums", "source": "chains"}, {"name": "words", "source": "chains"}]},
+                "teacher": {"urls_by_source": {"sums": ["http://x:1"], "words": []}},
+                "loss": {"name": "grpo"},
+            },
+            "teacher.urls_by_source has no server for words of data.sources; name one: teacher.urls_by_source.words",
+        ),
+        (
+            "error",
+            {
+                "data": {"sources": [{"name": "sums", "source": "chains"}]},
+                "teacher": {"urls_by_source": {"sums": ["http://x:1"], "sum": ["http://x:2"]}},
+                "loss": {"name": "grpo"},
+            },
+            "teacher.urls_by_source has sum, which data.sources does not name; leave it out; the sources are sums",
+        ),
         ("warning", {"teacher": {"api_key": "x"}}, 'teacher.api_key="x" has no effect without teacher.urls'),
         ("warning", {"teacher": {"timeout_s": 5}}, "teacher.timeout_s=5.0 has no effect without teacher.urls or"),
         ("warning", {"teacher": {"coef": 2.0}}, "teacher.coef=2.0 has no effect without teacher.path, teacher.urls or"),

@@ -1,6 +1,7 @@
 """A teacher on servers: the rows of a sample, servers that fail or do not fit, and prompts with a hint."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -42,7 +43,7 @@ def sample_of(*trajectories: Sequence[Segment]) -> Sample:
     return Sample("7.0", PROMPT, tuple(Trajectory((GIVEN, *segments)) for segments in trajectories), Ended("stop", 1.0))
 
 
-async def by_place(prompt_id: int, token_ids: Sequence[int], first: int) -> TokenScores:
+async def by_place(prompt: Prompt, token_ids: Sequence[int], first: int) -> TokenScores:
     """Score the token 5 at place 9 of 12 with -5.0912, by weights of version 12."""
     places = range(first, len(token_ids))
     logprobs = [-(token_ids[i] + i / 100 + len(token_ids) / 10_000) for i in places]
@@ -113,7 +114,7 @@ def test_another_server_scores_if_one_is_down() -> None:
 
     async def ask(*clients: Server) -> TokenScores:
         servers._clients = [*clients]  # type: ignore[list-item]
-        return await servers.score(7, (1, 2), 1)
+        return await servers.score(PROMPT, (1, 2), 1)
 
     down, good = Server("b", [EngineError("down")]), scores()
     assert asyncio.run(ask(Server("a", [good]), down)) is good
@@ -134,7 +135,7 @@ def test_the_runs_engines_are_asked_until_one_has_pushed_weights() -> None:
     found: list[TokenScores] = []
 
     async def ask() -> None:
-        found.append(await asked.score(7, (1, 2), 1))
+        found.append(await asked.score(PROMPT, (1, 2), 1))
 
     run_on_clock(ask())
     assert found == [good]
@@ -160,9 +161,9 @@ def tokenizer(run: Resolved) -> Any:
 class Bigrams:
     """A server with SGLang's API whose model reads one token: right, or with one fault."""
 
-    def __init__(self, vocab_size: int, fault: str) -> None:
+    def __init__(self, vocab_size: int, fault: str, seed: int = 3) -> None:
         self.fault, self.vocab_size = fault, vocab_size + (2 if fault == "beyond" else 0)
-        logits = np.random.default_rng(3).normal(0, 2, (self.vocab_size, self.vocab_size))
+        logits = np.random.default_rng(seed).normal(0, 2, (self.vocab_size, self.vocab_size))
         logits[:, vocab_size:] += 3  # matters only with tokens beyond the policy's
         self.table: NDArray[Any] = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         if fault == "tempered":
@@ -254,6 +255,26 @@ def test_a_server_that_cannot_teach_is_refused_in_one_message(fault: str, run: R
         assert message.startswith("teacher.urls: URL")
     assert REFUSED.get(fault, "") in message
     assert bool(message) == (fault in REFUSED)
+
+
+def test_each_source_has_its_own_teacher(run: Resolved, tokenizer: Any) -> None:
+    sources, size = ("sums", "chains", "words"), run.shape.vocab_size
+    teachers = [Bigrams(size, "none", seed) for seed in range(3)]
+
+    async def rows() -> list[list[float]]:
+        async with contextlib.AsyncExitStack() as stack:
+            served = [await stack.enter_async_context(TestServer(one.app())) for one in teachers]
+            urls = {name: (str(one.make_url("")).rstrip("/"),) for name, one in zip(sources, served, strict=True)}
+            servers = TeacherServers(TeacherConfig(urls_by_source=urls), size, 5.0)
+            await servers.check(run, tokenizer)
+            samples = [replace(sample_of([sampled(3, 4)]), prompt=replace(PROMPT, source=name)) for name in sources]
+            found = [logprobs(await Teacher(servers.score, 5.0).rows(sample)) for sample in samples]
+            await servers.close()
+            return found
+
+    want = [[round(float(one.table[a, b]), 4) for a, b in ((2, 3), (3, 4))] for one in teachers]
+    assert asyncio.run(rows()) == want
+    assert len({tuple(of_one) for of_one in want}) == 3
 
 
 def test_no_server_is_one_message(run: Resolved, tokenizer: Any) -> None:

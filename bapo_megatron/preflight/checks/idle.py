@@ -14,7 +14,8 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.resolved import Resolved
 
-_TEACHER = "teacher.path teacher.urls teacher.hint"
+_SERVED = "teacher.urls teacher.urls_by_source"
+_TEACHER = f"teacher.path {_SERVED} teacher.hint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +120,11 @@ IDLE = (
     Idle("teacher.coef", _TEACHER, lambda c, _: bool(c.teacher.given), "teacher.path, teacher.urls or teacher.hint"),
     Idle(
         "teacher.timeout_s",
-        "teacher.urls teacher.hint",
+        f"{_SERVED} teacher.hint",
         lambda c, _: c.teacher.is_served,
         "teacher.urls or teacher.hint",
     ),
-    Idle("teacher.api_key", "teacher.urls", lambda c, _: bool(c.teacher.urls), "teacher.urls"),
+    Idle("teacher.api_key", _SERVED, lambda c, _: bool(c.teacher.all_urls), "teacher.urls"),
     Idle("teacher.divergence", "teacher.top_k", lambda c, _: c.teacher.top_k > 0, "teacher.top_k=64"),
     Idle(
         "advantage.whiten_batch reward.overlong_penalty reward.scale reward.running_std reward.clip",

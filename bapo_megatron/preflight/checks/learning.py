@@ -4,12 +4,12 @@ from collections.abc import Collection, Iterator
 
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.lr_schedule import LARGE_RATE, planned_updates
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import TEACHERS, Config
 from bapo_megatron.config.schema_loss import SelectingLoss
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.facts import ModelFacts
 
-TEACHER = ("teacher.path", "teacher.urls", "teacher.hint")
+TEACHER = tuple(f"teacher.{name}" for name in TEACHERS)
 """The settings that name a teacher."""
 
 
@@ -207,6 +207,24 @@ def check_critic(config: Config) -> Iterator[Violation]:
         )
 
 
+def _check_teacher_of_each(config: Config) -> Iterator[Violation]:
+    named, sources = config.teacher.urls_by_source, {one.name for one in config.data.sources}
+    settings = ("teacher.urls_by_source", "data.sources")
+    if not sources:
+        yield Violation(
+            settings,
+            "teacher.urls_by_source names servers for entries of data.sources, and there are none",
+            "set teacher.urls instead",
+        )
+        return
+    if lacking := sorted(sources - {name for name, urls in named.items() if urls}):
+        problem = f"teacher.urls_by_source has no server for {lacking[0]} of data.sources"
+        yield Violation(settings, problem, f"name one: teacher.urls_by_source.{lacking[0]}")
+    if unknown := sorted(named.keys() - sources):
+        problem = f"teacher.urls_by_source has {unknown[0]}, which data.sources does not name"
+        yield Violation(settings, problem, f"leave it out; the sources are {', '.join(sorted(sources))}")
+
+
 def check_teacher(config: Config) -> Iterator[Violation]:
     """Check that a teacher is there where it must be, and what its advantages or its divergence mean for the update."""
     advantage, teacher = config.advantage, config.teacher
@@ -255,6 +273,8 @@ def check_teacher(config: Config) -> Iterator[Violation]:
             "whatever they are asked for, and the sampler's log-probs are at the run's",
             "set rollout.temperature=1, or let the trainer hold the teacher (teacher.path)",
         )
+    if teacher.urls_by_source:
+        yield from _check_teacher_of_each(config)
     if teacher.hint is not None and config.environment.is_used:
         yield Violation(
             ("teacher.hint", "environment.kind"),

@@ -89,16 +89,16 @@ def check_servers(run: Resolved) -> Iterator[Violation]:
             f"set rollout.hang_timeout_s={config.sync.timeout_s:g}",
         )
     of_engine = {("rollout.urls", "rollout.engine"): r.urls if kind.needs == "urls" else ()}
-    for settings, urls in (of_engine | {("teacher.urls",): config.teacher.urls}).items():
+    for settings, urls in (of_engine | {(config.teacher.given,): config.teacher.all_urls}).items():
         for url in urls:
             if server_address(url) is None:
                 problem = f'{settings[0]}: "{url}" is not the URL of a server'
                 yield Violation(settings, problem, 'write it like "http://127.0.0.1:30000"')
-    same = {url.rstrip("/") for url in r.urls} & {url.rstrip("/") for url in config.teacher.urls}
+    same = {url.rstrip("/") for url in r.urls} & {url.rstrip("/") for url in config.teacher.all_urls}
     if same and kind.needs == "urls":
         yield warning(
-            ("teacher.urls", "rollout.urls"),
-            f"teacher.urls: {min(same)} is a server of the policy, too: it teaches the policy to stay as it is",
+            (config.teacher.given, "rollout.urls"),
+            f"{config.teacher.given}: {min(same)} is a server of the policy, too: it teaches it to stay as it is",
             "set it to servers of a better model",
         )
     share = None if config.shares_gpus else config.sglang.extra.get("mem_fraction_static")  # else check_sharing tells
