@@ -1,4 +1,4 @@
 """Hugging Face checkpoint folders: supported families, the meaning of config.json, reading and writing weights.
 
-Start at `families.Family`.
+A family is a file of `families/`. Start at `shape.model_shape`.
 """

@@ -67,17 +67,14 @@ def attend(
 
 
 class _CoreAttention(torch.nn.Module):
-    def __init__(self, config: TransformerConfig, layer_number: int) -> None:
-        super().__init__()
-        self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
+    rotates = True  # what Megatron has not rotated
+    must_rotate = False  # whether only this module can
 
     def rotated(self, q_T1ND: Tensor, k_T1KD: Tensor, pack: PackedSequences) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys, unless Megatron has done so or this layer does not."""
+        """Rotate queries and keys, unless Megatron has done so or this layer does not rotate."""
         if pack.rotation is None or not self.rotates:
             return q_T1ND, k_T1KD
         return rotate(q_T1ND, pack.rotation), rotate(k_T1KD, pack.rotation)
-
-    must_rotate = False  # whether only this module can rotate
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return nothing: Megatron's checkpoints are not written."""
@@ -87,10 +84,8 @@ class _CoreAttention(torch.nn.Module):
 class PackedAttention(_CoreAttention):
     """Core attention for a Megatron layer spec, with the arguments of DotProductAttention and `PackedSequences`."""
 
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
-    ) -> None:
-        super().__init__(config, layer_number)
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
         self.scale = softmax_scale  # None means 1 / sqrt(head dimension)
 
     def forward(
@@ -129,9 +124,9 @@ class TransformerEngineAttention(_CoreAttention):
     It is wrapped because the pack stays "sbhd" outside of core attention (see `PackedSequences`).
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
-        super().__init__(config, layer_number)
-        self.core = TEDotProductAttention(config=config, layer_number=layer_number, **kwargs)
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__()
+        self.core = TEDotProductAttention(config=config, **kwargs)
         self.core.kept_packed_seq_params.add(HAS_GAPS)
 
     def forward(
@@ -148,6 +143,11 @@ class TransformerEngineAttention(_CoreAttention):
         packed = (x[:, 0] for x in (q_T1ND, k_T1KD, v_T1KD))
         out = self.core(*packed, *args, packed_seq_params=packed_seq_params.thd(), **kwargs)
         return out.reshape(q_T1ND.shape[0], 1, -1)
+
+
+def unrotated(core: type) -> type:
+    """Return a class of core attention that rotates nothing."""
+    return type(f"Unrotated{core.__name__}", (core,), {"rotates": False})
 
 
 def with_whole_norms(core: type, num_heads: int, num_kv_heads: int) -> type:

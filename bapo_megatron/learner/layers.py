@@ -31,7 +31,7 @@ from torch import Tensor
 from bapo_megatron.config.dotted import imported
 from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.shape import LayerShape, ModelShape
-from bapo_megatron.learner.attention import PackedAttention, TransformerEngineAttention, with_whole_norms
+from bapo_megatron.learner.attention import PackedAttention, TransformerEngineAttention, unrotated, with_whole_norms
 from bapo_megatron.learner.elementwise import GatedActivation, RMSNorm
 from bapo_megatron.learner.linear_attention import GatedDeltaNet
 from bapo_megatron.learner.lora import Part, adapted
@@ -66,6 +66,9 @@ def layer_specs(config: TransformerConfig, shape: ModelShape, chunk: int | None)
     for kit in kits:
         if shape.adapters is not None:
             _adapt(kit, config, shape.adapters)
+        if not kit.described.rotated:
+            attention = kit.layer.submodules.self_attention.submodules
+            attention.core_attention = unrotated(attention.core_attention)
         imported(kit.described.block.trainer)(kit)
     return TransformerBlockSubmodules(layer_specs=[kit.layer for kit in kits], layer_norm=norm)
 

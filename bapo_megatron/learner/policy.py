@@ -99,7 +99,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "persist_layer_norm": False,
     }
     if unrotated := [int(not layer.rotated) for layer in shape.layers if shape.unrotated_layers]:
-        fields["no_rope_freq"] = unrotated
+        fields["no_rope_freq"] = unrotated  # of Megatron's own rotation
     fields |= fusion_fields(config, shape, this_machine()) | fp8_fields(config, fp8_params) | _recompute_fields(config)
     if isinstance(mlp, Experts):
         fields |= _expert_fields(mlp, config)

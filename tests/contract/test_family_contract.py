@@ -1,6 +1,7 @@
 """What every rollout engine must do with the families whose layers differ from Llama's: pushes, pieces and scores."""
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,10 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "smollm3": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 0]),
 }
 ONE_SERVER = {"embedded": LAUNCHERS["embedded"], "sglang": sglang_servers(num_servers=1, tensor_parallel=1)}
-CASES = [pytest.param((family, "embedded"), id=f"{family}-embedded") for family in FAMILIES] + [
-    pytest.param((family, "sglang"), id=f"{family}-sglang", marks=pytest.mark.slow) for family in FAMILIES
+QUICK = ("olmo2", "embedded")
+CASES = [
+    pytest.param(case, id="-".join(case), marks=[] if case == QUICK else [pytest.mark.slow])
+    for case in product(FAMILIES, ONE_SERVER)
 ]
 
 

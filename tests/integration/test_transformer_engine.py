@@ -68,6 +68,11 @@ def test_one_process(engine: Path, root: Path) -> None:
 
 
 @pytest.mark.slow
+def test_layers_that_norm_scale_or_rotate_otherwise(engine: Path, root: Path) -> None:
+    run_distributed(run_check, 1, engine, "check_other_layers", root, spawned=True)
+
+
+@pytest.mark.slow
 def test_two_processes(engine: Path, root: Path) -> None:
     run_distributed(run_check, 2, engine, "check_two_processes", root, spawned=True)
 

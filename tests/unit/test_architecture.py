@@ -81,5 +81,6 @@ def test_no_sampled_text_becomes_tokens_again() -> None:
         "prompts/stop_tokens.py",  # names of stop tokens
         "prompts/stream.py",  # prompts
         "prompts/tools.py",  # whether the template shows tools: text only
+        "rollout/teacher.py",  # a text of its own, to ask servers of a teacher
         "rollout/turn_tokens.py",  # texts of environments
     }

@@ -355,7 +355,12 @@ TABLES = [".".join(path) for path, field in schema().items() if typing.get_origi
 @pytest.mark.parametrize("setting", [name for name in TABLES if name not in ("data.fields", "loss.options")])
 def test_an_empty_table_empties_the_files_table(tmp_path: Path, setting: str) -> None:
     section, key = setting.split(".")
-    value = {"judges": '{a = "math"}', "weights": "{a = 2.0}", "environment": '{A = "1"}'}.get(key, "{a = 1}")
+    value = {
+        "judges": '{a = "math"}',
+        "weights": "{a = 2.0}",
+        "environment": '{A = "1"}',
+        "urls_by_source": '{a = ["b"]}',
+    }.get(key, "{a = 1}")
     file = write(tmp_path, f"[{section}]\n{key} = {value}")
     assert getattr(getattr(load_config([file]), section), key) != {}
     emptied = read_config([file], [f"{setting}={{}}"])
