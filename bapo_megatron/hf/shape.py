@@ -648,7 +648,8 @@ def _has_sliding_window(get: _Settings) -> bool:
         return get(switch) is not None
     if kinds is not None or switch is None or get.written.get("sliding_window", 0) is None:
         return False
-    return bool(get(switch)) and get("max_window_layers") < get("num_hidden_layers")
+    first = get("max_window_layers")  # anything but a number is refused by itself
+    return bool(get(switch)) and type(first) is int and first < get("num_hidden_layers")
 
 
 def _rope(get: _Settings) -> dict[str, Any]:

@@ -113,6 +113,10 @@ def test_all_problems_come_at_once() -> None:
         ({"layer_types": ["sliding_attention"] * 30}, "sliding-window"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
         ({"model_type": "mistral", "sliding_window": 16}, "sliding-window attention is not supported"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": None},
+            "max_window_layers=null is not a number",
+        ),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling=0 is not a positive number"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 value, but num_hidden_layers=30"),
         ({"model_type": "smollm3", "no_rope_layers": "1"}, 'no_rope_layers="1" is not a list of 0 and 1'),
