@@ -535,6 +535,9 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     for key in get.family.refused:
         if get(key):
             yield f"{key} is not supported"
+    for key in get.family.absent:
+        if key in get.written:
+            yield f"{key} is not supported, whatever its value: leave it out"
     for key in _switches(get.family):
         if type(get.written.get(key, False)) is not bool:
             yield f"{key}={json.dumps(get(key))} is neither true nor false"

@@ -99,6 +99,7 @@ def test_all_problems_come_at_once() -> None:
         ({"layer_types": ["full_attention"]}, "layer_types has 1 value, but num_hidden_layers=30"),
         ({"model_type": "gemma", "head_dim": None}, "no 'head_dim' that is a positive number"),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 30}, "layer_types is not supported"),
+        ({"model_type": "mistral", "sliding_window": None, "layer_types": None}, "layer_types is not supported"),
         ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers=null is not a number"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps=NaN is not a positive number"),
         ({"eos_token_id": [2, 1.5]}, "eos_token_id=[2, 1.5] is neither the number of a token nor a list of them"),

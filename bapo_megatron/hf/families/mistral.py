@@ -5,7 +5,7 @@ from bapo_megatron.hf.families.parts import Family
 FAMILY = Family(
     "mistral",
     window_switch="sliding_window",
-    refused=("layer_types",),  # with them, transformers reads another family, ministral
+    absent=("layer_types",),  # with them, transformers reads another family, ministral
     not_null=("num_key_value_heads",),
     defaults={
         "num_key_value_heads": 8,

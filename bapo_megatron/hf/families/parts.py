@@ -117,6 +117,7 @@ class Family:
     output_gate: bool = False  # each query head comes with a gate of the attention's output
     window_switch: str | None = None  # the key that turns on sliding windows, which are refused
     refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false
+    absent: tuple[str, ...] = ()  # keys that change it whatever their value, even null
     defaults: dict[str, Any] = field(default_factory=dict)  # transformers' own, for keys missing in config.json
     not_null: tuple[str, ...] = ()  # keys that may be missing, but must be a number if they are there
     legacy: dict[str, dict[str, Any]] = field(default_factory=dict)  # key -> old value -> what it means
