@@ -34,7 +34,7 @@ from bapo_megatron.resolved import resolve
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.tokens import TokenStream
-from bapo_megatron.types import NeedsEnvironment, Prompt, Sample
+from bapo_megatron.types import NeedsEnvironment, Prompt, Sample, Sampled
 from tests.distributed import HANG_S
 from tests.engine_processes import started_engines
 
@@ -133,6 +133,24 @@ class Servers:
             self.loop.run(dispatcher.grow_together(samples, step, grown.append))
             samples = [s.answered([11, 47, 3]) if isinstance(s.need, NeedsEnvironment) else s for s in grown]
         return samples, model_of
+
+    @torch.no_grad()
+    def logprobs_of(self, model: str, ids: Sequence[int]) -> Tensor:
+        """Return transformers' log-prob of each token but the first, from one pass."""
+        logits_TV = self.models[model](torch.tensor([[*ids]]), use_cache=False).logits[0, :-1]
+        return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    def check_pieces(self, samples: Sequence[Sample], model_of: dict[int, str], *, atol: float, rtol: float) -> None:
+        """Compare each sampled piece with the model that sampled it: `pieces_over_pushes` returns both."""
+        for (trajectory,) in (sample.trajectories for sample in samples):
+            ids, place = trajectory.token_ids.tolist(), 0
+            for segment in trajectory.segments:
+                if isinstance(segment.origin, Sampled):
+                    expected = self.logprobs_of(model_of[segment.origin.version], ids)
+                    expected = expected[place - 1 : place - 1 + segment.num_tokens]
+                    found = torch.tensor(segment.origin.behaviour_logprobs)
+                    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+                place += segment.num_tokens
 
     def push_in_place(self, model: str) -> int:
         """Give the first server new weights by the raw API, one broadcast per tensor; it keeps its running requests."""

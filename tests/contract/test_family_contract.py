@@ -1,15 +1,13 @@
 """What every rollout engine must do with the families whose layers differ from Llama's: pushes, pieces and scores."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GraniteConfig, Olmo2Config, PreTrainedConfig, PreTrainedModel, SmolLM3Config
 
-from bapo_megatron.types import Sampled
 from tests.hf_models import save_randomised
 from tests.rollout_servers import EOS, LAUNCHERS, VOCAB_SIZE, Servers, sglang_servers, started
 
@@ -59,24 +57,11 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]
         yield running
 
 
-@torch.no_grad()
-def of_transformers(servers: Servers, model: str, ids: Sequence[int]) -> Tensor:
-    """Return the log-prob of each token but the first."""
-    logits_TV = servers.models[model](torch.tensor([[*ids]])).logits[0, :-1]
-    return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
 def test_pieces_over_pushes_and_scores_have_transformers_log_probs(servers: Servers) -> None:
     samples, model_of = servers.pieces_over_pushes(PROMPTS, "aba", turn_tokens=12)
     assert len(samples) == 6
+    servers.check_pieces(samples, model_of, atol=TOLERANCE, rtol=TOLERANCE)
     for (trajectory,) in (sample.trajectories for sample in samples):
-        ids, place = trajectory.token_ids.tolist(), 0
-        for segment in trajectory.segments:
-            if isinstance(segment.origin, Sampled):
-                expected = of_transformers(servers, model_of[segment.origin.version], ids)
-                expected = expected[place - 1 : place - 1 + segment.num_tokens]
-                found = torch.tensor(segment.origin.behaviour_logprobs)
-                torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
-            place += segment.num_tokens
+        ids = trajectory.token_ids.tolist()
         scores = torch.tensor(servers.loop.run(servers.engine.score(ids, 1, 0)).logprobs_N)
-        torch.testing.assert_close(scores, of_transformers(servers, "a", ids), atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(scores, servers.logprobs_of("a", ids), atol=TOLERANCE, rtol=TOLERANCE)

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import EngineError
 from bapo_megatron.sync.broadcast import BroadcastChannel
-from bapo_megatron.types import Sampled
 from tests.distributed import HANG_S
 from tests.hybrid_model import save_hybrid
 from tests.rollout_servers import LAUNCHERS, Servers, sglang_servers, started
@@ -36,18 +34,11 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield servers
 
 
-@torch.no_grad()
-def of_transformers(servers: Servers, model: str, ids: Sequence[int]) -> Tensor:
-    """Return the log-prob of each token but the first."""
-    logits_TV = servers.models[model](torch.tensor([[*ids]]), use_cache=False).logits[0, :-1]
-    return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
 def assert_logprobs(servers: Servers, request: GenerateRequest, result: GenerateResult, models: str = "a") -> None:
     """Compare each span of new tokens with the model that sampled it."""
     assert len(result.spans) == len(models)
     for model, span in zip(models, result.spans, strict=True):
-        expected = of_transformers(servers, model, [*request.token_ids, *result.token_ids.tolist()])
+        expected = servers.logprobs_of(model, [*request.token_ids, *result.token_ids.tolist()])
         expected = expected[len(request.token_ids) - 1 :][span.start : span.end]
         found = torch.tensor(result.behaviour_logprobs[span.start : span.end])
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
@@ -126,15 +117,7 @@ def test_a_push_drops_states_of_running_and_ended_responses(servers: Servers) ->
 def test_pieces_over_pushes_have_the_log_probs_of_their_weights(servers: Servers) -> None:
     samples, model_of = servers.pieces_over_pushes(PROMPTS, "aba", turn_tokens=12)
     assert len(samples) == 6
-    for (trajectory,) in (sample.trajectories for sample in samples):
-        ids, place = trajectory.token_ids.tolist(), 0
-        for segment in trajectory.segments:
-            if isinstance(segment.origin, Sampled):
-                expected = of_transformers(servers, model_of[segment.origin.version], ids)
-                expected = expected[place - 1 : place - 1 + segment.num_tokens]
-                found = torch.tensor(segment.origin.behaviour_logprobs)
-                torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
-            place += segment.num_tokens
+    servers.check_pieces(samples, model_of, atol=TOLERANCE, rtol=0)
 
 
 def test_scores_are_log_probs_of_one_pass(servers: Servers) -> None:
@@ -143,9 +126,7 @@ def test_scores_are_log_probs_of_one_pass(servers: Servers) -> None:
     result = servers.loop.run(servers.engine.generate(request))
     ids = [*request.token_ids, *result.token_ids.tolist(), 4, 6]
     scores = servers.loop.run(servers.engine.score(ids, 1, 0))
-    torch.testing.assert_close(
-        torch.tensor(scores.logprobs_N), of_transformers(servers, "a", ids), atol=TOLERANCE, rtol=0
-    )
+    torch.testing.assert_close(torch.tensor(scores.logprobs_N), servers.logprobs_of("a", ids), atol=TOLERANCE, rtol=0)
 
 
 def test_names_of_no_weight_are_refused_before_anything_is_sent(servers: Servers) -> None:
@@ -181,6 +162,6 @@ def test_longer_contexts_by_yarn_turn_a_part_of_each_head(
         result = servers.loop.run(servers.engine.generate(request))
         assert_logprobs(servers, request, result)
         ids = [*request.token_ids, *result.token_ids.tolist()]
-        with_yarn = of_transformers(servers, "a", ids)
+        with_yarn = servers.logprobs_of("a", ids)
         servers.models["a"] = save_hybrid(tmp_path / "plain", 0, servers.max_context)
-        assert (of_transformers(servers, "a", ids) - with_yarn).abs().max() > 100 * TOLERANCE
+        assert (servers.logprobs_of("a", ids) - with_yarn).abs().max() > 100 * TOLERANCE
