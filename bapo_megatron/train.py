@@ -145,7 +145,7 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
                 batch = with_scores(batch, scorers, learner, config)
             for minibatch in policy_updates(config, step, learner.share).minibatches(batch):
                 with watch.span("score"):
-                    minibatch = with_likeliest(minibatch, learner.teacher, config)
+                    minibatch = with_likeliest(minibatch, learner.teacher, config.teacher.top_k)
                     bounds = finder.find(minibatch)
                 with watch.span("train"):
                     result = learner.step(minibatch, bounds)

@@ -98,8 +98,8 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         "bias_dropout_fusion": False,
         "persist_layer_norm": False,
     }
-    if unrotated := [int(not layer.rotated) for layer in shape.layers if shape.unrotated_layers]:
-        fields["no_rope_freq"] = unrotated  # of Megatron's own rotation
+    if shape.unrotated_layers:
+        fields["no_rope_freq"] = [int(not layer.rotated) for layer in shape.layers]  # for Megatron's own rotation
     fields |= fusion_fields(config, shape, this_machine()) | fp8_fields(config, fp8_params) | _recompute_fields(config)
     if isinstance(mlp, Experts):
         fields |= _expert_fields(mlp, config)

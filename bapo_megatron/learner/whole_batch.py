@@ -113,15 +113,15 @@ def taught(batch: Batch, dealt_for: Learner | SplitModel, config: Config) -> Bat
     return replace(batch, advantages_T=advantages_T, metrics=batch.metrics | metrics)
 
 
-def with_likeliest(minibatch: MiniBatch, teacher: FrozenPolicy | None, config: Config) -> MiniBatch:
-    """Add the teacher's likeliest tokens to the micro-batches of an update, for `teacher.top_k`. Collective.
+def with_likeliest(minibatch: MiniBatch, teacher: FrozenPolicy | None, top_k: int) -> MiniBatch:
+    """Add the teacher's `top_k` likeliest tokens to the micro-batches of an update. Collective.
 
     They are of this rank's rows, and stay there, since K times a batch's tokens do not fit on every rank. Only the last
     stage, which computes the loss, has them.
     """
-    if teacher is None or not config.teacher.top_k:
+    if teacher is None or not top_k:
         return minibatch
-    found = teacher.likeliest(minibatch, config.teacher.top_k)
+    found = teacher.likeliest(minibatch, top_k)
     pairs = zip(minibatch.micro_batches, found, strict=bool(found))
     taught = [
         replace(

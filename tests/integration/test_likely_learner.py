@@ -98,7 +98,7 @@ def check_layout(
     learner = MegatronLearner(resolve(config, root / "policy"))
     assert scorers_of(config, learner, None, learner.teacher) == [], "no rank gets a stream of the teacher's"
     packed = one_minibatch(batch, max_tokens=max_tokens, share=learner.share)
-    minibatch = with_likeliest(packed, learner.teacher, config)
+    minibatch = with_likeliest(packed, learner.teacher, config.teacher.top_k)
     for one in minibatch.micro_batches:
         if learner.layout.is_last_stage:
             assert one.likely_ids_RK is not None

@@ -25,9 +25,7 @@ from bapo_megatron.hf.families.parts import (
     COPY,
     EMBEDDING,
     FINAL_NORM,
-    GATED_MLP,
     LAYER,
-    LETTERS,
     OUTPUT,
     OUTSIDE,
     QKV,
@@ -39,7 +37,6 @@ from bapo_megatron.hf.families.parts import (
     Family,
     Parameter,
 )
-from bapo_megatron.hf.families.qwen3_5 import LINEAR_LAYER
 from bapo_megatron.hf.families.qwen3_moe import MIXTURE_LAYER
 
 __all__ = [
@@ -51,10 +48,7 @@ __all__ = [
     "EMBEDDING",
     "FAMILIES",
     "FINAL_NORM",
-    "GATED_MLP",
     "LAYER",
-    "LETTERS",
-    "LINEAR_LAYER",
     "MIXTURE_LAYER",
     "OUTPUT",
     "OUTSIDE",

@@ -1,6 +1,6 @@
 """Checks of the updates: the loss and its KL term, the learning rate, the critic."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.config.lr_schedule import LARGE_RATE, planned_updates
@@ -207,8 +207,7 @@ def check_critic(config: Config) -> Iterator[Violation]:
         )
 
 
-def _check_teacher_of_each(config: Config) -> Iterator[Violation]:
-    named, sources = config.teacher.urls_by_source, {one.name for one in config.data.sources}
+def _check_teacher_of_each(named: Mapping[str, Sequence[str]], sources: Set[str]) -> Iterator[Violation]:
     settings = ("teacher.urls_by_source", "data.sources")
     if not sources:
         yield Violation(
@@ -274,7 +273,7 @@ def check_teacher(config: Config) -> Iterator[Violation]:
             "set rollout.temperature=1, or let the trainer hold the teacher (teacher.path)",
         )
     if teacher.urls_by_source:
-        yield from _check_teacher_of_each(config)
+        yield from _check_teacher_of_each(teacher.urls_by_source, {one.name for one in config.data.sources})
     if teacher.hint is not None and config.environment.is_used:
         yield Violation(
             ("teacher.hint", "environment.kind"),
