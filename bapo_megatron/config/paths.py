@@ -100,7 +100,9 @@ def meant_setting(path: Path) -> Hint | None:
         meant = (*close[0].split("."), last)
         return Hint(".".join(meant)) if meant in schema() else None
     if not section:
-        names = Counter(known[-1] for known in settings)
-        close = closest(last, (*sections, *(one for one, number in names.items() if number == 1)), 0.85)
-        return Hint(next(".".join(known) for known in schema() if known[-1] == close[0])) if close else None
+        # A name alone: {"data": "data", "eval.sets": "eval.sets", "entropy_bonus": "loss.entropy_bonus", ...}
+        times = Counter(known[-1] for known in settings)
+        meant_by_name = {known[-1]: ".".join(known) for known in settings if times[known[-1]] == 1}
+        meant_by_name |= {section: section for section in sections}
+        return next((Hint(meant_by_name[name]) for name in closest(last, meant_by_name, 0.85)), None)
     return None

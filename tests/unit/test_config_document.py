@@ -5,6 +5,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from write_coming_from_page import PAGE as COMING_FROM
 from write_coming_from_page import filled_page
 
@@ -68,6 +70,29 @@ def test_settings_of_typical_runs_are_answered(framework: str) -> None:
         if not is_right:
             wrong[theirs] = told
     assert wrong == {}
+
+
+@st.composite
+def misspelt(draw: st.DrawFn) -> tuple[str, ...]:
+    """A setting or section with a part left out, two parts written as one, or a letter wrong: ("bapohigh",)."""
+    path = list(draw(st.sampled_from([*schema(), *{known[:-1] for known in schema() if len(known) > 1}])))
+    if len(path) > 1 and draw(st.booleans()):
+        at = draw(st.integers(0, len(path) - 2))
+        path[at : at + 2] = [draw(st.sampled_from(["", "_", ".", "-"])).join(path[at : at + 2])]
+    at = draw(st.integers(0, len(path) - 1))
+    name, letter = path[at], draw(st.integers(0, len(path[at])))
+    path[at] = name[:letter] + draw(st.sampled_from(["", "a", "_", "."])) + name[letter + draw(st.booleans()) :]
+    return tuple(path[draw(st.integers(0, len(path) - 1)) :])
+
+
+@given(misspelt())
+def test_a_misspelt_setting_is_answered_with_one_that_exists(path: tuple[str, ...]) -> None:
+    hint = meant_setting(path)
+    assert hint is None or not hint.setting or tuple(hint.setting.partition("=")[0].split(".")) in schema()
+
+
+def test_a_section_inside_another_may_lack_its_dot() -> None:
+    assert meant_setting(("bapohigh",)) == Hint("bapo.high")
 
 
 UNITS = {
