@@ -29,6 +29,7 @@ from torch import Tensor
 from bapo_megatron.tokens import (
     BEHAVIOUR_LOGPROBS,
     CORE_STREAMS,
+    SAMPLER_TOP_IDS,
     TOKEN_IDS,
     VERSIONS,
     Array,
@@ -616,6 +617,12 @@ class MicroBatch:
     def named(self, name: str) -> Tensor:
         """Return the rows of a stream in `extra`. Raises KeyError."""
         return {stream.name: rows for stream, rows in self.extra.items()}[name]
+
+    @property
+    def class_ids_RK(self) -> Tensor | None:
+        """The tokens whose log-probs the loss reads in addition to the sampled one's, int32; None without them."""
+        sampler = (rows for stream, rows in self.extra.items() if stream.name == SAMPLER_TOP_IDS)
+        return next(sampler, None) if self.likely_ids_RK is None else self.likely_ids_RK
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with all tensors on `device`, except the description of the pack."""

@@ -1135,6 +1135,11 @@ class Config(Section):
         return self._context_tokens + self.rollout.max_response_tokens
 
     @property
+    def class_top_k(self) -> int:
+        """Number of tokens at each place whose log-probs the loss reads in addition to the sampled one's."""
+        return self.teacher.top_k or self.loss.sampler_top_k
+
+    @property
     def expects_mismatch(self) -> bool:
         """Whether engine and trainer differ by design on tokens of age 0: their log-probs cover other tokens, or the
         earlier tokens of resumed responses keep experts that the engine has chosen again."""

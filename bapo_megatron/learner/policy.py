@@ -277,9 +277,9 @@ class PolicyModel(GPTModel):
         if top_k:
             ids_RK, own_RX = likeliest(hidden_RH, weight_VH, top_k, **common)
             return *scores, own_RX, ids_RK
-        if batch.likely_ids_RK is not None and torch.is_grad_enabled():  # only the loss reads them
+        if batch.class_ids_RK is not None and torch.is_grad_enabled():  # only the loss reads them
             common["hooks_need_grad"] = self._hooks_need_grad
-            return *scores, class_log_probs(hidden_RH, weight_VH, batch.likely_ids_RK, **common)
+            return *scores, class_log_probs(hidden_RH, weight_VH, batch.class_ids_RK, **common)
         return scores
 
     @property

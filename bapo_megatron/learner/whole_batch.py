@@ -127,7 +127,7 @@ def with_likeliest(minibatch: MiniBatch, teacher: FrozenPolicy | None, top_k: in
         replace(
             batch,
             likely_ids_RK=scores.likely_ids_RK,
-            likely_logprobs_RX=scores.likely_RX,
+            likely_logprobs_RX=scores.class_RX,
             extra={**batch.extra, TEACHER_LOGPROBS: scores.log_probs_R},
         )
         for batch, scores in pairs

@@ -26,7 +26,7 @@ from bapo_megatron.machine.memory import (
     planned_chunk_rows,
     plans_forwards_first,
     recomputed_layers,
-    routes_host_bytes,
+    rows_host_bytes,
     searches_exactly,
     trainer_memory,
 )
@@ -77,7 +77,7 @@ class RunPlan:
     mfu: float  # expected while training, as `perf/mfu` counts it
     unused: tuple[str, ...]  # settings that would make training faster
     host_bytes: int  # copies of a checkpoint, or in turns weights and state, on each node that trains
-    routes_bytes: int  # what routes take in trainer rank 0's CPU memory
+    rows_bytes: int  # what engines return with each token, in trainer rank 0's CPU memory
     train: Seconds  # per step
     rollout: Seconds | None
     sync: Seconds
@@ -180,7 +180,7 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
         mfu=work.model_flops(run, tokens) / (train.expected * peak_flops),
         unused=tuple(_unused(given, scores=passes > 0)),
         host_bytes=host_bytes(run),
-        routes_bytes=routes_host_bytes(run),
+        rows_bytes=rows_host_bytes(run),
         train=train,
         rollout=rollout,
         sync=_sync_seconds(run, gpu),

@@ -67,7 +67,7 @@ def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: float) -> floa
     epochs = run.config.train.epochs_per_step
     update, again = run.shape.passes_of_update, recomputed_share(run, tokens)
     of_output = (update + 1) * output  # logits are always computed again
-    trained = epochs * ((update + again) * layers + of_output * (2 if run.config.teacher.top_k else 1))
+    trained = epochs * ((update + again) * layers + of_output * (2 if run.config.class_top_k else 1))
     critic = 0.0
     if not run.config.advantage.compares_responses:  # the critic scores values, then updates; its head is one row
         critic = (1 + run.config.critic.epochs_per_step * (3 + again)) * layers  # a backward pass takes two

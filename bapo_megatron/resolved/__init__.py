@@ -65,7 +65,12 @@ class Resolved:
     @property
     def streams(self) -> tuple[TokenStream, ...]:
         """The streams that the run's engines return. Raises UserError: see `ModelFacts.returned_streams`."""
-        return self.model.returned_streams(self.config.model.requested_streams) if self.model else ()
+        from bapo_megatron.tokens import sampler_streams  # it needs torch
+
+        if self.model is None:
+            return ()
+        of_sampler = sampler_streams(self.config.loss.sampler_top_k, self.model.shape.vocab_size)
+        return (*self.model.returned_streams(self.config.model.requested_streams), *of_sampler)
 
     @cached_property
     def annotators(self) -> tuple[Annotator, ...]:
