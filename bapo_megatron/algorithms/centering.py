@@ -1,9 +1,9 @@
 """Score centering: a policy gradient without the mean update of its sampler's tokens (arXiv 2609.20807).
 
-With s_v the gradient of log p_v, a token a that the sampler q drew moves the policy p by A f_a s_a. The factor f follows
-from the token's ratio p / q: it is 1, a truncated ratio or a masked one. If A says nothing about the token, the mean
-over the sampler's tokens is still A sum_v q_v f_v s_v. Step by step it draws p towards q, or away from it if A < 0. Its
-estimate is taken off each token's update: to the loss of the token, -A f_a log p_a,
+With s_v the gradient of log p_v, a token a that the sampler q drew moves the policy p by A f_a s_a. The factor f is 1,
+or the truncated or masked ratio p / q. If A says nothing about the token, the mean over the sampler's tokens is still
+A sum_v q_v f_v s_v. Step by step it draws p towards q, or away from it if A < 0. Its estimate is taken off each token's
+update: to the loss of the token, -A f_a log p_a,
 
     A C is added, with C = sum_c m_c log p_c, and m_c = q_c f(p_c / q_c) a constant.
 
@@ -41,7 +41,7 @@ class Centering(NamedTuple):
 def centering(policy_RX: Tensor, sampler_RK: Tensor, mask_R: Tensor, factor: Factor) -> Centering:
     """Compute C from log-probs of the classes under the policy, with gradient, and of the K tokens under the sampler.
 
-    The sampler's probability of all others is 1 - sum_k q_k, computed in float64, and at least 0. Where it is 0, the
+    The sampler's probability of all others is 1 - sum_k q_k, computed in float64, and at least 0. If it is 0, the
     ratio counts as 1, whose factor then weighs nothing.
     """
     # Select the inputs, not the result: a nan that is merely multiplied by 0 still spoils the gradient.

@@ -202,15 +202,15 @@ def _sampler_top(meta: dict[str, Any], num_new: int, top_k: int) -> dict[str, Ar
     if not {*map(len, given)} <= {top_k}:
         raise UnfitServerError(f"output_top_logprobs does not have {top_k} entries for each token")
     entries = [*itertools.chain.from_iterable(given)]
-    ids = np.fromiter(map(attrgetter("token_id"), entries), np.int64, len(entries))
+    ids = [entry.token_id for entry in entries]
     logprobs = np.fromiter(map(attrgetter("logprob"), entries), np.float64, len(entries))
     if not ((logprobs >= -_MAX_FLOAT) & (logprobs <= _LOGPROB_SLACK)).all():
         raise BadReplyError("output_top_logprobs: a log-prob is not a finite number <= 0")
-    if not ((ids >= 0) & (ids < 2**31)).all():
-        raise BadReplyError("output_top_logprobs: a token id is not one")
+    if not are_tokens(ids, 2**31):
+        raise BadReplyError("output_top_logprobs: a token id is outside the vocabulary")
     shape = (num_new, top_k)
     return {
-        SAMPLER_TOP_IDS: ids.astype(np.int32).reshape(shape),
+        SAMPLER_TOP_IDS: np.array(ids, np.int32).reshape(shape),
         SAMPLER_TOP_LOGPROBS: _as_float32(np.minimum(logprobs, 0.0)).reshape(shape),
     }
 

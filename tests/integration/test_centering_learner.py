@@ -65,7 +65,10 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int, term: tupl
     rho_T1 = (q_TV * is_tail_TV).sum(1, keepdim=True) / (p_TV * is_tail_TV).sum(1, keepdim=True)
     seen_TV = torch.where(is_tail_TV.bool(), rho_T1 * p_TV, q_TV)
     factor_TV = torch.tensor(
-        [[FACTORS[name](p, q) for p, q in zip(*rows, strict=True)] for rows in zip(p_TV.tolist(), seen_TV.tolist())],
+        [
+            [FACTORS[name](p, q) for p, q in zip(p_V, q_V, strict=True)]
+            for p_V, q_V in zip(p_TV.tolist(), seen_TV.tolist(), strict=True)
+        ],
         dtype=torch.float64,
     )
     own_T = log_p_TV.gather(1, batch.token_ids_T[:, None])[:, 0]
