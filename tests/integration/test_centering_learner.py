@@ -92,10 +92,6 @@ def check_layout(root: Path, layout: dict[str, Any], max_tokens: int, term: tupl
     parallel_state.destroy_model_parallel()
 
 
-def check_one(rank: int, world_size: int, root: Path) -> None:
-    check_layout(root, {}, SMALL, TERMS[0])
-
-
 def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> None:
     for layout, max_tokens in cases:
         for term in TERMS:
@@ -103,10 +99,6 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
     if world_size == 1:
         for schedule in ("forwards_first", "interleaved"):
             check_layout(root, {}, SMALL, TERMS[2], schedule=schedule)
-
-
-def test_a_centered_loss(folder: Path) -> None:
-    run_distributed(check_one, 1, folder)
 
 
 @pytest.mark.slow
