@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.assets import resolve_model_path
-from bapo_megatron.hf.shape import load_hf_config, with_text_settings
+from bapo_megatron.hf.families.settings import with_text_settings
+from bapo_megatron.hf.shape import load_hf_config
 
 _FILE = Path(__file__).with_name("known_models.toml")
 KNOWN_MODELS: dict[str, dict[str, Any]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One kind of layer: its parameters, and the two functions that compute it.
+    """One kind of layer: its parameters, the two functions that compute it, and what they do not compute.
 
     A function is given as it is, or as "module:name", which is imported on first use: this file knows neither torch nor
     Megatron. A family of one's own gives functions that import what they need.
@@ -49,6 +49,8 @@ class Block:
     parameters: tuple[Parameter, ...]
     trainer: str | Callable[..., Any] = "bapo_megatron.learner.layers:pre_norm"  # takes a `Kit`
     engine: str | Callable[..., Any] = "bapo_megatron.engines.embedded.layers:pre_norm"  # takes (x_BTE, `LayerPass`)
+    # takes `Settings`, and names the settings of config.json with which the block would compute something else
+    refuses: Callable[[Any], Iterable[str]] | None = None
 
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", VOCAB, {"model.embed_tokens.weight": "VE"})
@@ -112,7 +114,7 @@ class Family:
     attention_scale: str | None = None  # attention multiplies its scores by it, and not by 1 / sqrt(head dimension)
     residual_scale: str | None = None  # attention and MLP multiply their outputs by it: needs a block that does so
     logits_scale: str | None = None  # logits are divided by it
-    skips_rotation: bool = False  # queries and keys of some layers are not rotated, as SmolLM3's keys say
+    rotates: Callable[[Any], list[bool]] | None = None  # takes `Settings`: whether each layer rotates queries and keys
     has_experts: bool = False  # every MLP is a mixture of experts, described by Qwen3-MoE's keys
     output_gate: bool = False  # each query head comes with a gate of the attention's output
     window_switch: str | None = None  # the key that turns on sliding windows, which are refused
