@@ -1,4 +1,5 @@
-"""A single-process float64 reference for the learner: plain transformers, one sequence at a time, literal formulas."""
+"""A single-process float64 reference for the learner: plain transformers with eager attention, one sequence at a time,
+literal formulas."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def merged_float64(model: Path, adapters: Path, sizes: Adapters) -> dict[str, Te
 
 def load_float64(folder: Path) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="sdpa", local_files_only=True
+        folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
     if model.config.model_type == MIXTURE:
         model.set_experts_implementation("eager")  # the other one has no float64
