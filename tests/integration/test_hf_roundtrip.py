@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.convert import convert
 from bapo_megatron.engines.embedded.model import Model
@@ -115,24 +116,29 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
         MegatronLearner(resolve(make_config({"tensor": 2}), root / "spoilt"))
 
 
-# Two families that no checkpoint has, each over the transformers class that computes the same.
+# Two families that no checkpoint has, each over the transformers class that computes the same; and the one of the docs
+# with a block of its own.
 _FEED_FORWARD = tuple(
     replace(p, tensors={name.replace("mlp.", "feed_forward."): dims for name, dims in p.tensors.items()})
     for p in LAYER.parameters
 )
 PLAIN = Family("plain", refused=("use_alibi",))
 MIXED = Family("mixed", qkv_bias=True, out_bias="output_bias", qk_norm=True, layer=Block(_FEED_FORWARD))
-MADE_UP: dict[str, tuple[Family, transformers.PreTrainedConfig]] = {
-    "plain": (PLAIN, transformers.LlamaConfig(**SIZES, head_dim=10)),
+OWN: dict[str, tuple[str, transformers.PreTrainedConfig]] = {  # model.family, and a model
+    "plain": (f"{__name__}:PLAIN", transformers.LlamaConfig(**SIZES, head_dim=10)),
     "mixed": (
-        MIXED,
+        f"{__name__}:MIXED",
         transformers.Qwen3Config(**SIZES, head_dim=10, attention_bias=True, tie_word_embeddings=True),
+    ),
+    "exaone4": (
+        "docs.examples.exaone4:FAMILY",
+        transformers.Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 6),
     ),
 }
 
 
-def save_made_up(name: str, folder: Path) -> None:
-    write_reference(save_randomised(MADE_UP[name][1], folder), folder)
+def save_own(name: str, folder: Path) -> None:
+    write_reference(save_randomised(OWN[name][1], folder), folder)
     config = load_hf_config(folder) | {"model_type": name, "output_bias": True}
     (folder / "config.json").write_text(json.dumps(config))
     if name == "mixed":
@@ -155,11 +161,13 @@ def check_embedded(folder: Path, own: Family) -> None:
     torch.testing.assert_close(torch.cat(found), want, rtol=0, atol=TOLERANCE)
 
 
-def check_made_up(rank: int, world_size: int, root: Path) -> None:
-    for name in MADE_UP:
-        check_model(root / name, {"tensor": world_size}, TOLERANCE, f"{__name__}:{name.upper()}")
+def check_own(rank: int, world_size: int, root: Path) -> None:
+    for name, (path, _) in OWN.items():
+        check_model(root / name, {"tensor": world_size}, TOLERANCE, path)
     if rank == 0:
-        for name, (family, _) in MADE_UP.items():
+        for name, (path, _) in OWN.items():
+            family = own_family(path)
+            assert family is not None
             check_embedded(root / name, family)
             shape = model_shape(load_hf_config(root / name), own=family)
             assert rank_parameters(shape, ParallelConfig(), 0).total == model_parameters(shape)
@@ -169,12 +177,12 @@ def check_made_up(rank: int, world_size: int, root: Path) -> None:
 
 def test_another_family_is_one_object(tmp_path: Path) -> None:
     """A dotted path alone gives the learner, the embedded engine, checkpoints and estimates a new family."""
-    for name in MADE_UP:
-        save_made_up(name, tmp_path / name)
+    for name in OWN:
+        save_own(name, tmp_path / name)
         with pytest.raises(CheckpointError, match=f"{name!r} is not supported"):
             convert(tmp_path / name)
-    run_distributed(check_made_up, 2, tmp_path)
-    for name in MADE_UP:
+    run_distributed(check_own, 2, tmp_path)
+    for name in OWN:
         check_exported(tmp_path / name)
 
 
