@@ -462,12 +462,12 @@ def _unsupported_options(get: Settings) -> Iterator[str]:
         yield f"{plural(heads, 'attention head')} cannot share {plural(kv_heads, 'key-value head')}"
     rotated = sizes.get("head_dim") or sizes["hidden_size"] // heads
     if rotated % 2:
-        yield "an odd head dimension cannot be rotated in pairs"
+        yield f"an odd head dimension, {rotated}, cannot be rotated in pairs"
     if get("hidden_act") not in ACTIVATIONS:
-        yield f"activation {get('hidden_act')!r} is not supported; choose from {', '.join(ACTIVATIONS)}"
+        yield f"hidden_act={get('hidden_act')!r} is not supported; choose from {', '.join(ACTIVATIONS)}"
     for key in get.family.refused:
         if get(key):
-            yield f"{key} is not supported"
+            yield f"{key}={json.dumps(get(key))} is not supported: only models without it are, as with {key}=false"
     for key in get.family.absent:
         if key in get.written:
             yield f"{key} is not supported, whatever its value: leave it out"
@@ -495,7 +495,7 @@ def _unsupported_options(get: Settings) -> Iterator[str]:
     if (kinds := get("layer_types")) is not None and len(kinds) != (count := sizes["num_hidden_layers"]):
         yield f"layer_types has {plural(len(kinds), 'value')}, but num_hidden_layers={count}"
     elif _has_sliding_window(get):
-        yield "sliding-window attention is not supported"
+        yield _windows(get)
     yield from _unsupported_rope(get, rotated)
 
 
@@ -518,6 +518,20 @@ def _has_sliding_window(get: Settings) -> bool:
         return False
     first = get("max_window_layers")  # anything but a number is refused by itself
     return bool(get(switch)) and type(first) is int and first < get("num_hidden_layers")
+
+
+def _windows(get: Settings) -> str:
+    """Say which key turns on sliding windows, and how to turn them off."""
+    others = [kind for kind in get("layer_types") or () if kind != "full_attention"]
+    switch, window = get.family.window_switch, get("sliding_window")
+    if others:
+        found, off = f"layer_types has {others[0]!r}", '"full_attention" for all layers'
+    else:
+        found = f"{switch}={json.dumps(get(str(switch)))}"
+        off = f"{switch}={'null' if switch == 'sliding_window' else 'false'}"
+    is_harmless = type(window) is int and window > 0 and others[:1] in ([], ["sliding_attention"])
+    same = f", which changes nothing for sequences of at most {window} tokens" if is_harmless else ""
+    return f"{found}: sliding-window attention is not supported; set {off} in config.json{same}"
 
 
 def _rope(get: Settings) -> dict[str, Any]:
@@ -545,7 +559,7 @@ def _rope(get: Settings) -> dict[str, Any]:
 def _unsupported_rope(get: Settings, head_dim: int) -> Iterator[str]:
     rope = _rope(get)
     if any(isinstance(value, dict) for value in rope.values()):
-        yield "rotary embeddings that differ between layers are not supported"
+        yield "rope_parameters of layers that differ are not supported: only one object for all layers"
         return
     kind = rope["rope_type"]
     if kind not in list(ROPE_TYPES):  # which also takes values that cannot be hashed
@@ -577,7 +591,7 @@ def _unsupported_rope(get: Settings, head_dim: int) -> Iterator[str]:
         if turned == 0 or turned % 2:
             yield f"partial_rotary_factor={factor} does not give an even number of a head's {head_dim} dimensions"
     elif factor != 1:
-        yield "partial_rotary_factor other than 1 is not supported"
+        yield f"partial_rotary_factor={factor} is not supported with model_type {get('model_type')!r}, only 1"
 
 
 def _is_partial(get: Settings) -> bool:

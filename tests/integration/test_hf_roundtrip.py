@@ -171,7 +171,7 @@ def check_own(rank: int, world_size: int, root: Path) -> None:
             check_embedded(root / name, family)
             shape = model_shape(load_hf_config(root / name), own=family)
             assert rank_parameters(shape, ParallelConfig(), 0).total == model_parameters(shape)
-        with pytest.raises(CheckpointError, match="use_alibi is not supported"):
+        with pytest.raises(CheckpointError, match="use_alibi=true is not supported"):
             model_shape(load_hf_config(root / "plain") | {"use_alibi": True}, own=PLAIN)
 
 

@@ -101,8 +101,8 @@ def test_only_the_first_dimensions_of_a_head_are_rotated() -> None:
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported: the gate of linear attention"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' is not supported: the state of linear attention"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh' is not supported with linear attention"),
-        ({"hidden_act": "relu"}, "activation 'relu' is not supported; choose from silu"),
-        ({"attention_bias": True}, "attention_bias is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; choose from silu"),
+        ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"linear_num_key_heads": 5}, "linear_num_value_heads=32 cannot share linear_num_key_heads=5"),
         ({"linear_conv_kernel_dim": 0}, "no 'linear_conv_kernel_dim' that is a positive number"),
         (

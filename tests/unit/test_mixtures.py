@@ -83,7 +83,7 @@ def test_both_spellings_of_the_number_of_experts_are_read() -> None:
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 does not give every layer experts"),
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size=512: shared experts are not supp"),
         ({"n_shared_experts": 1}, "n_shared_experts=1: shared experts are not supported, only models without them"),
-        ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
     ],
 )
 def test_what_is_not_built_is_refused_with_its_numbers(change: dict[str, Any], message: str) -> None:
