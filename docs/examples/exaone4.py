@@ -1,5 +1,6 @@
-"""A family with a block of its own: EXAONE 4.0 1.2B norms what attention and MLP add, and not what they read."""
+"""A family with a block of its own: EXAONE 4.0 norms what attention and MLP add, and not what they read."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from bapo_megatron.hf.families import COPY, LAYER, Block, Family, Parameter
@@ -27,11 +28,16 @@ def engine(x_BTE: Any, layer: Any) -> Any:
     return x_BTE + layer.norm(layer.mlp(x_BTE), AFTER_MLP)
 
 
+def refuses(settings: Any) -> Iterator[str]:
+    """Name the settings of config.json with which this block would be another model's."""
+    if (window := settings("sliding_window")) is not None:  # other layers then have no rotation
+        yield f"sliding_window={window} is not supported: only checkpoints with null"
+
+
 FAMILY = Family(
     "exaone4",
     qk_norm=True,  # a norm of each head, which `layer.attention` and Megatron's layer apply
-    layer=Block(PARAMETERS, trainer, engine),
-    window_switch="sliding_window",  # EXAONE 4.0 32B has windows, and is refused in one line
+    layer=Block(PARAMETERS, trainer, engine, refuses),
     not_null=("num_key_value_heads",),
     defaults={
         "num_key_value_heads": 32,

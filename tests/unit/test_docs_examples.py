@@ -245,6 +245,8 @@ def test_the_page_builds_a_family_with_its_block(
     told = capsys.readouterr().out
     assert float(re.search("largest difference: (.*)", told)[1]) < 1e-5
     assert "exaone4, 2 layers, 76,160 parameters" in told
+    with pytest.raises(CheckpointError, match="sliding_window=16 is not supported: only checkpoints with null"):
+        model_shape(load_hf_config("tiny-exaone4") | {"sliding_window": 16}, own=own_family("exaone4:FAMILY"))
 
 
 def test_every_setting_named_exists() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.schema import Config
+from bapo_megatron.engines import sglang
 from bapo_megatron.hf.shape import Dense, ModelShape
 from bapo_megatron.learner.fit import check_adapters, check_extra, check_replay, check_split
 from bapo_megatron.preflight.checks.eval import EVALUATES
@@ -41,6 +42,13 @@ def check_policy(run: Resolved) -> Iterator[Violation]:
             ("rollout.engine", "model.path"),
             f'rollout.engine="sglang" does not compute the activation of model.path: the model has {shape.activation}, '
             "but SGLang computes the exact GELU for gemma, whatever config.json says, and SiLU for the other families",
+            'set rollout.engine="embedded"',
+        )
+    if config.rollout.engine == "sglang" and own is not None and not sglang.knows(own.model_type):
+        yield Violation(
+            ("rollout.engine", "model.family"),
+            f'rollout.engine="sglang" does not serve model.family="{config.model.family}": neither SGLang nor '
+            f"transformers knows model_type {own.model_type!r}",
             'set rollout.engine="embedded"',
         )
     yield from _of_servers(config.rollout.server_tensor_parallel, shape)
