@@ -30,8 +30,7 @@ def known_config(path: str) -> dict[str, Any] | None:
 
     Example: known_config("models/Qwen3-32B")["num_hidden_layers"] is 64.
     """
-    folder = Path(path).expanduser()
-    return None if folder.exists() else KNOWN_MODELS.get(folder.name)
+    return None if os.path.exists(os.path.expanduser(path)) else KNOWN_MODELS.get(Path(path).name)
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:
@@ -43,18 +42,15 @@ def with_model(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: there are two models, or an argument is neither a model nor a configuration.
     """
-    models: list[str] = []
-    others: list[str] = []
-    for text in arguments:
-        is_named = "=" not in text and not os.path.isfile(text) and text not in shipped_configs()
-        (models if is_named and _is_model(text) else others).append(text)
+    files, settings = split_arguments(arguments)
+    models = [text for text in files if not os.path.isfile(text) and text not in shipped_configs() and _is_model(text)]
     if not models:
-        return others
+        return list(arguments)
     if len(models) > 1:
         raise ConfigError(f"a plan is for one model, and these are {len(models)}: {', '.join(models)}")
     path = _HUB.get(models[0], models[0])
-    files, settings = split_arguments(others)
-    return [*files, f"model.path={json.dumps(path)}", "model.dtype=bfloat16", *settings]
+    others = [text for text in files if text not in models]
+    return [*others, f"model.path={json.dumps(path)}", "model.dtype=bfloat16", *settings]
 
 
 def _is_model(text: str) -> bool:
@@ -62,8 +58,11 @@ def _is_model(text: str) -> bool:
     if os.path.isfile(os.path.join(text, "config.json")) or known_config(text) is not None:
         return True
     close = closest(text, [*shipped_configs(), *KNOWN_MODELS, *_HUB.values()])
-    if text.endswith(".toml") or any(name in shipped_configs() for name in close):
+    is_file = text.endswith(".toml") or os.path.isfile(f"{text}.toml")
+    if is_file or any(name in shipped_configs() for name in close):
         return False
+    if os.path.isdir(text):
+        raise ConfigError(f"the folder {text} has no config.json, from which a plan takes the model's sizes")
     advice = did_you_mean(*close) or f"the models are {', '.join(sorted(KNOWN_MODELS))}."
     raise ConfigError(
         f"{text} is neither a configuration nor a model that is known by its name; {advice} For any other model, give "

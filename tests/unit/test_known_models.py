@@ -65,6 +65,10 @@ def test_a_model_becomes_settings_that_others_win_over() -> None:
         ("Qwen3-7B", "Qwen3-7B is neither a configuration nor a model that is known by its name; did you mean Qwen3-"),
         ("gpt2", "by its name; the models are DeepSeek-R1-Distill-Qwen-1.5B, "),
         ("gpt2", ", granite-3.1-8b-instruct. For any other model, give a folder with its config.json"),
+        ("a" * 4000, "aaa is neither a configuration nor a model that is known by its name; the models are DeepSeek"),
+        ("~nobody-here/x", "~nobody-here/x is neither a configuration nor a model that is known by its name; "),
+        ("/", "the folder / has no config.json, from which a plan takes the model's sizes"),
+        ("Qwen3-8B optimizer.lr 3e-4", "optimizer.lr needs a =: write optimizer.lr=3e-4"),
         ("Qwen3-8B gemma-2b", "a plan is for one model, and these are 2: Qwen3-8B, gemma-2b"),
     ],
 )
@@ -75,6 +79,11 @@ def test_a_wrong_model_is_one_message(arguments: str, message: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_misspelt_configuration_keeps_its_message(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "demoo"]) == 2
-    assert capsys.readouterr().err == "bapo: configuration demoo does not exist; did you mean demo?\n"
+def test_a_misspelt_configuration_keeps_its_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").touch()
+    for wrong, right in (("demoo", "demo"), ("mine", "mine.toml")):
+        assert cli.main(["plan", wrong]) == 2
+        assert capsys.readouterr().err == f"bapo: configuration {wrong} does not exist; did you mean {right}?\n"
