@@ -289,7 +289,7 @@ class PolicyModel(GPTModel):
 
     def describe(self, batch: MicroBatch) -> PackedSequences:
         """Describe a pack for all layers, which get it again when they are recomputed."""
-        pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device())
+        pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device(), batch.follows_S)
         if self._conv_gap is not None:
             pack.sequences = Sequences.of(batch.cu_seqlens_S1, self._conv_gap, device())
         return pack
