@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN
 from bapo_megatron.tokens import CORE_STREAMS, TOKEN_IDS, TokenStream
 from bapo_megatron.types import Batch, MicroBatch, MiniBatch, TokenCounts
 
@@ -140,7 +141,8 @@ class Unit:
 
 
 def make_units(batch: Batch, part: Tensor, share: Share, max_tokens: int) -> list[Unit]:
-    """Return a step's sequences as units. Sequences that share a prompt are cut into units of at most `max_tokens`.
+    """Return a step's sequences as units. Sequences that share a prompt are cut into units of at most `max_tokens`, and
+    of at most `MAX_KEYS_PER_TOKEN` times as many keys: attention gathers the prompt's for each of its sequences.
 
     Args:
         part: the step's sequences, int64.
@@ -150,16 +152,18 @@ def make_units(batch: Batch, part: Tensor, share: Share, max_tokens: int) -> lis
         return [Unit((i,), n, share.cost(n)) for i, n in enumerate(lengths)]
     prompts, shared = batch.prompt_S[part].tolist(), batch.shared_lens_S[part].tolist()
     units: list[Unit] = []
-    growing: dict[int, int] = {}  # by prompt, the place of the unit that takes its next sequence
+    growing: dict[int, tuple[int, int]] = {}  # by prompt, the place of its last unit, and the keys in that
     for i, (prompt, num_shared, length) in enumerate(zip(prompts, shared, lengths, strict=True)):
-        place = growing.get(prompt) if num_shared else None
-        if place is not None and units[place].length + length - num_shared <= max_tokens:
-            unit = units[place]
-            longer, dearer = unit.length + length - num_shared, unit.cost + share.cost(length, num_shared)
-            units[place] = Unit((*unit.indices, i), longer, dearer)
-        else:
-            growing[prompt] = len(units)
-            units.append(Unit((i,), length, share.cost(length)))
+        if num_shared and prompt in growing:
+            place, num_keys = growing[prompt]
+            unit, longer = units[place], units[place].length + length - num_shared
+            if longer <= max_tokens and num_keys + length <= MAX_KEYS_PER_TOKEN * longer:
+                units[place] = Unit((*unit.indices, i), longer, unit.cost + share.cost(length, num_shared))
+                growing[prompt] = place, num_keys + length
+                continue
+        if num_shared:
+            growing[prompt] = len(units), length
+        units.append(Unit((i,), length, share.cost(length)))
     return units
 
 

@@ -659,6 +659,10 @@ class OptimizerConfig(Section):
 _FORWARDS_FIRST_SHARE = 0.1  # share of device memory that train.schedule = "auto" allows for an update's layer inputs
 
 
+MAX_KEYS_PER_TOKEN = 8
+"""train.share_prompts: the keys that attention gathers in a micro-batch are at most this many times its tokens."""
+
+
 class TrainConfig(Section):
     """The length of the run, and how each rollout batch is used."""
 

@@ -11,7 +11,7 @@ import bisect
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.chunks import chunk_rows
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN, Config
 from bapo_megatron.hf.shape import RULE_CHUNK, Experts, LayerShape, LinearAttention, runs
 from bapo_megatron.hf.splits import is_kept, is_stored, is_trained
 from bapo_megatron.hf.streams import routes
@@ -363,7 +363,12 @@ class _Activations:
         context = self._config.parallel.context
         output = self._T * (self._item * self._Q + 4 * self._heads())
         if context == 1:
-            return output
+            if not self._run.shares_prompts:
+                return output
+            # a key of a prompt is there for each response, `MAX_KEYS_PER_TOKEN` times at most
+            num_keys = self._T * min(MAX_KEYS_PER_TOKEN, self._config.rollout.samples_per_prompt)
+            mask = self._T * min(self._config.longest_trained, self._T)
+            return output + num_keys * self._item * 2 * self._K + mask
         # two chunks of queries, each with the gathered keys up to its end
         return output + self._T * self._item * 2 * self._K * (context - 0.5) + self._mask() * self._item
 

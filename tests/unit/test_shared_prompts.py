@@ -60,11 +60,21 @@ def chains(mb: MicroBatch) -> dict[int, list[int]]:
     st.sampled_from([0.0, 0.03]),
     st.booleans(),
     st.booleans(),
+    st.integers(0, 7),
 )
 def test_any_forest_packed_in_any_way_has_all_tokens_before_each_sampled_one(
-    shapes: list, num_minibatches: int, max_tokens: int, data_size: int, cost: float, whole: bool, with_fed: bool
+    shapes: list,
+    num_minibatches: int,
+    max_tokens: int,
+    data_size: int,
+    cost: float,
+    whole: bool,
+    with_fed: bool,
+    own: int,
 ) -> None:
     batch = batch_of(shapes, with_fed=with_fed)
+    assert batch.shared_lens_S is not None
+    batch.shared_lens_S[own::5] = 0  # branches that begin with words of their own
     if not batch.num_sequences:
         return
     starts = (batch.seq_lens_S.cumsum(0) - batch.seq_lens_S).tolist()
