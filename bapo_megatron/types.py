@@ -591,7 +591,7 @@ class MicroBatch:
     parallelism the T tokens are this rank's part of the pack (`buffer.packing.context_tokens`), the R rows refer to its
     hidden states, and cu_seqlens_S1 describes the whole pack.
 
-    If sequences share their prompt, the prompt is a sequence of its own, and each of them goes on from it. Example with
+    If sequences share their prompt, the prompt is a sequence of its own, and each of them follows it. Example with
     "ab|c" and "ab|de", whose prompt is "ab": token_ids_T = [a b c d e]; cu_seqlens_S1 = [0 2 3 5]; position_ids_T =
     [0 1 2 2 3]; follows_S = [-1 0 0]; targets_R = [c d e]; rows_R = [1 1 3]; sequence_R = [1 2 2].
     """
@@ -610,7 +610,9 @@ class MicroBatch:
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     is_token_T: Tensor | None = None  # bool: not padding; None means all
-    follows_S: Tensor | None = None  # int64, on the CPU: the sequence whose tokens each one goes on from, or -1
+    follows_S: Tensor | None = (
+        None  # int64, on the CPU: the sequence that each one follows, as a response follows its prompt, or -1
+    )
     likely_ids_RK: Tensor | None = None  # int32: a teacher's K likeliest tokens; None off the last stage, or without
     likely_logprobs_RX: Tensor | None = None  # float32: its log-probs of these, and of all others together
     extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)

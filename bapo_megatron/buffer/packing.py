@@ -43,7 +43,7 @@ class Share:
     shares_prompts: bool = False  # a pack holds the prompt of several sequences once
 
     def cost(self, length: int, prompt: int = 0) -> float:
-        """Return the FLOPs of a sequence after its first `prompt` tokens, in units of those of one token's matrices."""
+        """Return the FLOPs of a sequence after its first `prompt` tokens, in units of one token's in matrices."""
         return length - prompt + self.pair_cost * (length**2 - prompt**2)
 
     @property
@@ -239,7 +239,7 @@ def longest_first(lengths: Sequence[float], num_bins: int, max_items: int | None
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a pack holds one after the other: whole sequences, and prompts with what goes on from each.
+    """What a pack holds one after the other: whole sequences, and prompts with what follows each.
 
     Example: of sequences 4 = "abc", 6 = "abxy" and 7 = "z", the first two share the prompt "ab". The pieces are "ab",
     "c", "xy" and "z": of_S = [4 4 6 7], first_S = [0 2 2 0], lens_S = [2 1 2 1], follows_S = [-1 0 0 -1].

@@ -148,7 +148,7 @@ class Ragged:
 
     @classmethod
     def after(cls, before_starts_S: Tensor, before_lengths_S: Tensor, starts_S: Tensor, lengths_S: Tensor) -> Ragged:
-        """Select for each s the tokens of one range, and then those of another; ranges may overlap between sequences.
+        """Select for each s the tokens of one range, and then of another one; ranges may overlap between sequences.
 
         Example: starts 0 and 0 with lengths 2 and 2 before starts 2 and 3 with lengths 1 and 2 select 0 1 2 | 0 1 3 4.
         """
@@ -199,8 +199,8 @@ def make_blocks(
 ) -> list[Block]:
     """Sort sequences into blocks whose lengths differ by less than a factor of two: padding stays under half.
 
-    With context parallelism, each of the rank's two chunks of the sequences forms its own block. Sequences that go on
-    from another one form blocks of their own, also by the lengths of their keys: those of both.
+    With context parallelism, each of the rank's two chunks of the sequences forms its own block. Sequences that follow
+    another one form blocks of their own, sorted by their keys too, which include the other one's.
 
     Args:
         cu_seqlens_S1: int [S + 1] on the CPU: where the whole pack's sequences start, from 0, and its number of tokens.
@@ -238,7 +238,7 @@ def make_blocks(
 def _blocks_after(
     starts_S: Tensor, lengths_S: Tensor, powers_S: Tensor, follows_S: Tensor, num_tokens: int, device: torch.device
 ) -> list[Block]:
-    """Return blocks of sequences that go on from another: a query sees all of that one, and its own up to itself."""
+    """Return blocks of sequences that follow another: a query sees all of that one, and its own up to itself."""
     num_before_S = lengths_S[follows_S]
     key_powers_S = (num_before_S + lengths_S).double().log2().floor().long()
     is_later_S = (follows_S >= 0) & (lengths_S > 0)

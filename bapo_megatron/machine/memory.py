@@ -367,8 +367,8 @@ class _Activations:
                 return output
             # a key of a prompt is there for each response, `MAX_KEYS_PER_TOKEN` times at most
             num_keys = self._T * min(MAX_KEYS_PER_TOKEN, self._config.rollout.samples_per_prompt)
-            mask = self._T * min(self._config.longest_trained, self._T)
-            return output + num_keys * self._item * 2 * self._K + mask
+            mask = 0 if self._on_gpu else self._T * min(self._config.longest_trained, self._T)
+            return output + self._item * (num_keys * 2 * self._K + mask)
         # two chunks of queries, each with the gathered keys up to its end
         return output + self._T * self._item * 2 * self._K * (context - 0.5) + self._mask() * self._item
 

@@ -126,7 +126,7 @@ def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Pa
 
 
 EXPERTS = ("model.path=moe", "parallel.tensor=1", "parallel.data=2", "parallel.expert=2")
-CENTERED = ("lora.rank=8", "loss.name=cispo", "loss.center_top_k=8")
+CENTERED = ("lora.rank=8", "loss.name=cispo", "loss.center_top_k=8", "train.share_prompts=true", "train.deal=groups")
 TAUGHT = ("advantage.kind=teacher", "teacher.path=study", "reward.kind=none", "bapo.scope=fixed")
 
 
