@@ -89,7 +89,7 @@ class TokenStream:
             )
 
     def _check_name(self, taken: Iterable[str]) -> None:
-        if self.name in {*taken, *(stream.name for stream in (*CORE_STREAMS, *TEACHER_STREAMS))}:
+        if self.name in {*taken, *SAMPLER_STREAMS, *(stream.name for stream in (*CORE_STREAMS, *TEACHER_STREAMS))}:
             raise ValueError(f"stream {self.name}: the name is taken")
 
     @property
@@ -186,6 +186,23 @@ TEACHER_VERSIONS = TokenStream("teacher_versions", "int64", missing=-2)
 TEACHER_STREAMS = (TEACHER_LOGPROBS, TEACHER_VERSIONS)
 """What servers add to ended samples; a teacher in the learner computes the log-probs within a step. The weights that
 scored have the version, and -1 is a server's initial weights."""
+
+SAMPLER_TOP_IDS = "sampler_top_ids"
+SAMPLER_TOP_LOGPROBS = "sampler_top_logprobs"
+SAMPLER_STREAMS = (SAMPLER_TOP_IDS, SAMPLER_TOP_LOGPROBS)
+"""The names of what an engine adds to each token that it samples: its likeliest tokens and their log-probs, at the
+rollout's temperature."""
+
+
+def sampler_streams(top_k: int, vocab_size: int) -> tuple[TokenStream, ...]:
+    """Declare the `top_k` likeliest tokens of a sampler and their log-probs; none if `top_k` is 0."""
+    if not top_k:
+        return ()
+    return (
+        TokenStream(SAMPLER_TOP_IDS, "int32", (top_k,), least=0, most=vocab_size - 1, distinct=True),
+        TokenStream(SAMPLER_TOP_LOGPROBS, "float32", (top_k,), least=_LOWEST, most=0.0),
+    )
+
 
 CORE_STREAMS = (
     TOKEN_IDS,

@@ -213,6 +213,11 @@ class LossConfig(Section):
         """Whether the learner scores each batch at the start of a step, for the denominator of the clipped ratio."""
         return self.ratio_options is not None and self.ratio_options.proximal == "learner"
 
+    @property
+    def sampler_top_k(self) -> int:
+        """The number of the sampler's likeliest tokens at each place that the loss reads: see `CenteredLoss`."""
+        return 0
+
     def rule_reads(self, bapo: "ClipBoundConfig") -> RuleReads:
         """Return which tokens the rule reads."""
         return bapo.reads if self.searches_bounds else "nothing"
@@ -281,6 +286,23 @@ class RatioLoss(RatioOptions, LossConfig):
     def ratio_options(self) -> RatioOptions:
         """This section."""
         return self
+
+
+class CenteredLoss(RatioLoss):
+    """A policy gradient whose factor only the token's ratio decides, so that its score can be centered."""
+
+    center_top_k: int = Field(0, ge=0, le=1024)
+    """Score centering (arXiv 2609.20807): take off the mean update of the sampler's tokens, from its center_top_k
+    likeliest tokens at each place, which servers return with each token. 0: no centering."""
+
+    @property
+    def sampler_top_k(self) -> int:
+        """The setting."""
+        return self.center_top_k
+
+    def factor(self, ratio: Any, bounds: Any) -> Any:
+        """Return the factor of the policy gradient for ratios, a tensor of any shape, between the update's bounds."""
+        raise NotImplementedError
 
 
 class ClippedLoss(RatioLoss):

@@ -11,7 +11,7 @@ from bapo_megatron.engines.update_group import GroupBackend
 from bapo_megatron.engines.wire import Bucket, TensorSpec
 from bapo_megatron.errors import EngineError
 from bapo_megatron.hf.streams import ROUTES
-from bapo_megatron.tokens import Array, Rows, TokenStream
+from bapo_megatron.tokens import SAMPLER_STREAMS, Array, Rows, TokenStream
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -45,12 +45,12 @@ class Capabilities:
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Capabilities:
-        """Read the capabilities from a `server_info`. A server that names none has SGLang's, which has one stream.
+        """Read the capabilities from a `server_info`. A server that names none has SGLang's.
 
         Example: {"capabilities": ["score"], "transports": ["gloo"], "streams": ["routes"]}
         """
         of_sglang = ["score", "release"] if info.get("enable_memory_saver") else ["score"]
-        streams = [ROUTES] if info.get("enable_return_routed_experts") else []
+        streams = [*SAMPLER_STREAMS, *([ROUTES] if info.get("enable_return_routed_experts") else [])]
         named = (info.get("streams", streams), info.get("transports", [*_SGLANG]), info.get("capabilities", of_sglang))
         return cls(*(frozenset(filter(_is_name, names if isinstance(names, list) else [])) for names in named))
 

@@ -47,6 +47,7 @@ from bapo_megatron.errors import (
     plural,
 )
 from bapo_megatron.hf.streams import ROUTES
+from bapo_megatron.tokens import SAMPLER_STREAMS, SAMPLER_TOP_IDS
 
 RELEASED_ROUTE = "/released_memory"  # ours, on the embedded engine and on SGLang (engines/sglang_memory.py)
 _HEALTH_TIMEOUT_S = 5.0
@@ -160,7 +161,7 @@ class HttpEngine:
             body["return_sampling_mask"] = True
         if "return_rows" in bodies[0]:  # all requests of a run ask for the same streams
             body |= {"return_rows": bodies[0]["return_rows"], "num_fed": [b["num_fed"] for b in bodies]}
-        body |= {name: bodies[0][name] for name in _OWN_ROUTES if name in bodies[0]}
+        body |= {name: bodies[0][name] for name in (*_OWN_ROUTES, "top_logprobs_num") if name in bodies[0]}
         raw = await self.send_request("POST", "/generate", body, what=what, max_bytes=max_reply_bytes(requests))
 
         def read() -> list[GenerateResult | EngineError]:
@@ -464,7 +465,10 @@ def _generate_body(request: GenerateRequest, *, own_routes: bool) -> dict[str, A
     if request.is_cut:
         sampling |= {"top_p": request.top_p, "top_k": -1 if request.top_k is None else request.top_k}
         body["return_sampling_mask"] = True
-    if names := [s.name for s in request.streams if not (own_routes and s.name == ROUTES)]:
+    named = {stream.name: stream for stream in request.streams}
+    if (top := named.get(SAMPLER_TOP_IDS)) is not None:
+        body["top_logprobs_num"] = top.shape[0]
+    if names := [name for name in named if name not in SAMPLER_STREAMS and not (own_routes and name == ROUTES)]:
         body |= {"return_rows": names, "num_fed": request.num_fed}
     if own_routes:
         body |= dict(zip(_OWN_ROUTES, (True, request.num_fed - 1), strict=True))

@@ -4,6 +4,7 @@ Rank 0 reads every token of a step (benchmarks/replies.py). Start at `parse_repl
 """
 
 import base64
+import itertools
 import json
 import reprlib
 import sys
@@ -18,7 +19,15 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult, TokenSco
 from bapo_megatron.engines.transport import as_dict
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.streams import ROUTES
-from bapo_megatron.tokens import BEHAVIOUR_LOGPROBS, Array, Rows, TokenStream, read_only
+from bapo_megatron.tokens import (
+    BEHAVIOUR_LOGPROBS,
+    SAMPLER_TOP_IDS,
+    SAMPLER_TOP_LOGPROBS,
+    Array,
+    Rows,
+    TokenStream,
+    read_only,
+)
 
 _LOGPROB_SLACK = 1e-4  # rounding may put a log-prob of exactly 0 this much above it
 _MAX_FLOAT = sys.float_info.max
@@ -54,6 +63,7 @@ class _Meta(TypedDict, total=False):
     weight_versions: Any
     output_token_logprobs: list[_Entry]
     output_token_sampling_logprobs: list[float]
+    output_top_logprobs: list[list[_Entry]]
     rows: Any
     routed_experts: Any
 
@@ -165,6 +175,8 @@ def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int, *, own_r
         num_rows = num_new + (len(request.token_ids) - request.num_fed if stream.on == "fed" else 0)
         if own_routes and stream.name == ROUTES:
             sent[ROUTES] = _own_routes(meta, stream, request.num_fed - 1, num_rows)
+        if stream.name == SAMPLER_TOP_IDS:
+            sent |= _sampler_top(meta, num_new, stream.shape[0])
         if stream.name not in sent:
             if stream.is_needed:
                 raise UnfitServerError(f"stream {stream.name}: the reply has no rows for it")
@@ -175,6 +187,32 @@ def _rows(meta: dict[str, Any], request: GenerateRequest, num_new: int, *, own_r
         except ValueError as problem:
             raise UnfitServerError(str(problem)) from None
     return rows
+
+
+def _sampler_top(meta: dict[str, Any], num_new: int, top_k: int) -> dict[str, Array]:
+    """Read the sampler's likeliest tokens at each new token, and their log-probs."""
+    given = meta.get("output_top_logprobs")
+    if not isinstance(given, list) or len(given) != num_new or (given and not isinstance(given[0], list)):
+        raise UnfitServerError(f"output_top_logprobs is not a list for each of {plural(num_new, 'output token')}")
+    if not (given[0] and isinstance(given[0][0], _Entry)):  # plain JSON
+        try:
+            given = msgspec.convert(given, list[list[_Entry]])
+        except msgspec.ValidationError as problem:
+            raise BadReplyError(f"output_top_logprobs: {problem}") from None
+    if not {*map(len, given)} <= {top_k}:
+        raise UnfitServerError(f"output_top_logprobs does not have {top_k} entries for each token")
+    entries = [*itertools.chain.from_iterable(given)]
+    ids = [entry.token_id for entry in entries]
+    logprobs = np.fromiter(map(attrgetter("logprob"), entries), np.float64, len(entries))
+    if not ((logprobs >= -_MAX_FLOAT) & (logprobs <= _LOGPROB_SLACK)).all():
+        raise BadReplyError("output_top_logprobs: a log-prob is not a finite number <= 0")
+    if not are_tokens(ids, 2**31):
+        raise BadReplyError("output_top_logprobs: a token id is outside the vocabulary")
+    shape = (num_new, top_k)
+    return {
+        SAMPLER_TOP_IDS: np.array(ids, np.int32).reshape(shape),
+        SAMPLER_TOP_LOGPROBS: _as_float32(np.minimum(logprobs, 0.0)).reshape(shape),
+    }
 
 
 def _own_routes(meta: dict[str, Any], stream: TokenStream, start: int, num_rows: int) -> Array:

@@ -499,11 +499,11 @@ def _unsupported_options(get: Settings) -> Iterator[str]:
     yield from _unsupported_rope(get, rotated)
 
 
-def _switches(family: Family) -> set[str]:
+def _switches(family: Family) -> list[str]:
     """Return the keys of config.json that the family's configuration class takes as true or false alone."""
     read = {family.qkv_bias, family.out_bias, family.mlp_bias, family.window_switch, *family.refused}
-    found = {key for key in ("attention_bias", "mlp_bias", "use_sliding_window") if key in read}
-    return found | {"tie_word_embeddings"} | ({"norm_topk_prob"} if family.has_experts else set())
+    found = [key for key in ("attention_bias", "mlp_bias", "use_sliding_window") if key in read]
+    return [*found, "tie_word_embeddings", *(["norm_topk_prob"] if family.has_experts else [])]
 
 
 def _has_sliding_window(get: Settings) -> bool:

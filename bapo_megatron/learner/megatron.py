@@ -19,13 +19,15 @@ from bapo_megatron_patches.megatron_core import apply_cpu_compat, apply_engine_c
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
+from bapo_megatron.algorithms.centering import centering
 from bapo_megatron.algorithms.kl import KLCoefficient, reference_kl
 from bapo_megatron.algorithms.likely import divergence
-from bapo_megatron.algorithms.losses import LossInputs, ScoredTokens, TokenLoss
+from bapo_megatron.algorithms.losses import LossInputs, RatioTokenLoss, ScoredTokens, TokenLoss
 from bapo_megatron.algorithms.mismatch import logprob_mismatch
 from bapo_megatron.algorithms.update_rules import update_rule
 from bapo_megatron.config.base import refuse
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
+from bapo_megatron.config.schema_loss import CenteredLoss
 from bapo_megatron.errors import UserError
 from bapo_megatron.learner.base import Scored, StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
@@ -42,6 +44,7 @@ from bapo_megatron.learner.token_metrics import TokenMetrics, TokenSums
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.runtime.straggler import LocalTime
 from bapo_megatron.runtime.together import failing_together
+from bapo_megatron.tokens import SAMPLER_TOP_LOGPROBS
 from bapo_megatron.types import MicroBatch, MiniBatch
 
 PolicyOutcome = tuple[Tensor, Any, TokenSums]  # a micro-batch's log_probs_R, decision and sums
@@ -146,7 +149,7 @@ class MegatronLearner(TrainedModel):
 
         rate = learning_rate(self.version, self.config.optimizer, planned_updates(self.config))
         outputs, grad_norm = self.update(run, rate)
-        counts = (minibatch.counts.tokens, minibatch.counts.squares, minibatch.counts.responses)
+        *counts, saved = dataclasses.astuple(minibatch.counts)
         num_expected = None if masks else minibatch.num_trained_tokens
         metrics, mismatch = self._token_metrics.reduce([sums for *_, sums in outputs], num_expected, self.layout)
         metrics |= {
@@ -155,6 +158,8 @@ class MegatronLearner(TrainedModel):
             "optimizer/grad_norm": grad_norm,
             "optimizer/skipped": float(self.num_skipped_updates),
         }
+        if self.share.shares_prompts:
+            metrics["perf/saved_token_share"] = saved / (counts[0] + saved)
         metrics |= self._route_metrics | self.guard.observe(grad_norm)
         metrics |= self._adapter_metrics(grad_norm, metrics)
         if self.reference is not None:
@@ -198,7 +203,7 @@ class MegatronLearner(TrainedModel):
         Args:
             found: a decision, or a `FoundOf`.
         """
-        log_probs_R, entropy_R, likely_RX, _ = scores
+        log_probs_R, entropy_R, class_RX, _ = scores
         ages_R = self.version - batch.versions_R
         mean_over, over_context = self.config.loss.mean_over, self.layout.sum_over_context
         tokens = ScoredTokens(batch, log_probs_R.detach(), ages_R, over_context, entropy_R.detach(), mean_over)
@@ -215,11 +220,17 @@ class MegatronLearner(TrainedModel):
             kl_R = reference_kl(log_probs_R, batch.reference_logprobs_R, batch.mask_R, self.config.loss.kl_estimator)
             loss_R = loss_R + self.kl_coefficient.value * kl_R
             record = dataclasses.replace(record, kl_reference_R=kl_R)
-        if likely_RX is not None and batch.likely_logprobs_RX is not None:
+        if class_RX is not None and batch.likely_logprobs_RX is not None:
             teacher = self.config.teacher
-            divergence_R = divergence(likely_RX, batch.likely_logprobs_RX, batch.mask_R, teacher.divergence)
+            divergence_R = divergence(class_RX, batch.likely_logprobs_RX, batch.mask_R, teacher.divergence)
             loss_R = loss_R + teacher.coef * divergence_R
             record = dataclasses.replace(record, divergence_R=divergence_R)
+        elif class_RX is not None and isinstance(self.config.loss, CenteredLoss):
+            assert isinstance(record, RatioTokenLoss)
+            factor = partial(self.config.loss.factor, bounds=found)
+            centred = centering(class_RX, batch.named(SAMPLER_TOP_LOGPROBS), batch.mask_R, factor)
+            loss_R = loss_R + record.weight_R * record.advantages_R * centred.centre_R
+            record = dataclasses.replace(record, sampler_kl_R=centred.kl_R, sampler_mass_R=centred.mass_R)
         weight_R = inputs.loss_weights()
 
         def total(values_R: Tensor) -> Tensor:

@@ -277,9 +277,9 @@ class PolicyModel(GPTModel):
         if top_k:
             ids_RK, own_RX = likeliest(hidden_RH, weight_VH, top_k, **common)
             return *scores, own_RX, ids_RK
-        if batch.likely_ids_RK is not None and torch.is_grad_enabled():  # only the loss reads them
+        if batch.class_ids_RK is not None and torch.is_grad_enabled():  # only the loss reads them
             common["hooks_need_grad"] = self._hooks_need_grad
-            return *scores, class_log_probs(hidden_RH, weight_VH, batch.likely_ids_RK, **common)
+            return *scores, class_log_probs(hidden_RH, weight_VH, batch.class_ids_RK, **common)
         return scores
 
     @property
@@ -289,7 +289,7 @@ class PolicyModel(GPTModel):
 
     def describe(self, batch: MicroBatch) -> PackedSequences:
         """Describe a pack for all layers, which get it again when they are recomputed."""
-        pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device())
+        pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device(), batch.follows_S)
         if self._conv_gap is not None:
             pack.sequences = Sequences.of(batch.cu_seqlens_S1, self._conv_gap, device())
         return pack

@@ -35,7 +35,7 @@ class Scores(NamedTuple):
 
     log_probs_R: Tensor
     entropy_R: Tensor
-    likely_RX: Tensor | None = None  # log-probs of a teacher's likeliest tokens, and of all others together
+    class_RX: Tensor | None = None  # log-probs of a teacher's or the sampler's likeliest tokens, and of all others
     likely_ids_RK: Tensor | None = None  # int32: these tokens, if the model was asked for its own
 
     @property

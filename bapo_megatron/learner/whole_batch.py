@@ -127,7 +127,7 @@ def with_likeliest(minibatch: MiniBatch, teacher: FrozenPolicy | None, top_k: in
         replace(
             batch,
             likely_ids_RK=scores.likely_ids_RK,
-            likely_logprobs_RX=scores.likely_RX,
+            likely_logprobs_RX=scores.class_RX,
             extra={**batch.extra, TEACHER_LOGPROBS: scores.log_probs_R},
         )
         for batch, scores in pairs
@@ -182,6 +182,7 @@ def update_pass(config: Config, step: int, share: Share, num_epochs: int) -> Pas
         num_minibatches=config.train.minibatches_per_step,
         num_epochs=num_epochs,
         seed=config.run.seed * 1_000_003 + step,
+        by_prompt=config.train.deal == "groups",
     )
 
 

@@ -11,7 +11,7 @@ import bisect
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.chunks import chunk_rows
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN, Config
 from bapo_megatron.hf.shape import RULE_CHUNK, Experts, LayerShape, LinearAttention, runs
 from bapo_megatron.hf.splits import is_kept, is_stored, is_trained
 from bapo_megatron.hf.streams import routes
@@ -32,7 +32,7 @@ from bapo_megatron.rollout.staleness import StalenessBound
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # gradients, Adam's moments and the master copy of bfloat16 weights are float32
 BATCH_BYTES = 64  # token and position ids, rows, targets, advantages, log-probs, versions of one token: MicroBatch
-LIKELY_BYTES = 8  # the id and log-prob of a likely token of a teacher
+LIKELY_BYTES = 8  # the id and log-prob of a likely token of a teacher or the sampler
 CLASS_COPIES = 8  # log-probs of a row's likely tokens, probabilities and gradients, while the loss is differentiated
 
 CONTEXT_BYTES = int(2.4 * GIB)  # what one H200 held outside of torch's allocator, with experts: docs/measured/gpu.toml
@@ -117,7 +117,7 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     # a parameter's gradient briefly exists outside the gradient buffer; without overlap, the vocabulary's does not
     largest = largest_parameter if p.overlap_communication else largest_in_layer
     working, logits = layers.backward() + largest(run.shape, p) * item, 0
-    of_token = BATCH_BYTES + of_stage * routes_bytes(run) // run.shape.num_layers
+    of_token = BATCH_BYTES + of_stage * routes_bytes(run) // run.shape.num_layers + _sampler_top_bytes(run)
     if stage == p.pipeline - 1:
         of_token += LIKELY_BYTES * run.config.teacher.top_k
     if stage == p.pipeline - 1 and layers.rows() + layers.logits() > working:
@@ -363,7 +363,12 @@ class _Activations:
         context = self._config.parallel.context
         output = self._T * (self._item * self._Q + 4 * self._heads())
         if context == 1:
-            return output
+            if not self._run.shares_prompts:
+                return output
+            # a key of a prompt is there for each response, `MAX_KEYS_PER_TOKEN` times at most
+            num_keys = self._T * min(MAX_KEYS_PER_TOKEN, self._config.rollout.samples_per_prompt)
+            mask = 0 if self._on_gpu else self._T * min(self._config.longest_trained, self._T)
+            return output + self._item * (num_keys * 2 * self._K + mask)
         # two chunks of queries, each with the gathered keys up to its end
         return output + self._T * self._item * 2 * self._K * (context - 0.5) + self._mask() * self._item
 
@@ -443,13 +448,13 @@ class _Activations:
     def rows(self) -> int:
         """Count the bytes of the output layer's input and its gradient while log-probs are differentiated."""
         copies = self._item * (2 if self._config.parallel.sequence else 1) + MASTER_BYTES
-        if self._config.teacher.top_k:
-            copies += self._item  # the gradient by the divergence
+        if self._config.class_top_k:
+            copies += self._item  # the gradient by the divergence, or by what centers the score
         return self._T * self._H * copies + CLASS_COPIES * self._classes()
 
     def _classes(self) -> int:
-        """Count the bytes of the log-probs of a teacher's likeliest tokens, and of all others together."""
-        top_k = self._config.teacher.top_k
+        """Count the bytes of the log-probs of a teacher's or the sampler's likeliest tokens, and of all others."""
+        top_k = self._config.class_top_k
         return self._T * (top_k + 1) * MASTER_BYTES if top_k else 0
 
     def logits(self) -> int:
@@ -485,8 +490,14 @@ def routes_bytes(run: Resolved) -> int:
     return routes(run.shape).row_bytes if run.config.model.replay_routes and run.shape.experts else 0
 
 
-def routes_host_bytes(run: Resolved) -> int:
-    """Return the CPU memory of trainer rank 0 for routes, if all samples are as long as allowed.
+def _sampler_top_bytes(run: Resolved) -> int:
+    """Return the bytes of the sampler's likeliest tokens of one token; 0 without score centering."""
+    return LIKELY_BYTES * run.config.loss.sampler_top_k
+
+
+def rows_host_bytes(run: Resolved) -> int:
+    """Return the CPU memory of trainer rank 0 for what engines return with each token, routes and likeliest tokens, if
+    all samples are as long as allowed.
 
     Untrained groups hold them, one step's more than are in flight or, with overlap, as many as the bound of staleness
     allows. The batch, or a checkpoint, repeats them.
@@ -496,4 +507,5 @@ def routes_host_bytes(run: Resolved) -> int:
     if r.overlap and r.max_staleness is not None:
         num_updates = t.minibatches_per_step * t.epochs_per_step
         num_groups = StalenessBound(r.max_staleness, num_updates, r.prompts_per_step).capacity(0, 0)
-    return 2 * int(num_groups) * r.samples_per_prompt * run.config.longest_trained * routes_bytes(run)
+    of_sample = run.config.longest_trained * routes_bytes(run) + r.max_response_tokens * _sampler_top_bytes(run)
+    return 2 * int(num_groups) * r.samples_per_prompt * of_sample

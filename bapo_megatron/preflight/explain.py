@@ -327,9 +327,11 @@ def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:
             f"moves      {plan.down_bytes / 1e9:.1f} GB down from each GPU and {plan.up_bytes / 1e9:.1f} GB up in each "
             f"step, {time_text(plan.moves_s)} at {HOST_BYTES_PER_S / 1e9:.0f} GB/s, assumed"
         )
-    if plan.routes_bytes:
-        of_server = f", {plan.server.routes / 1e9:.1f} GB for each server GPU" if plan.server else ""
-        yield f"routes     {plan.routes_bytes / 1e9:.1f} GB of memory on trainer rank 0's node{of_server}"
+    if plan.rows_bytes:
+        of_server = ""
+        if plan.server and plan.server.routes:
+            of_server = f", {plan.server.routes / 1e9:.1f} GB for each server GPU"
+        yield f"token rows {plan.rows_bytes / 1e9:.1f} GB of memory on trainer rank 0's node{of_server}"
     yield from _balance(run.config, plan)
     yield f"sync       {plan.sync_bytes / 1e9:.1f} GB, {_span(plan.sync)}"
     yield (

@@ -10,7 +10,7 @@ from typing import Literal
 
 from bapo_megatron.config.base import Violation, warning
 from bapo_megatron.machine.gpus import GIB
-from bapo_megatron.machine.memory import ITEM_BYTES, checkpoint_bytes, host_bytes, routes_host_bytes
+from bapo_megatron.machine.memory import ITEM_BYTES, checkpoint_bytes, host_bytes, rows_host_bytes
 from bapo_megatron.machine.parameters import model_parameters
 from bapo_megatron.preflight.reads import reads
 from bapo_megatron.resolved import Resolved
@@ -101,9 +101,10 @@ _MEMORY_OPTION = re.compile(r"--mem[= ](\d+)([KMGT]?)")
 
 
 def copied_bytes(run: Resolved) -> tuple[int, int, int]:
-    """Return the bytes in a node's memory for copies of the trainer's state, routes, and weights in /dev/shm."""
+    """Return the bytes in a node's memory for copies of the trainer's state, rows of tokens, and weights in
+    /dev/shm."""
     in_memory = weights_parent(run.config) == MEMORY
-    return host_bytes(run), routes_host_bytes(run), _weights_bytes(run) if in_memory else 0
+    return host_bytes(run), rows_host_bytes(run), _weights_bytes(run) if in_memory else 0
 
 
 def _asked_memory(run: Resolved) -> re.Match[str] | None:
@@ -113,13 +114,13 @@ def _asked_memory(run: Resolved) -> re.Match[str] | None:
 
 
 def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation]:
-    """Check that CPU memory holds routes, copies of checkpoints, what takes turns on GPUs, and weights in /dev/shm: a
-    node's share in a job, or this machine's.
+    """Check that CPU memory holds rows of tokens, copies of checkpoints, what takes turns on GPUs, and weights in
+    /dev/shm: a node's share in a job, or this machine's.
 
     Args:
         starts_here: whether the run takes place on this machine.
     """
-    copies, routes, weights = copied_bytes(run)
+    copies, rows, weights = copied_bytes(run)
     asked = None if starts_here else _asked_memory(run)
     if starts_here:
         have, where = memory_bytes(), "this machine has"
@@ -128,7 +129,7 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
         where = f"{asked[0]} of slurm.options is"
     else:
         return
-    if copies + routes + weights <= have:
+    if copies + rows + weights <= have:
         return
     if run.config.takes_turns:
         copying, copied = "rollout.placement", 'rollout.placement="turns" moves'
@@ -136,14 +137,16 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
     else:
         copying, copied = "checkpoint.asynchronous", "checkpoint.asynchronous=true copies"
         less = "set checkpoint.asynchronous=false"
+    top_k = run.config.loss.sampler_top_k
+    keeping = "model.replay_routes=true" if run.config.model.replay_routes else f"loss.center_top_k={top_k}"
     what = {
         f"{copied} {copies / GIB:.2f} GiB to the memory of each node that trains": copies,
-        f"model.replay_routes=true keeps {routes / GIB:.2f} GiB in the memory of trainer rank 0's node": routes,
+        f"{keeping} keeps {rows / GIB:.2f} GiB in the memory of trainer rank 0's node": rows,
         f"two versions of the weights take {weights / GIB:.2f} GiB in {MEMORY}": weights,
     }
     remedies = {
         copying: (copies, less),
-        "rollout.samples_per_prompt": (routes, "take fewer or shorter samples"),
+        "rollout.samples_per_prompt": (rows, "take fewer or shorter samples"),
         "sync.folder": (weights, "set sync.folder to a disk"),
     }
     setting, remedy = next((setting, remedy) for setting, (num, remedy) in remedies.items() if num)

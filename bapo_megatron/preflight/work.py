@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN, Config
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.machine.gpus import GPU
 from bapo_megatron.machine.memory import (
@@ -32,14 +32,25 @@ class StepTokens:
     num_sequences: int
     prompt: int  # with all that an environment gives after it
     response: int
+    num_copies_saved: int = 0  # prompts that are not computed again
+    saved: int = 0  # tokens of each of these
 
     @classmethod
-    def of(cls, config: Config, response_tokens: int | None = None) -> StepTokens:
-        """Count a step's tokens; `response_tokens` is the average response length, None means the maximum."""
+    def of(cls, config: Config, response_tokens: int | None = None, *, shares_prompts: bool = False) -> StepTokens:
+        """Count a step's tokens.
+
+        Args:
+            response_tokens: average response length; None means the maximum.
+            shares_prompts: whether a micro-batch holds a prompt once.
+        """
         r = config.rollout
         response = min(response_tokens or r.max_response_tokens, r.max_response_tokens)
-        given = config.longest_trained - r.max_response_tokens
-        return cls(r.prompts_per_step * r.samples_per_prompt, given, response)
+        given, num_sequences = config.longest_trained - r.max_response_tokens, r.prompts_per_step * r.samples_per_prompt
+        if not shares_prompts:
+            return cls(num_sequences, given, response)
+        prompt = min(config.data.max_prompt_tokens, given)
+        num_saved = num_sequences - r.prompts_per_step * _copies_of_a_prompt(config, prompt, given + response)
+        return cls(num_sequences, given, response, max(0, int(num_saved)), prompt)
 
     @property
     def per_sequence(self) -> int:
@@ -47,13 +58,32 @@ class StepTokens:
 
     @property
     def total(self) -> int:
-        return self.num_sequences * self.per_sequence
+        return self.num_sequences * self.per_sequence - self.num_copies_saved * self.saved
+
+
+def _copies_of_a_prompt(config: Config, prompt: int, sequence: int) -> float:
+    """Return how often a step computes a group's prompt of this many tokens, on average.
+
+    Its G responses are dealt to M updates at random: M (1 - (1 - 1 / M)^G) of these get one. There, a micro-batch has
+    room for some, and so has the bound of `buffer.packing.make_units`.
+    """
+    num_responses, num_updates = config.rollout.samples_per_prompt, config.train.minibatches_per_step
+    is_whole = config.train.deal == "groups"
+    num_parts = 1.0 if is_whole else num_updates * (1 - (1 - 1 / num_updates) ** num_responses)
+    room, together = config.train.max_tokens_per_microbatch, 1
+    for number in range(2, num_responses + 1):
+        length = prompt + number * (sequence - prompt)
+        if length > room or number * sequence > MAX_KEYS_PER_TOKEN * length:
+            break
+        together = number
+    return num_parts * math.ceil(num_responses / num_parts / together)
 
 
 def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
     """Return the FLOPs of (all layers, the output layer) for one pass over a step's tokens."""
     num_rows = tokens.num_sequences * tokens.response
-    return shape.forward_flops(tokens.total, tokens.per_sequence * tokens.total, num_rows)
+    squares = tokens.num_sequences * tokens.per_sequence**2 - tokens.num_copies_saved * tokens.saved**2
+    return shape.forward_flops(tokens.total, squares, num_rows)
 
 
 def model_flops(run: Resolved, tokens: StepTokens) -> float:
@@ -67,7 +97,7 @@ def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: float) -> floa
     epochs = run.config.train.epochs_per_step
     update, again = run.shape.passes_of_update, recomputed_share(run, tokens)
     of_output = (update + 1) * output  # logits are always computed again
-    trained = epochs * ((update + again) * layers + of_output * (2 if run.config.teacher.top_k else 1))
+    trained = epochs * ((update + again) * layers + of_output * (2 if run.config.class_top_k else 1))
     critic = 0.0
     if not run.config.advantage.compares_responses:  # the critic scores values, then updates; its head is one row
         critic = (1 + run.config.critic.epochs_per_step * (3 + again)) * layers  # a backward pass takes two

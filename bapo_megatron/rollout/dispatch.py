@@ -213,7 +213,7 @@ class Dispatcher:
             )
             for s in result.spans
         ]
-        late = {stream: values[: len(values) - num_new] for stream, values in result.rows.items()}
+        late = {s: values[: len(values) - num_new] for s, values in result.rows.items() if s.on == "fed"}
         is_full = num_new >= self._room(sample)
         # A server may see first that the budget is used up, so an end token counts, whatever it says. It may also stop
         # at a token of rollout.ignore_stop_tokens; such a sample continues like one that was set aside.

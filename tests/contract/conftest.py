@@ -29,6 +29,7 @@ OF_RANKS = (
     "test_weights_from_disk_replace_those_of_all_servers",
     "test_a_trace_is_written",
     "test_scores_are_log_probs_of_a_prefill",
+    "test_likeliest_tokens_of_the_sampler_come_with_each_token",
     "test_requests_outlive_a_push_as_the_channels_pause_mode_says",
 )
 

@@ -33,7 +33,7 @@ from bapo_megatron.rollout.dispatch import Dispatcher, sample_seed
 from bapo_megatron.rollout.teacher import OwnServers, Teacher
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
-from bapo_megatron.tokens import TEACHER_LOGPROBS, TEACHER_VERSIONS
+from bapo_megatron.tokens import TEACHER_LOGPROBS, TEACHER_VERSIONS, sampler_streams
 from bapo_megatron.types import Ended, NeedsEnvironment, NeedsTokens, Prompt, Sample, Segment
 from tests.distributed import HANG_S
 from tests.rollout_servers import AUTHORIZATION, EOS, VOCAB_SIZE, Servers
@@ -683,6 +683,44 @@ def test_scores_are_log_probs_of_a_prefill(servers: Servers, first: int, top_k: 
     torch.testing.assert_close(torch.tensor(scores.top_logprobs_NK), top_NK.values.float(), atol=TOLERANCE, rtol=0)
     of_ids_NK = expected_NV.gather(1, torch.tensor(scores.top_ids_NK).long()).float()
     torch.testing.assert_close(of_ids_NK, top_NK.values.float(), atol=TOLERANCE, rtol=0)  # or as likely ones
+
+
+def assert_tops(servers: Servers, result: GenerateResult, temperature: float, num_old: int) -> None:
+    """Compare a result's likeliest tokens with transformers, of weights "a" for `num_old` tokens, then of "b"."""
+    ids_TK, logprobs_TK = (torch.tensor(rows) for rows in result.rows.values())
+    output = result.token_ids.tolist()
+    for model, part in (("a", slice(0, num_old)), ("b", slice(num_old, None))):
+        with torch.no_grad():
+            logits_TV = servers.models[model](torch.tensor([PROMPT + output])).logits[0, len(PROMPT) - 1 : -1].double()
+        expected_TV = torch.log_softmax(logits_TV / temperature, -1)[part]
+        top_TK = expected_TV.topk(ids_TK.shape[1], -1).values.float()
+        torch.testing.assert_close(logprobs_TK[part], top_TK, atol=TOLERANCE, rtol=0)
+        of_ids_TK = expected_TV.gather(1, ids_TK[part].long()).float()
+        torch.testing.assert_close(of_ids_TK, top_TK, atol=TOLERANCE, rtol=0)  # or as likely ones
+    own_T = torch.tensor(result.token_ids)[:, None]
+    is_top_TK = ids_TK == own_T
+    sampled_T = torch.tensor(result.behaviour_logprobs)[is_top_TK.any(1)]
+    assert len(sampled_T) > 0, "a sampled token is among the likeliest ones"
+    torch.testing.assert_close(logprobs_TK[is_top_TK], sampled_T, atol=1e-6, rtol=0)
+
+
+def test_likeliest_tokens_of_the_sampler_come_with_each_token(servers: Servers) -> None:
+    """Alone, together, and over two weight versions; requests without them stay as they are."""
+    streams = sampler_streams(7, VOCAB_SIZE)
+    alone = servers.loop.run(servers.engine.generate(request("top", temperature=0.7, streams=streams)))
+    assert_tops(servers, alone, 0.7, len(alone.token_ids))
+    asked = [request(f"top-{i}", seed=i, n=4 + i, streams=streams) for i in range(3)]
+    for one in servers.loop.run(servers.engine.generate_many(asked)):
+        assert_tops(servers, one, 1.0, len(one.token_ids))
+    without = servers.loop.run(servers.engine.generate(request("no-top", temperature=0.7)))
+    assert (without.token_ids.tolist(), without.rows) == (alone.token_ids.tolist(), {})
+
+    caught = request("top-over", n=servers.num_long, stop_token_ids=(), streams=streams)
+    (pending,) = servers.held(lambda: [servers.loop.submit(servers.engine.generate(caught))])
+    servers.push("b")
+    over = pending.result(HANG_S)
+    assert len(over.spans) == 2
+    assert_tops(servers, over, 1.0, over.spans[0].end)
 
 
 def test_scores_are_of_the_weights_in_use_and_leave_requests_alone(servers: Servers) -> None:

@@ -31,6 +31,7 @@ from tests.integration.learner_reference import (
     MIXTURE,
     SEARCH,
     TEMPERATURE,
+    forest_batch,
     literal_bounds,
     literal_loss,
     load_float64,
@@ -59,6 +60,7 @@ class Layout:
     recompute: bool = False
     max_tokens: int = 40
     schedule: str = "auto"
+    share_prompts: bool = False
 
     @property
     def num_processes(self) -> int:
@@ -79,6 +81,7 @@ class Layout:
                     "recompute": self.recompute,
                     "max_tokens_per_microbatch": self.max_tokens,
                     "schedule": self.schedule,
+                    "share_prompts": self.share_prompts,
                 },
             }
         )
@@ -169,10 +172,11 @@ class Table:
     families: dict[str, float]  # with the target of the search for bounds
     seq_lens: Sequence[int] | None = None  # see `random_batch`
     with_transformers: bool = True  # instead of the first layout
+    with_prompts: bool = False  # that several sequences share
 
     @property
     def batch(self) -> Batch:
-        return random_batch(seq_lens=self.seq_lens)
+        return forest_batch() if self.with_prompts else random_batch(seq_lens=self.seq_lens)
 
 
 TABLES = (

@@ -150,6 +150,39 @@ def random_batch(num_sequences: int = 9, seq_lens: Sequence[int] | None = None) 
     )
 
 
+def forest_batch() -> Batch:
+    """Return the random batch with prompts that groups of 4, 1, 3 and 2 sequences begin with; one has a single token.
+
+    All sampled tokens of one response are masked, and a long response is alone with its prompt.
+    """
+    prompt_S = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2, 3, 3])
+    prompts = (9, 4, 1, 17)
+    generator = torch.Generator().manual_seed(12)
+    responses = torch.randint(1, 20, (10,), generator=generator).tolist()
+    batch = random_batch(seq_lens=[prompts[p] + r for p, r in zip(prompt_S.tolist(), responses, strict=True)])
+    starts_S = batch.seq_lens_S.cumsum(0) - batch.seq_lens_S
+    shared_lens_S = torch.tensor(prompts)[prompt_S]
+    is_prompt_T = torch.cat([torch.arange(n) < p for n, p in zip(batch.seq_lens_S, shared_lens_S, strict=True)])
+    token_ids_T = batch.token_ids_T.clone()
+    for sequence, prompt in enumerate(prompt_S.tolist()):
+        first, of = int(starts_S[(prompt_S == prompt).nonzero()[0, 0]]), int(starts_S[sequence])
+        token_ids_T[of : of + prompts[prompt]] = batch.token_ids_T[first : first + prompts[prompt]]
+    sampled_T, num_tokens = ~is_prompt_T, is_prompt_T.numel()
+    mask_T = sampled_T & (torch.rand(num_tokens, generator=generator) > 0.1)
+    mask_T[starts_S[1] : starts_S[2]] = False
+    return Batch(
+        token_ids_T=token_ids_T,
+        seq_lens_S=batch.seq_lens_S,
+        sampled_T=sampled_T,
+        advantages_T=torch.randn(num_tokens, generator=generator) * sampled_T,
+        behaviour_logprobs_T=(-3.5 + torch.randn(num_tokens, generator=generator)) * sampled_T,
+        versions_T=torch.where(sampled_T, -torch.arange(num_tokens), -1),
+        mask_T=mask_T,
+        prompt_S=prompt_S,
+        shared_lens_S=shared_lens_S,
+    )
+
+
 @dataclass
 class Reference:
     """The expected results of one update; per-token values are indexed like the batch's tokens."""

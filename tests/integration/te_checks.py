@@ -24,6 +24,7 @@ from torch import Tensor
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.optimizers import FusedAdam
 
+from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.hf.adapters import PEFT_PREFIX
@@ -38,6 +39,7 @@ from tests.integration.learner_reference import (
     HYBRID,
     MIXTURE,
     Reference,
+    forest_batch,
     literal_loss,
     load_float64,
     merged_float64,
@@ -201,6 +203,31 @@ def check_families(root: Path, families: Sequence[str]) -> None:
         check_near(f"{family}, one to the other", engine, local)
 
 
+def check_shared_prompts(root: Path, **sections: Any) -> None:
+    """Compare an update whose packs hold prompts once with transformers, and with whole sequences."""
+    batch, exact = forest_batch(), None
+    train = {"max_tokens_per_microbatch": 60}
+    found = []
+    for shares in (False, True):
+        with engine_learner(root / "qwen3", train=train | {"share_prompts": shares}, **sections) as learner:
+            exact = exact or reference_update(
+                load_float64(learner.hf_path), batch, loss_of=partial(literal_loss, bounds=WIDE)
+            )
+            minibatch = one_minibatch(batch, max_tokens=60, share=learner.share)
+            assert (minibatch.counts.saved > 0) == shares
+            CALLS.clear()
+            result = learner.step(minibatch, WIDE)
+            forwards = [call.facts["has_more_keys"] for call in CALLS if call.name == "fused_attn_fwd"]
+            assert any(forwards) == shares
+            rows = [one.batch_rows_R for one in minibatch.micro_batches if learner.layout.is_last_stage]
+            gradients = {name: gradient.clone() for name, gradient in learner.named_gradients()}
+            mine = Outcome(result.log_probs, gradients, result.metrics["optimizer/grad_norm"])
+            of_rank = {name: g if learner.layout.rank == 0 else g.new_empty(0) for name, g in exact.gradients.items()}
+            wanted = Outcome([exact.log_probs_T[rows_R] for rows_R in rows], of_rank, exact.grad_norm)
+            found.append(check_near(f"shared prompts: {shares}", mine, wanted))
+    assert all(mine < 1.5 * other for mine, other in zip(found[1], found[0], strict=True))
+
+
 def check_mixture(root: Path, **sections: Any) -> None:
     """Compare an update of experts in grouped linears with transformers, and let the weights leave as they came."""
     with engine_learner(root / MIXTURE, **sections) as learner:
@@ -316,6 +343,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
     check_hybrid(root)
     for family in ("qwen3", "llama_biases", "gemma"):
         check_adapters(root, family)
+    check_shared_prompts(root)
     check_schedules(root)
     check_fixed_order(root)
     check_waits(root)
@@ -338,6 +366,7 @@ def check_two_processes(rank: int, world_size: int, root: Path) -> None:
     for sequence in (False, True):
         check_hybrid(root, parallel={"tensor": 2, "sequence": sequence})
     check_hybrid(root, parallel={"pipeline": 2})
+    check_shared_prompts(root, parallel={"tensor": 2, "sequence": True})
     for sequence in (False, True):
         check_adapters(root, "qwen3", parallel={"tensor": 2, "sequence": sequence})
     cases: list[tuple[str, dict[str, Any]]] = [

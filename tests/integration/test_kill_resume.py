@@ -126,14 +126,15 @@ def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Pa
 
 
 EXPERTS = ("model.path=moe", "parallel.tensor=1", "parallel.data=2", "parallel.expert=2")
+CENTERED = ("lora.rank=8", "loss.name=cispo", "loss.center_top_k=8", "train.share_prompts=true", "train.deal=groups")
 TAUGHT = ("advantage.kind=teacher", "teacher.path=study", "reward.kind=none", "bapo.scope=fixed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "settings", "seed"), [("moe", EXPERTS, 86), ("demo", ("lora.rank=8",), 52), ("demo", TAUGHT, 17)]
+    ("model", "settings", "seed"), [("moe", EXPERTS, 86), ("demo", CENTERED, 52), ("demo", TAUGHT, 17)]
 )
-def test_experts_that_ranks_share_out_adapters_and_a_teacher_are_repeated_bit_for_bit(
+def test_experts_that_ranks_share_out_centered_adapters_and_a_teacher_are_repeated_bit_for_bit(
     tmp_path: Path, model: str, settings: tuple[str, ...], seed: int
 ) -> None:
     def new_engine(folder: Path) -> Engine:

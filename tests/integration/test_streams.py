@@ -1,4 +1,4 @@
-"""A model's stream and a step's stream, each declared only here, followed all the way to the loss.
+"""A model's streams and a step's stream, each declared only here, followed all the way to the loss.
 
 engine -> pieces from three weight versions, with given tokens between them -> checkpoint -> kill -> resume -> packs of
 TP2 x CP2 x PP2 -> loss. Every row is compared with the row that its engine, or the learner, computed.
@@ -49,12 +49,18 @@ def marks(tokens: ServedTokens) -> Tensor:
     return torch.stack([first_BT, torch.full_like(first_BT, second)], -1)
 
 
+def stamps(tokens: ServedTokens) -> Tensor:
+    """Return each sampled token and the version that sampled it."""
+    return torch.stack([tokens.token_ids_BT, torch.full_like(tokens.token_ids_BT, tokens.version)], -1)
+
+
 FAMILY = replace(
     FAMILIES["qwen3"],
     streams=(
         ModelStream(
             lambda shape: TokenStream("marks", "uint8", (shape.num_layers, 2), on="fed", to="owner's stage"), marks
         ),
+        ModelStream(lambda shape: TokenStream("stamps", "int64", (2,)), stamps),
     ),
 )
 SCORES = TokenStream("scores", "int64", (3,), missing=-1, kept=False)
@@ -122,6 +128,7 @@ def loss(inputs: LossInputs, options: Options) -> TokenLoss:
     version = witness.learner.version - witness.learner.version % 2  # at the start of the step, which has two updates
     expected = torch.stack([torch.full_like(batch.versions_R, version), batch.targets_R, batch.versions_R], -1)
     assert torch.equal(batch.extra[SCORES], expected)
+    assert torch.equal(batch.named("stamps"), expected[:, 1:])
     return inputs.plain(torch.where(batch.mask_R, -batch.advantages_R * inputs.log_probs_R, 0.0))
 
 
@@ -162,7 +169,12 @@ def compare(sample: Sample) -> bool:
     for segment in trajectory.segments:
         origin = segment.origin
         versions += [origin.version if isinstance(origin, Sampled) else None] * segment.num_tokens
-        found = {stream.name: values for stream, values in segment.rows.items()}.get("marks")
+        named = {stream.name: values for stream, values in segment.rows.items()}
+        if isinstance(origin, Sampled):
+            assert named["stamps"].tolist() == [[token, origin.version] for token in segment.token_ids.tolist()]
+        else:
+            assert "stamps" not in named
+        found = named.get("marks")
         rows += [None] * segment.num_tokens if found is None else found.tolist()
     for i in range(1, len(ids)):
         later = [version for version in versions[i:] if version is not None]

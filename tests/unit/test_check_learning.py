@@ -160,6 +160,16 @@ def messages(severity: str, **sections: Any) -> list[str]:
             },
             "teacher.urls_by_source has sum, which data.sources does not name; leave it out; the sources are sums",
         ),
+        (
+            "warning",
+            {"train": {"share_prompts": True}, "parallel": {"context": 2}},
+            "train.share_prompts=true has no effect without parallel.context=1",
+        ),
+        (
+            "warning",
+            {"train": {"deal": "groups", "minibatches_per_step": 1}},
+            'train.deal="groups" has no effect without train.minibatches_per_step above 1',
+        ),
         ("warning", {"teacher": {"api_key": "x"}}, 'teacher.api_key="x" has no effect without teacher.urls'),
         ("warning", {"teacher": {"timeout_s": 5}}, "teacher.timeout_s=5.0 has no effect without teacher.urls or"),
         ("warning", {"teacher": {"coef": 2.0}}, "teacher.coef=2.0 has no effect without teacher.path, teacher.urls or"),
@@ -255,6 +265,40 @@ def test_a_model_that_scores_needs_positions_for_the_longest_sequence(scorer: st
     assert found(1024) == []
     (short,) = found(1023)
     assert "='x' has max_position_embeddings=1023, and the longest sequence that it may score has 1024 tokens" in short
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"loss": {"proximal": "learner"}},
+            'loss.proximal="learner" with loss.center_top_k=8: the ratio compares with the learner at the start of the '
+            'step, and the sampler\'s likeliest tokens say nothing of that; set loss.proximal="behaviour", or '
+            "loss.center_top_k=0",
+        ),
+        (
+            {"rollout": {"top_p": 0.9, "max_response_tokens": 64}},
+            "rollout.top_p or rollout.top_k with loss.center_top_k=8: servers return the likeliest tokens before the "
+            "cut; set rollout.top_p=1 and leave rollout.top_k out, or loss.center_top_k=0",
+        ),
+        (
+            {"teacher": {"path": "x", "top_k": 4}},
+            "teacher.top_k=4 with loss.center_top_k=8: an update reads one list of tokens at each place; leave one of "
+            "them out",
+        ),
+        (
+            {"loss": {"center_top_k": 1024}},
+            "loss.center_top_k=1024, but the vocabulary has 1001 tokens; set it to 1000 or less",
+        ),
+        ({}, None),
+    ],
+)
+def test_score_centering_needs_the_samplers_own_distribution(settings: dict[str, Any], message: str | None) -> None:
+    policy = json.loads((demo_model_path() / "config.json").read_text()) | {"vocab_size": 1001}
+    loss = {"name": "cispo", "center_top_k": 8} | settings.get("loss", {})
+    run = resolve(Config.model_validate(settings | {"loss": loss}), policy)
+    found = [v.message for v in check_settings(run, teacher=ModelFacts(policy)) if "center_top_k" in v.message]
+    assert found == ([message] if message else [])
 
 
 def test_a_teachers_likeliest_tokens_are_on_one_rank_and_leave_others() -> None:

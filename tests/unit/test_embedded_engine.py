@@ -353,7 +353,7 @@ SCORED: dict[str, Any] = {
             SCORED | {"sampling_params": {}},
             "max_new_tokens=0 and a logprob_start_len go together",
         ),
-        (protocol.GenerateBody, prompt_and() | {"top_logprobs_num": 2}, "top_logprobs_num needs a logprob_start_len"),
+        (protocol.GenerateBody, prompt_and() | {"top_logprobs_num": 2}, "top_logprobs_num needs return_logprob"),
         (protocol.GenerateBody, SCORED | {"input_ids": [[3, 4]]}, "needs the input_ids of one prompt"),
         (protocol.GenerateBody, SCORED | {"return_logprob": False}, "and return_logprob"),
         (protocol.GenerateBody, {"input_ids": [3.5] * 100_000}, "input_ids.0: must be a valid integer"),

@@ -574,25 +574,56 @@ def test_the_plan_has_room_for_routes(capsys: pytest.CaptureFixture[str]) -> Non
     r = config.rollout
     num_groups = 2 * r.prompts_per_step
     made = make_plan(shaped(config, shape))
-    assert made.routes_bytes == 2 * num_groups * r.samples_per_prompt * config.longest_trained * 384
+    assert made.rows_bytes == 2 * num_groups * r.samples_per_prompt * config.longest_trained * 384
     assert made.server.routes == made.server.kv_tokens * 48 * 8 * 4
     overlapped = recipe(*given, "model.replay_routes=true", "rollout.overlap=true", "rollout.max_staleness=11")
     num_updates = config.train.minibatches_per_step * config.train.epochs_per_step
     steps = 12 // num_updates
-    assert (
-        make_plan(shaped(overlapped, shape)).routes_bytes
-        == made.routes_bytes // num_groups * r.prompts_per_step * steps
-    )
+    assert make_plan(shaped(overlapped, shape)).rows_bytes == made.rows_bytes // num_groups * r.prompts_per_step * steps
     dense = make_plan(shaped(recipe(), SHAPE))
-    assert dense.routes_bytes == dense.server.routes == 0
+    assert dense.rows_bytes == dense.server.routes == 0
     files = ["recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100", "train.recompute=true"]
     for one, said in (
-        (["model.replay_routes=true"], f"routes     {made.routes_bytes / 1e9:.1f} GB of memory on trainer rank 0"),
+        (["model.replay_routes=true"], f"token rows {made.rows_bytes / 1e9:.1f} GB of memory on trainer rank 0"),
         ([], ""),
     ):
         assert main(["plan", *files, *given, *one]) == 0
         told = capsys.readouterr().out
-        assert said in told if said else "routes" not in told
+        assert said in told if said else "token rows" not in told
+
+
+def test_the_plan_has_room_for_likeliest_tokens_of_the_sampler() -> None:
+    """Eight bytes for each in the memory of ranks and of rank 0, and one more pass of the output layer."""
+    plain, config = (recipe("loss.name=reinforce", f"loss.center_top_k={top_k}") for top_k in (0, 16))
+    before, memory = (trainer_memory(shaped(one, SHAPE), gpu_bytes=GPU_BYTES) for one in (plain, config))
+    assert memory.batch == before.batch + before.batch // 64 * 16 * 8
+    r, (without, made) = config.rollout, (make_plan(shaped(one, SHAPE)) for one in (plain, config))
+    assert without.rows_bytes == 0
+    assert made.rows_bytes == 2 * 2 * r.prompts_per_step * r.samples_per_prompt * r.max_response_tokens * 16 * 8
+    assert made.flops > without.flops
+
+
+def test_shared_prompts_are_planned_and_named_where_they_save_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    """A group of 8 at prompt : response of 1 : 1 leaves 0.56 of the tokens in one update, and 0.83 dealt to 8."""
+    given = ["data.max_prompt_tokens=1024", "rollout.max_response_tokens=1024", "rollout.samples_per_prompt=8"]
+    given += ["train.max_tokens_per_microbatch=16384", "train.recompute=false"]
+
+    def share_of(*settings: str) -> float:
+        plans = (
+            make_plan(shaped(recipe(*given, *settings, f"train.share_prompts={on}"), SHAPE)) for on in ("true", "false")
+        )
+        shared, copied = plans
+        assert shared.flops < copied.flops
+        assert shared.trainer.total > copied.trainer.total, "keys are gathered"
+        return shared.tokens.total / copied.tokens.total
+
+    assert share_of("train.minibatches_per_step=1") == pytest.approx(9 / 16, abs=1e-3)
+    assert share_of("train.minibatches_per_step=8") == pytest.approx((5.25 + 8) / 16, abs=1e-3)
+    assert share_of("train.minibatches_per_step=8", "train.deal=groups") == pytest.approx(9 / 16, abs=1e-3)
+    files = ["recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100", "train.recompute=true"]
+    for one, is_named in ((given, True), ([*given, "data.max_prompt_tokens=64"], False)):
+        assert main(["plan", *files, *one]) == 0
+        assert ("train.share_prompts=true" in capsys.readouterr().out) == is_named
 
 
 BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h100"]

@@ -20,6 +20,7 @@ from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.replies import REPLY, decode, parse_reply, parse_scores
 from bapo_megatron.engines.replies import SCORES as REPLY_WITH_SCORES
 from bapo_megatron.errors import EngineError, RequestRefusedError
+from bapo_megatron.tokens import sampler_streams
 from tests.hang import HANG_S
 
 REQUEST = GenerateRequest("r", (1, 2), max_new_tokens=6, temperature=1.0, stop_token_ids=(), seed=0)
@@ -280,3 +281,50 @@ def test_a_token_outside_the_vocabulary_is_not_sent(foreign: int) -> None:
     request = GenerateRequest("r", (1, foreign), max_new_tokens=1, temperature=1.0, stop_token_ids=(), seed=0)
     with pytest.raises(EngineError, match=f"token id {foreign} is outside the vocabulary of 10; do tokenizer"):
         asyncio.run(engine.generate(request))
+
+
+TOP = replace(REQUEST, streams=sampler_streams(2, 10))
+ROW = [[-0.1, 7, None], [-2.5, 3, None]]
+
+
+def with_tops(given: Any, num_tokens: int = 1) -> dict[str, Any]:
+    reply = right(num_tokens)
+    reply["meta_info"]["output_top_logprobs"] = given
+    return reply
+
+
+@pytest.mark.parametrize("kind", ["typed", "plain"])
+def test_likeliest_tokens_are_read(kind: str) -> None:
+    raw = json.dumps(with_tops([ROW, [[5e-5, 0], [-1e30, 9]]], 2)).encode()
+    found = parse_reply(decode(raw, REPLY) if kind == "typed" else json.loads(raw), TOP, 10)
+    ids, logprobs = found.rows.values()
+    assert (ids.tolist(), ids.dtype) == ([[7, 3], [0, 9]], np.int32)
+    assert logprobs[0].tolist() == [np.float32(-0.1), -2.5]
+    assert logprobs[1, 0] == 0, "rounding may put a log-prob above 0"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "output_top_logprobs is not a list for each of 1 output token"),
+        ([], "output_top_logprobs is not a list for each of 1 output token"),
+        ([ROW, ROW], "output_top_logprobs is not a list for each of 1 output token"),
+        ([None], "output_top_logprobs is not a list for each of 1 output token"),
+        ([ROW[:1]], "output_top_logprobs does not have 2 entries for each token"),
+        ([[]], "output_top_logprobs does not have 2 entries for each token"),
+        ([[*ROW, ROW[0]]], "output_top_logprobs does not have 2 entries for each token"),
+        ([[ROW[0], [0.5, 3]]], "output_top_logprobs: a log-prob is not a finite number <= 0"),
+        ([[ROW[0], [None, 3]]], "output_top_logprobs: Expected `float`, got `null`"),
+        ([[ROW[0], ["x", 3]]], "output_top_logprobs: Expected `float`, got `str`"),
+        ([[ROW[0], [-1.0]]], "output_top_logprobs: "),
+        ([[ROW[0], [-1.0, 2**40]]], "output_top_logprobs: a token id is outside the vocabulary"),
+        ([[ROW[0], [-1.0, 2**70]]], "output_top_logprobs: "),
+        ([[ROW[0], [-1.0, 10]]], "stream sampler_top_ids: row 0 has 10, not <= 9"),
+        ([[ROW[0], [-1.0, -1]]], "output_top_logprobs: a token id is outside the vocabulary"),
+        ([[ROW[0], [-1.0, 7]]], "stream sampler_top_ids: row 0 has 7 twice"),
+    ],
+)
+def test_bad_likeliest_tokens_are_refused(given: Any, message: str) -> None:
+    raw = json.dumps(with_tops(given)).encode()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_reply(decode(raw, REPLY), TOP, 10)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from bapo_megatron.config.base import LARGEST, NonNegative, Positive
-from bapo_megatron.config.schema_loss import BoundedLoss, RatioLoss
+from bapo_megatron.config.schema_loss import BoundedLoss, CenteredLoss, RatioLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _SMALLEST = 1e-6  # probabilities in D, as in prime-rl and OpenRLHF
 
 
-class ReinforceLoss(RatioLoss):
+class ReinforceLoss(CenteredLoss):
     """Plain policy gradient: no ratio, no bounds, no mask."""
 
     name: Literal["reinforce"] = "reinforce"
@@ -52,6 +52,10 @@ class ReinforceLoss(RatioLoss):
     def tokens(self, inputs: LossInputs[ClipBounds]) -> RatioTokenLoss:
         """Compute -w A log pi per token."""
         return inputs.weighted(inputs.ratios(self), _log_probs(inputs))
+
+    def factor(self, ratio: Tensor, bounds: object) -> Tensor:
+        """Return 1."""
+        return ratio.new_ones(ratio.shape)
 
 
 class VespoLoss(RatioLoss):
@@ -192,7 +196,7 @@ class KpopLoss(ProbabilityLoss):
         return (_binary_kl(new_R, old_R) > self.max_kl) | (_binary_kl(old_R, new_R) > self.max_kl)
 
 
-class SaoLoss(BoundedLoss):
+class SaoLoss(CenteredLoss, BoundedLoss):
     """Tokens whose ratio is outside the bounds are masked, whatever the sign of A (SAO's mask, arXiv 2607.07508)."""
 
     name: Literal["sao"] = "sao"
@@ -206,8 +210,11 @@ class SaoLoss(BoundedLoss):
     def tokens(self, inputs: LossInputs[ClipBounds]) -> ClippedTokenLoss:
         """Compute -w r A log pi per token, 0 unless clip_low < r < clip_high."""
         ratios = inputs.ratios(self)
-        exact_R = ratios.ratio_R.detach().double()
-        return _masked(inputs, ratios, (exact_R <= inputs.bounds.low) | (exact_R >= inputs.bounds.high))
+        return _masked(inputs, ratios, self.factor(ratios.ratio_R.detach().double(), inputs.bounds) == 0)
+
+    def factor(self, ratio: Tensor, bounds: ClipBounds) -> Tensor:
+        """Return r, 0 unless clip_low < r < clip_high; nan stays, so that the update is skipped."""
+        return ratio.masked_fill((ratio <= bounds.low) | (ratio >= bounds.high), 0.0)
 
 
 class FlashReinforceLoss(RatioLoss):

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from bapo_megatron.config.base import LARGEST
-from bapo_megatron.config.schema_loss import BoundedLoss, ClipBoundConfig, RatioLoss, RuleReads
+from bapo_megatron.config.schema_loss import BoundedLoss, CenteredLoss, ClipBoundConfig, RatioLoss, RuleReads
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bapo_megatron.algorithms.losses import ClippedTokenLoss, LossInputs, RatioTokenLoss
     from bapo_megatron.types import ClipBounds
 
@@ -81,7 +83,7 @@ class GmpoLoss(BoundedLoss):
         return replace(tokens, loss_R=loss_R, ratio_R=mean_R.where(inputs.batch.mask_R, 0.0))
 
 
-class CispoLoss(BoundedLoss):
+class CispoLoss(CenteredLoss, BoundedLoss):
     """REINFORCE weighted with the ratio between the bounds, a constant (CISPO, arXiv 2506.13585)."""
 
     name: Literal["cispo"] = "cispo"
@@ -98,8 +100,12 @@ class CispoLoss(BoundedLoss):
         ratio: compare only the gradient with other losses.
         """
         ratios = inputs.ratios(self)
-        bounded_R = ratios.ratio_R.detach().clamp(inputs.bounds.low, inputs.bounds.high)
+        bounded_R = self.factor(ratios.ratio_R.detach(), inputs.bounds)
         return inputs.weighted(ratios, bounded_R * inputs.log_probs_R.where(inputs.batch.mask_R, 0.0))
+
+    def factor(self, ratio: Tensor, bounds: ClipBounds) -> Tensor:
+        """Return clip(r, c_low, c_high)."""
+        return ratio.clamp(bounds.low, bounds.high)
 
 
 class SapoLoss(RatioLoss):

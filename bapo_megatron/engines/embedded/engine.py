@@ -75,6 +75,8 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cut_logprobs: list[float] = field(default_factory=list)  # under the distribution cut by top_k, top_p, min_p
+    num_top: int = 0  # likeliest tokens that the client wants at each place
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)  # these, the likeliest first
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weight version, and its first output token
     finish_reason: dict[str, Any] | None = None
     num_retractions: int = 0
@@ -224,12 +226,14 @@ class BatchingEngine:
         *,
         streams: tuple[TokenStream, ...] = (),
         num_fed: int = 0,
+        num_top: int = 0,
     ) -> Sequence:
         """Return a sequence for a request that fits this model. Sample `index` of n has seed `sampling_seed + index`.
 
         Args:
             streams: the model's streams whose rows to return.
             num_fed: leading inputs whose rows of fed streams are not wanted.
+            num_top: likeliest tokens to return at each place, with their log-probs.
 
         Raises:
             BadRequestError: names the field that is wrong.
@@ -243,9 +247,11 @@ class BatchingEngine:
             )
         if min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
             raise BadRequestError(f"input_ids: token ids must be in [0, {spec.vocab_size})")
+        if num_top > spec.vocab_size:
+            raise BadRequestError(f"top_logprobs_num: {num_top} exceeds the vocabulary of {spec.vocab_size}")
         stop_ids = frozenset() if params.ignore_eos else self._end_ids | frozenset(params.stop_token_ids or ())
         seed = secrets.randbits(63) if params.sampling_seed is None else (params.sampling_seed + index) % 2**63
-        return Sequence(rid, prompt_ids, params, stop_ids, seed, streams=streams, num_fed=num_fed)
+        return Sequence(rid, prompt_ids, params, stop_ids, seed, num_top=num_top, streams=streams, num_fed=num_fed)
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue requests; each one's `done` resolves when it ends. Raises BadRequestError if a rid is in use."""
@@ -572,6 +578,10 @@ class BatchingEngine:
             rows = sampled_rows(asked, sampled)
             for number, sequence in enumerate(sequences):
                 sequence.take_rows({stream: rows_B1[number] for stream, rows_B1 in rows.items()})
+        if num_top := max(s.num_top for s in sequences):
+            top = torch.log_softmax(logits_BV, -1).topk(num_top)  # `sample` has applied the temperature
+            for sequence, *row in zip(sequences, top.values.tolist(), top.indices.tolist(), strict=True):
+                sequence.top_logprobs.append([*zip(*row, strict=True)][: sequence.num_top])
         version, num_finished = self.version, 0
         extended = zip(sequences, token_ids, logprobs, cut_logprobs, strict=True)
         for sequence, token_id, logprob, cut_logprob in extended:

@@ -99,8 +99,8 @@ class GenerateBody(RequestBody):
         params = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]
         if any((p.max_new_tokens == 0) != (self.to_score is not None) for p in params):
             raise ValueError("max_new_tokens=0 and a logprob_start_len go together")
-        if self.top_logprobs_num and self.to_score is None:
-            raise ValueError("top_logprobs_num needs a logprob_start_len")
+        if self.top_logprobs_num and not self.return_logprob:
+            raise ValueError("top_logprobs_num needs return_logprob")
         if self.to_score is not None and not (self.to_score[0] and self.return_logprob):
             raise ValueError("logprob_start_len needs the input_ids of one prompt, and return_logprob")
         return self

@@ -39,7 +39,7 @@ from bapo_megatron.runtime import raise_open_files
 from bapo_megatron.runtime.bodies import BadRequestError, parse
 from bapo_megatron.runtime.site import Site, listen
 from bapo_megatron.runtime.web import Guard
-from bapo_megatron.tokens import TokenStream
+from bapo_megatron.tokens import SAMPLER_STREAMS, TokenStream
 
 if TYPE_CHECKING:
     from bapo_megatron.engines.embedded.text import TextModel
@@ -253,7 +253,7 @@ class Server:
             "paused": engine.paused,
             "num_generated_tokens": engine.num_generated_tokens,
             "tp_size": 1,
-            "streams": [stream.name for stream in engine.model.streams],
+            "streams": [*SAMPLER_STREAMS, *(stream.name for stream in engine.model.streams)],
         }
         return web.json_response(info | await self._command(engine.load))
 
@@ -311,7 +311,13 @@ class Server:
             raise BadRequestError("num_fed: need one number for each prompt, from 1 to its length")
         sequences = [
             self.engine.new_sequence(
-                rid if p.n == 1 else f"{rid}_{i}", prompt, p, i, streams=streams, num_fed=known - 1
+                rid if p.n == 1 else f"{rid}_{i}",
+                prompt,
+                p,
+                i,
+                streams=streams,
+                num_fed=known - 1,
+                num_top=body.top_logprobs_num or 0,
             )
             for rid, prompt, p, known in zip(rids, prompts, params, num_fed, strict=True)
             for i in range(p.n)
@@ -350,6 +356,8 @@ class Server:
         if body.return_logprob:
             pairs = zip(sequence.logprobs, sequence.output_ids, strict=True)
             meta["output_token_logprobs"] = [(logprob, token_id, None) for logprob, token_id in pairs]
+        if body.top_logprobs_num:
+            meta["output_top_logprobs"] = [[(*pair, None) for pair in row] for row in sequence.top_logprobs]
         if body.return_sampling_mask:
             meta["output_token_sampling_logprobs"] = sequence.cut_logprobs
         if body.return_rows:

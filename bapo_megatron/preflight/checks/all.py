@@ -13,6 +13,7 @@ from bapo_megatron.preflight.checks.idle import idle_settings
 from bapo_megatron.preflight.checks.layout import check_batch, check_gpu_count, check_layout, check_sync
 from bapo_megatron.preflight.checks.learning import (
     check_advantage,
+    check_centering,
     check_critic,
     check_kl,
     check_loss,
@@ -75,6 +76,7 @@ def check_settings(
         *check_schedule(config, given),
         *check_advantage(config),
         *check_critic(config),
+        *check_centering(config, None if model is None or model.problems else model.shape.vocab_size),
         *check_teacher(config),
         *check_sync(config),
         *check_monitor(config),

@@ -224,6 +224,42 @@ def _check_teacher_of_each(named: Mapping[str, Sequence[str]], sources: Set[str]
         yield Violation(settings, problem, f"leave it out; the sources are {', '.join(sorted(sources))}")
 
 
+def check_centering(config: Config, vocab_size: int | None) -> Iterator[Violation]:
+    """Check that the sampler's likeliest tokens are of the distribution that the loss's ratio compares with.
+
+    Args:
+        vocab_size: the policy's; None if it is unknown.
+    """
+    if not (top_k := config.loss.sampler_top_k):
+        return
+    name, without = f"loss.center_top_k={top_k}", "or loss.center_top_k=0"
+    if config.loss.scores_proximal:
+        yield Violation(
+            ("loss.proximal", "loss.center_top_k"),
+            f'loss.proximal="learner" with {name}: the ratio compares with the learner at the start of the step, and '
+            "the sampler's likeliest tokens say nothing of that",
+            f'set loss.proximal="behaviour", {without}',
+        )
+    if config.rollout.is_cut:
+        yield Violation(
+            ("rollout.top_p", "rollout.top_k", "loss.center_top_k"),
+            f"rollout.top_p or rollout.top_k with {name}: servers return the likeliest tokens before the cut",
+            f"set rollout.top_p=1 and leave rollout.top_k out, {without}",
+        )
+    if config.teacher.top_k:
+        yield Violation(
+            ("teacher.top_k", "loss.center_top_k"),
+            f"teacher.top_k={config.teacher.top_k} with {name}: an update reads one list of tokens at each place",
+            "leave one of them out",
+        )
+    if vocab_size is not None and top_k >= vocab_size:
+        yield Violation(
+            ("loss.center_top_k", "model.path"),
+            f"{name}, but the vocabulary has {vocab_size} tokens",
+            f"set it to {vocab_size - 1} or less",
+        )
+
+
 def check_teacher(config: Config) -> Iterator[Violation]:
     """Check that a teacher is there where it must be, and what its advantages or its divergence mean for the update."""
     advantage, teacher = config.advantage, config.teacher

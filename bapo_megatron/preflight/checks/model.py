@@ -52,6 +52,13 @@ def check_policy(run: Resolved) -> Iterator[Violation]:
             'set rollout.engine="embedded"',
         )
     yield from _of_servers(config.rollout.server_tensor_parallel, shape)
+    if config.train.share_prompts and shape.linear is not None:
+        yield warning(
+            ("train.share_prompts", "model.path"),
+            "train.share_prompts=true has no effect with linear attention: each response would need a copy of "
+            "the state after the prompt",
+            "leave it out",
+        )
     positions = shape.max_positions
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     longest = config.longest_sequence - config.environment.max_given_tokens  # checks/environment.py adds its answers
