@@ -65,7 +65,8 @@ _STRUCTURES: dict[str, tuple[type, str]] = {
     "rope_scaling": (dict, "an object"),
 }
 _NEWER = ("output_gate", "attention_scale", "residual_scale", "logits_scale")  # older checkpoints lack them
-_SHARED_EXPERTS = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
+_SHARED_EXPERT = "shared_expert_intermediate_size"
+_SHARED_EXPERTS = (_SHARED_EXPERT, "n_shared_experts", "num_shared_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +416,8 @@ def _mlp(get: _Settings) -> Dense | Experts:
     if not get.family.has_experts:
         return Dense(get("intermediate_size"))
     chosen, normalised = get("num_experts_per_tok"), bool(get("norm_topk_prob"))
-    return Experts(get("num_experts"), chosen, get("moe_intermediate_size"), normalised)
+    shared = get(_SHARED_EXPERT) if get.family.has_shared_expert else 0
+    return Experts(get("num_experts"), chosen, get("moe_intermediate_size"), normalised, shared)
 
 
 def _linear(get: _Settings) -> LinearAttention | None:
@@ -503,7 +505,8 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
         return
     if lost := get(_LOST):
         yield f"{', '.join(lost)} outside text_config would not be read: move it into text_config"
-    of_mlp = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
+    of_mlp: tuple[str, ...] = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
+    of_mlp += (_SHARED_EXPERT,) if get.family.has_shared_expert else ()
     of_linear = _REQUIRED_OF_LINEAR if get.family.linear_layer else ()
     sizes = {key: get(key) for key in (*_REQUIRED, *of_mlp, *of_linear, "max_position_embeddings")}
     needed = get.written.keys() & get.family.not_null
@@ -554,6 +557,8 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
         yield from _unsupported_experts(get)
     if get.family.linear_layer:
         yield from _unsupported_linear(get)
+    if get.family.refusals is not None:
+        yield from get.family.refusals(get)
     if isinstance(text, dict) and text.get("tie_word_embeddings", tied := get("tie_word_embeddings")) != tied:
         yield f"tie_word_embeddings={json.dumps(tied)} contradicts text_config: make them equal"
     if get("quantization_config"):
@@ -600,7 +605,7 @@ def _unsupported_experts(get: _Settings) -> Iterator[str]:
             "decoder_sparse_step=1"
         )
     for key in _SHARED_EXPERTS:
-        if get(key):
+        if get(key) and not (key == _SHARED_EXPERT and get.family.has_shared_expert):
             yield f"{key}={get(key)}: shared experts are not supported, only models without them, as with {key}=0"
 
 
@@ -790,6 +795,7 @@ def _entries(
                 sizes,
                 parameter.trained,
                 parameter.stored,
+                None if parameter.stacked is None else shape.tensor_name(theirs + parameter.stacked),
             )
 
 

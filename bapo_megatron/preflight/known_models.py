@@ -40,6 +40,7 @@ _SOURCES = {
     "Qwen3-235B-A22B": "Qwen/Qwen3-235B-A22B",
     "Qwen3.5-9B": "Qwen/Qwen3.5-9B",
     "Qwen3.5-27B": "Qwen/Qwen3.5-27B",
+    "Qwen3.5-35B-A3B": "Qwen/Qwen3.5-35B-A3B",
     "Llama-3.3-70B-Instruct": "meta-llama/Llama-3.3-70B-Instruct",
 }
 
