@@ -142,7 +142,7 @@ def stack_experts(model: PreTrainedModel, folder: Path) -> None:
     """Write a saved model's weights again in one file, with one tensor for all experts of a layer, as in memory."""
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / SINGLE)
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / SINGLE)
 
 
 def randomise(model: PreTrainedModel) -> None:
