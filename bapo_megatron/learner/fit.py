@@ -22,7 +22,7 @@ _OF_MODEL = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
     layernorm_epsilon layernorm_zero_centered_gamma gated_linear_unit activation_func add_bias_linear add_qkv_bias
     qk_layernorm attention_output_gate softmax_scale no_rope_freq num_moe_experts moe_ffn_hidden_size moe_router_topk
-    moe_router_score_function moe_router_pre_softmax
+    moe_router_score_function moe_router_pre_softmax moe_shared_expert_intermediate_size moe_shared_expert_gate
 """
 _OF_LAYOUT = {
     "tensor_model_parallel_size": "parallel.tensor",

@@ -204,7 +204,7 @@ def test_published_sizes() -> None:
 
 def test_fields_that_differ_between_models_and_layouts_cannot_be_overridden() -> None:
     """Others are choices of the implementation, which `[megatron.extra]` may change."""
-    models = [make_model_config(name).to_dict() for name in ("qwen2", "qwen3", "gemma", "qwen3.5")]
+    models = [make_model_config(name).to_dict() for name in ("qwen2", "qwen3", "gemma", "qwen3.5-moe")]
     layouts: list[dict[str, Any]] = [
         {"tensor": 4, "sequence": True, "data": 2, "expert": 2},
         {"pipeline": 8, "last_stage_layers": 6, "context": 2},
