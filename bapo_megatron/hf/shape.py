@@ -50,6 +50,7 @@ _STRUCTURES: dict[str, tuple[type, str]] = {
     "rope_scaling": (dict, "an object"),
 }
 _NEWER = ("output_gate", "attention_scale", "residual_scale", "logits_scale")  # older checkpoints lack them
+_SHARED_EXPERT = "shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +385,8 @@ def _mlp(get: Settings) -> Dense | Experts:
     if not get.family.has_experts:
         return Dense(get("intermediate_size"))
     chosen, normalised = get("num_experts_per_tok"), bool(get("norm_topk_prob"))
-    return Experts(get("num_experts"), chosen, get("moe_intermediate_size"), normalised)
+    shared = get(_SHARED_EXPERT) if get.family.has_shared_expert else 0
+    return Experts(get("num_experts"), chosen, get("moe_intermediate_size"), normalised, shared)
 
 
 def _linear(get: Settings) -> LinearAttention | None:
@@ -436,7 +438,8 @@ def _unsupported_options(get: Settings) -> Iterator[str]:
         return
     if lost := get(LOST):
         yield f"{', '.join(lost)} outside text_config would not be read: move it into text_config"
-    of_mlp = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
+    of_mlp: tuple[str, ...] = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
+    of_mlp += (_SHARED_EXPERT,) if get.family.has_shared_expert else ()
     of_linear = _REQUIRED_OF_LINEAR if get.family.linear_layer else ()
     sizes = {key: get(key) for key in (*_REQUIRED, *of_mlp, *of_linear, "max_position_embeddings")}
     needed = get.written.keys() & get.family.not_null
@@ -669,6 +672,7 @@ def _entries(
                 sizes,
                 parameter.trained,
                 parameter.stored,
+                None if parameter.stacked is None else shape.tensor_name(theirs + parameter.stacked),
             )
 
 

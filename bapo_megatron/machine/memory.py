@@ -387,8 +387,11 @@ class _Activations:
 
     def _experts(self, mlp: Experts) -> int:
         """Count the bytes of a mixture: for each row of an expert its input, fc1's output (2), the product, and that
-        times the router's weight; for each token, the router's probabilities and choices."""
+        times the router's weight; for each token, the router's probabilities and choices. Of the shared expert fc1's
+        output, the product, and fc2's output, which its gate multiplies."""
         of_rows = self._expert_rows(mlp) * self._item * (self._H + 4 * self._expert_size(mlp))
+        if shared := mlp.shared_ffn_size // self._config.parallel.tensor:
+            of_rows += self._item * (3 * shared * self._T + self._rows * self._H)
         return of_rows + self._rows * (ROUTER_BYTES * mlp.num_experts + CHOICE_BYTES * mlp.num_chosen)
 
     def _expert_rows(self, mlp: Experts) -> int:

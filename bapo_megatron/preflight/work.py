@@ -144,13 +144,13 @@ def bubble(config: Config, num_microbatches: int) -> float:
 
 
 def tensor_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: float) -> float:
-    """Count the bytes one rank sends per step: two all-reduces of hidden states per layer and pass; with experts one,
-    for attention."""
+    """Count the bytes one rank sends per step: two all-reduces of hidden states per layer and pass; one, for attention,
+    with experts none of which every token passes."""
     p = run.config.parallel
     if p.tensor == 1:
         return 0.0
     reducing = 2 * (p.tensor - 1) / p.tensor * _hidden_bytes(run, tokens)
-    of_mlp = run.shape.experts is None
+    of_mlp = run.shape.experts is None or run.shape.experts.shared_ffn_size > 0
     recomputed = 0.5 * (of_mlp and "mlp" in _recomputed_modules(run.config))
     return reducing * run.shape.num_layers / p.pipeline * (1 + of_mlp) * _passes(run, scoring_passes, recomputed)
 

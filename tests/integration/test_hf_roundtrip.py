@@ -24,7 +24,17 @@ from bapo_megatron.machine.parameters import model_parameters, rank_parameters
 from bapo_megatron.resolved import resolve
 from bapo_megatron.types import ClipBounds
 from tests.distributed import run_distributed
-from tests.hf_models import HYBRIDS, MIXTURES, MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised
+from tests.hf_models import (
+    HYBRID_MIXTURES,
+    HYBRIDS,
+    MIXTURES,
+    MODELS,
+    SIZES,
+    VOCAB_SIZE,
+    save_model,
+    save_randomised,
+    stack_experts,
+)
 from tests.integration.hf_roundtrip import (
     TOLERANCE,
     check_exported,
@@ -93,6 +103,17 @@ def test_the_text_of_a_published_folder_leaves_two_tensor_ranks_by_two_stages_as
 def test_experts_over_two_ranks_by_two_stages(tmp_path: Path) -> None:
     """6 experts of which a token uses 1, whose weight is its probability; 128 of which it uses 8, scaled to 1."""
     check_layout(tmp_path, list(MIXTURES), {"expert": 2, "data": 2, "pipeline": 2}, num_hidden_layers=2)
+
+
+@pytest.mark.slow
+def test_stacked_experts_over_two_tensor_ranks_by_two_stages(tmp_path: Path) -> None:
+    """Experts that the tensor ranks share out, and a shared one that they split; transformers in float64."""
+    for name in HYBRID_MIXTURES:
+        model = save_model(name, tmp_path / name)
+        stack_experts(model, tmp_path / name)
+        write_reference(model.double(), tmp_path / name)
+    layout = {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}
+    check_models(tmp_path, list(HYBRID_MIXTURES), layout, tolerance=5e-5)
 
 
 def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:

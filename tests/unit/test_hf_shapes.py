@@ -67,7 +67,7 @@ def test_all_problems_come_at_once() -> None:
         (
             {"model_type": "mixtral"},
             "'mixtral' is not supported; the families are gemma, granite, llama, mistral, olmo2, qwen2, qwen3, "
-            "qwen3_5, qwen3_5_text, qwen3_moe, smollm3; docs",
+            "qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, smollm3; docs",
         ),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"model_type": None}, "None is not supported"),

@@ -32,6 +32,7 @@ class Parameter:
     only_if: str | None = None  # the field of ModelShape that says whether the model has the parameter
     trained: bool = True  # others have neither gradient nor moments, and keep their values
     stored: bool = True  # others are in no Hugging Face folder and no engine, but in training checkpoints
+    stacked: str | None = None  # the one tensor that folders may hold in place of all experts' (`hf.stacks.Stack`)
 
     def __post_init__(self) -> None:
         if unknown := sorted(set("".join(self.tensors.values())) - LETTERS):
@@ -116,6 +117,7 @@ class Family:
     logits_scale: str | None = None  # logits are divided by it
     rotates: Callable[[Any], list[bool]] | None = None  # takes `Settings`: whether each layer rotates queries and keys
     has_experts: bool = False  # every MLP is a mixture of experts, described by Qwen3-MoE's keys
+    has_shared_expert: bool = False  # each mixture also has an expert that every token passes, as Qwen3.5's keys say
     output_gate: bool = False  # each query head comes with a gate of the attention's output
     window_switch: str | None = None  # the key that turns on sliding windows, which are refused
     refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false

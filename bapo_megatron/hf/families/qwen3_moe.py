@@ -18,7 +18,8 @@ EXPERTS = (
         "mlp.experts.local_experts.{}.linear_fc2.weight", EachExpert(COLUMNS), {"mlp.experts.{}.down_proj.weight": "EM"}
     ),
 )
-_SHARED_EXPERTS = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
+_SHARED_EXPERT = "shared_expert_intermediate_size"
+_SHARED_EXPERTS = (_SHARED_EXPERT, "n_shared_experts", "num_shared_experts")
 
 
 def unsupported(get: Settings) -> Iterator[str]:
@@ -42,7 +43,7 @@ def unsupported(get: Settings) -> Iterator[str]:
             "decoder_sparse_step=1"
         )
     for key in _SHARED_EXPERTS:
-        if get(key):
+        if get(key) and not (key == _SHARED_EXPERT and get.family.has_shared_expert):
             yield f"{key}={get(key)}: shared experts are not supported, only models without them, as with {key}=0"
 
 
