@@ -310,8 +310,8 @@ def pack(batch: Batch, pieces: Pieces, length: int, share: Share) -> MicroBatch:
     source_T = of_each_token(starts_S[pieces.of_S]) + position_ids_T  # place in the batch; meaningless on padding
     here_T = of_each_token(batch.first_here_S[pieces.of_S]) + position_ids_T  # place among the rows that this rank has
     before_T = torch.arange(length) - 1  # the place of the token before each one; meaningless for the first of all
-    goes_on_S = (pieces.follows_S >= 0).nonzero().squeeze(1)
-    before_T[cu_seqlens_S1[goes_on_S]] = cu_seqlens_S1[pieces.follows_S[goes_on_S] + 1] - 1
+    later_S = (pieces.follows_S >= 0).nonzero().squeeze(1)
+    before_T[cu_seqlens_S1[later_S]] = cu_seqlens_S1[pieces.follows_S[later_S] + 1] - 1
     token_T = is_token_T.nonzero().squeeze(1)
     sampled_R = token_T[batch.sampled_T[source_T[token_T]]]
     mine_T = context_tokens(cu_seqlens_S1, share.context_rank, share.context_size)
@@ -350,7 +350,7 @@ def pack(batch: Batch, pieces: Pieces, length: int, share: Share) -> MicroBatch:
         batch_rows_R=source_R,
         targets_R=token_ids_T[sampled_R],
         is_token_T=is_token_T[mine_T],
-        follows_S=_with_padding(pieces.follows_S, padded_lens_S.numel()) if goes_on_S.numel() else None,
+        follows_S=_with_padding(pieces.follows_S, padded_lens_S.numel()) if later_S.numel() else None,
         extra=extra,
         **of_sampled,
     )

@@ -660,7 +660,7 @@ _FORWARDS_FIRST_SHARE = 0.1  # share of device memory that train.schedule = "aut
 
 
 MAX_KEYS_PER_TOKEN = 8
-"""train.share_prompts: the keys that attention gathers in a micro-batch are at most this many times its tokens."""
+"""train.share_prompts: attention gathers at most this many keys for each token that a micro-batch may have."""
 
 
 class TrainConfig(Section):

@@ -146,12 +146,9 @@ class TransformerEngineAttention(_CoreAttention):
         else:
             queries, *others = packed
             gathered = (x.index_select(0, packed_seq_params.keys_U) for x in others)
-            names = self.core.kept_packed_seq_params - {
-                "cp_group",
-                "local_cp_size",
-            }  # Megatron's own forward reads them
+            # Megatron's own forward reads these two, and has no name for the mask: a query sees all keys of its prompt.
+            names = self.core.kept_packed_seq_params - {"cp_group", "local_cp_size"}
             described = {name: getattr(pack, name) for name in names}
-            # Megatron's own forward has no name for this mask: a query sees all keys before its sequence, too.
             out = super(TEDotProductAttention, self.core).forward(
                 queries, *gathered, None, attn_mask_type="padding_causal_bottom_right", **described
             )
