@@ -470,7 +470,8 @@ def _unsupported_options(get: Settings) -> Iterator[str]:
         yield f"hidden_act={get('hidden_act')!r} is not supported; choose from {', '.join(ACTIVATIONS)}"
     for key in get.family.refused:
         if get(key):
-            yield f"{key}={json.dumps(get(key))} is not supported: only models without it are, as with {key}=false"
+            way = f", as with {key}=false" if isinstance(get(key), bool) else ""
+            yield f"{key}={json.dumps(get(key))} is not supported: only models without it are{way}"
     for key in get.family.absent:
         if key in get.written:
             yield f"{key} is not supported, whatever its value: leave it out"
