@@ -214,7 +214,15 @@ VERBS = (
         "memory, work and time of a run on its [cluster], and layouts that are faster",
         verbs.plan,
         (
-            CONFIGURATION,
+            argument(
+                "arguments",
+                nargs="*",
+                default=[],
+                metavar=f"MODEL | {_SETTINGS}",
+                completer=_complete_settings,
+                help="a model: the name of a published one (Qwen3-8B), or a folder with its config.json; or TOML files "
+                "and names of shipped configurations, merged in order; then settings to change",
+            ),
             argument(
                 "--response-tokens",
                 type=_whole,
@@ -229,7 +237,7 @@ VERBS = (
             ),
             argument("-o", "--output", type=Path, metavar="FILE", help="with --best: new file, to be merged last"),
         ),
-        description="Needs neither GPUs nor the weights of a model that a shipped recipe names. See docs/recipes.md.",
+        description="Needs neither GPUs nor weights, and for a published model no network. See docs/recipes.md.",
     ),
     Verb(
         "doctor",

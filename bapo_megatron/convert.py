@@ -32,6 +32,7 @@ from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.peft import adapter_tensors, write_peft
 from bapo_megatron.hf.reader import HFReader, check_finite, digest_of
 from bapo_megatron.hf.shape import ModelShape, base_tensors, entries, hf_tensors
+from bapo_megatron.hf.stacks import stacked
 from bapo_megatron.hf.writer import MAX_FILE_BYTES, atomic_folder, copy_companions, write_safetensors
 from bapo_megatron.runtime.files import similar_paths
 
@@ -122,7 +123,7 @@ def convert(
             for _ in tensors():
                 pass
         elif to == "hf":
-            copy_companions(companions, folder, write_safetensors(tensors(), folder, max_file_bytes))
+            copy_companions(companions, folder, write_safetensors(stacked(tensors(), shape), folder, max_file_bytes))
         elif to == "peft":
             assert shape.adapters is not None
             assert index is not None

@@ -522,6 +522,8 @@ class Batch:
     proximal_version: int | None = None  # weight version that computed them
     reference_logprobs_T: Tensor | None = None  # float32; the KL term's policy, if used
     extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)  # streams of models and plugins: [T, *shape]
+    prompt_S: Tensor | None = None  # int64: a number for each prompt; None means that no two sequences share one
+    shared_lens_S: Tensor | None = None  # int64: leading tokens that all sequences of a prompt share, rows included
     here_S: Tensor | None = None  # bool: sequences whose rows this rank has, ascending; None means all
     metrics: dict[str, float] = field(default_factory=dict)  # from the rollout that made it
 
@@ -588,12 +590,16 @@ class MicroBatch:
     Padding for the layout ends a sequence or is an extra sequence at the end; it has no sampled rows. With context
     parallelism the T tokens are this rank's part of the pack (`buffer.packing.context_tokens`), the R rows refer to its
     hidden states, and cu_seqlens_S1 describes the whole pack.
+
+    If sequences share their prompt, the prompt is a sequence of its own, and each of them follows it. Example with
+    "ab|c" and "ab|de", whose prompt is "ab": token_ids_T = [a b c d e]; cu_seqlens_S1 = [0 2 3 5]; position_ids_T =
+    [0 1 2 2 3]; follows_S = [-1 0 0]; targets_R = [c d e]; rows_R = [1 1 3]; sequence_R = [1 2 2].
     """
 
     token_ids_T: Tensor  # int64
     position_ids_T: Tensor  # int64, restarts at 0 in each sequence
     cu_seqlens_S1: Tensor  # int32, [S + 1], starts with 0, ends with T x context ranks; always on the CPU
-    rows_R: Tensor  # int64, ascending
+    rows_R: Tensor  # int64; ascending if no prompt is shared
     sequence_R: Tensor  # int64, ascending: the pack's sequence that each sampled token belongs to
     batch_rows_R: Tensor  # int64: index of each sampled token in the Batch
     targets_R: Tensor  # int64
@@ -604,6 +610,9 @@ class MicroBatch:
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     is_token_T: Tensor | None = None  # bool: not padding; None means all
+    follows_S: Tensor | None = (
+        None  # int64, on the CPU: the sequence that each one follows, as a response follows its prompt, or -1
+    )
     likely_ids_RK: Tensor | None = None  # int32: a teacher's K likeliest tokens; None off the last stage, or without
     likely_logprobs_RX: Tensor | None = None  # float32: its log-probs of these, and of all others together
     extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)
@@ -627,7 +636,8 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with all tensors on `device`, except the description of the pack."""
         values = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        del values["cu_seqlens_S1"]  # reading a length from a GPU would wait for all earlier work
+        for name in ("cu_seqlens_S1", "follows_S"):  # reading a length from a GPU would wait for all earlier work
+            values.pop(name, None)
         tensors = [*values.values(), *self.extra.values()]
         moved = [x.to(device) for x in tensors] if device.type == "cpu" else copied_together(tensors, device)
         fixed, extra = moved[: len(values)], moved[len(values) :]
@@ -660,12 +670,14 @@ _ALIGNMENT = 256  # bytes: what CUDA gives every allocation
 class TokenCounts:
     """Sums over sequences that decide the FLOPs of a pass.
 
-    Example: sequences of 3 and 4 tokens, with prompts of 2 and 1: TokenCounts(tokens=7, squares=25, responses=4).
+    Example: sequences of 3 and 4 tokens, with prompts of 2 and 1: TokenCounts(tokens=7, squares=25, responses=4). If
+    both have the same prompt of 1 token, which is computed once: TokenCounts(6, 24, 4, saved=1).
     """
 
     tokens: int = 0
     squares: int = 0  # sum of squared lengths: a token attends to all tokens before it
     responses: int = 0  # tokens whose logits are computed
+    saved: int = 0  # tokens of prompts that other sequences have computed
 
 
 @dataclass(frozen=True, slots=True)

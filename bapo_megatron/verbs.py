@@ -128,13 +128,14 @@ def plan(options: Namespace) -> int:
     """Print memory, work and time of a run, or the best split of its GPUs."""
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.explain import explain_plan, outline
+    from bapo_megatron.preflight.known_models import with_model
     from bapo_megatron.preflight.plan import planned
 
     if options.best:
         return _plan_best(options)
     if options.output:
         raise UserError("-o writes the layout that --best finds; add --best, or leave it out")
-    run = planned(load_checked(_given(options), elsewhere=True, memory=False))
+    run = planned(load_checked(with_model(_given(options)), elsewhere=True, memory=False))
     explanation = explain_plan(run, options.response_tokens)
     print(f"{explanation.verdict}\n\n{outline(run)}\n{explanation.needs}")
     if explanation.problems:
@@ -145,6 +146,7 @@ def plan(options: Namespace) -> int:
 def _plan_best(options: Namespace) -> int:
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.explain import explain_best
+    from bapo_megatron.preflight.known_models import with_model
     from bapo_megatron.preflight.plan import planned
     from bapo_megatron.preflight.suggest import CHOSEN
     from bapo_megatron.runtime.files import explaining_os_errors
@@ -152,7 +154,7 @@ def _plan_best(options: Namespace) -> int:
     file: Path | None = options.output
     if file is not None and file.exists():
         raise UserError(f"{file} exists: give another name with -o, or remove it")
-    config = load_checked(_given(options), elsewhere=True, memory=False, ignored=CHOSEN)
+    config = load_checked(with_model(_given(options)), elsewhere=True, memory=False, ignored=CHOSEN)
     text, best = explain_best(planned(config), options.response_tokens)
     print(text)
     if file is None:

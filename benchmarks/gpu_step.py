@@ -36,6 +36,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -95,6 +96,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "30b-a3b-3l": KNOWN_MODELS["Qwen3-30B-A3B"] | {"num_hidden_layers": 3},  # three of 48 layers, all experts
 }
 
+GROUP = 8  # responses to a prompt, if they share it
 _TE = ("model.implementation=transformer_engine",)
 _LAYERS: dict[str, tuple[str, ...]] = {
     "local": ("model.implementation=local",),
@@ -109,6 +111,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "te chunk 4096": (*_TE, "train.logprob_chunk_tokens=4096"),
     "te triton": (*_TE, "train.logprob_backend=triton"),
     "te replay": (*_TE, "model.replay_routes=true"),
+    "te shared prompts": (*_TE, "train.share_prompts=true", f"rollout.samples_per_prompt={GROUP}"),
     "te moe_permute_fusion true": (*_TE, "megatron.extra.moe_permute_fusion=true"),
     "te grouped": _TE,
     "te grouped moe_permute_fusion true": (*_TE, "megatron.extra.moe_permute_fusion=true"),
@@ -142,7 +145,8 @@ def make_config(
 
 
 def make_batch(tokens: StepTokens, shape: ModelShape, config: Config) -> Batch:
-    """Return random tokens, and random experts for each if the learner replays them."""
+    """Return random tokens, prompts that `GROUP` sequences share if the learner computes them once, and random experts
+    for each token if the learner replays them."""
     vocab_size = shape.vocab_size
     generator = torch.Generator().manual_seed(0)
     lens_S = torch.full((tokens.num_sequences,), tokens.per_sequence)
@@ -157,6 +161,11 @@ def make_batch(tokens: StepTokens, shape: ModelShape, config: Config) -> Batch:
         versions_T=torch.where(is_response_T, 0, -1),
         mask_T=is_response_T,
     )
+    if config.train.share_prompts:
+        prompt_S = torch.arange(tokens.num_sequences) // GROUP
+        token_ids_ST = batch.token_ids_T.reshape(tokens.num_sequences, tokens.per_sequence)
+        token_ids_ST[:, : tokens.prompt] = token_ids_ST[GROUP * prompt_S, : tokens.prompt]
+        batch = replace(batch, prompt_S=prompt_S, shared_lens_S=torch.full_like(prompt_S, tokens.prompt))
     if not config.model.replay_routes:
         return batch
     assert shape.experts is not None, "learner/fit.py checks this"
@@ -281,7 +290,7 @@ def measure(
     with learner_of(config, hf_config) as learner:
         batch = make_batch(tokens, shape, config)
         minibatch = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=learner.share)
-        assert len(minibatch.micro_batches) == options.packs
+        assert len(minibatch.micro_batches) == options.packs or minibatch.counts.saved
 
         def update() -> None:
             results.append(learner.step(minibatch, BOUNDS))
@@ -296,7 +305,9 @@ def measure(
         of_optimizer = optimizer_peak(learner, update) if options.optimizer_peak else None
         operators = slowest_operators(update) if options.profile else None
     median_s = statistics.median(seconds)
-    hardware, model = step_flops(run, tokens, 0) / median_s, model_flops(run, tokens) / median_s
+    counts = minibatch.counts
+    computed = replace(tokens, num_copies_saved=counts.saved // tokens.prompt, saved=tokens.prompt)
+    hardware, model = step_flops(run, computed, 0) / median_s, model_flops(run, computed) / median_s
     sheet_rate = device_peak_flops(config.model.dtype) if on_gpu else None
     plan = trainer_memory(run, gpu_bytes=torch.cuda.mem_get_info()[1] if on_gpu else None)
     return {

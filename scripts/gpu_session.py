@@ -160,7 +160,7 @@ TRAINING = ("torch, bapo_megatron.learner.megatron",)
 SERVING = (*TRAINING, "bapo_megatron.engines.sglang_server, sglang.srt.entrypoints.http_server")
 GPU_TESTS = (*PYTEST, "-m", "gpu", "tests/gpu")
 LAYER_TESTS = tuple(f"tests/gpu/test_{name}_gpu.py" for name in ("precision", "experts", "hybrid", "train"))
-OF_7B = "te 'te tensorwise' 'te chunk 4096' 'te triton'"
+OF_7B = "te 'te shared prompts' 'te tensorwise' 'te chunk 4096' 'te triton'"
 SHARED = "mem_fraction_static=0.3, log_level='warning'"  # a trainer uses the GPU, too
 QUICK_START = "log_level='warning', disable_prefill_cuda_graph=true"
 SPLIT = f'"sglang.extra={{{QUICK_START}}}"'  # the plan decides the server's part of the GPU

@@ -15,7 +15,7 @@ def layouts_page() -> str:
     """Return the page as Markdown."""
     result = json.loads(RESULTS.read_text(encoding="utf-8"))
     page = PROSE.read_text(encoding="utf-8").replace("<!-- date -->", result["date"])
-    for name in ("rows", "rows_with_experts", "rows_with_linear_attention"):
+    for name in ("rows", "rows_with_experts", "rows_with_linear_attention", "rows_with_both"):
         page = page.replace(f"<!-- {name} -->", table(result[name]))
     return page
 

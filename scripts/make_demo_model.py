@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Make the demo's starting point: a Qwen3 model of about 1M parameters, warm-started on noisy demonstrations.
 
-    python scripts/make_demo_model.py [--model demo|study|moe|hybrid] [--output FOLDER] [--num-updates N] [--seed S]
+    python scripts/make_demo_model.py [--model demo|study|moe|hybrid|hybrid-moe] [--output FOLDER] [--num-updates N]
+        [--seed S]
 
 The demonstrator writes chains of modular arithmetic as a careless pupil would (scripts/pupils.py):
 
@@ -11,8 +12,8 @@ The demonstrator writes chains of modular arithmetic as a careless pupil would (
   * in 3 answers out of 10 it rambles past the result, so that lengths have a long tail and long answers are bad.
 
 The result is an ordinary Hugging Face checkpoint that solves about 30 % of the task at temperature 1. `--model study`
-makes the smaller model for the studies (docs/reproduction.md), `--model moe` a mixture of experts, and `--model hybrid`
-one with linear attention.
+makes the smaller model for the studies (docs/reproduction.md), `--model moe` a mixture of experts, `--model hybrid` one
+with linear attention, and `--model hybrid-moe` one with both, of which the package has no copy.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from warm_start import (
     warm_start,
 )
 
-from bapo_megatron.assets import shipped_model_path
+from bapo_megatron.assets import SHIPPED_MODELS, shipped_model_path
 from bapo_megatron.prompts.chains import MODULUS, OPERATORS, ChainSource
 from bapo_megatron.rewards.answers import judge_chain
 
@@ -40,6 +41,13 @@ SIZES = {
     "study": {"num_layers": 2, "hidden_size": 64, "intermediate_size": 256},
     "moe": {"num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_experts": 8},
     "hybrid": {"num_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_linear_heads": 4},
+    "hybrid-moe": {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_experts": 8,
+        "num_linear_heads": 4,
+    },
 }
 
 
@@ -51,6 +59,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.output is None and args.model not in SHIPPED_MODELS:
+        parser.error(f"--model {args.model} needs --output, as the package has no copy")
 
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer(VOCABULARY)

@@ -19,6 +19,8 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -31,7 +33,7 @@ from bapo_megatron.prompts.base import Question
 PAD, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 MAX_POSITIONS = 512
 
-Policy = Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM
+Policy = Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM | Qwen3_5MoeForCausalLM
 
 
 def build_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -70,7 +72,7 @@ def build_model(
     """Build a float32 model with 4 query heads and 2 key-value heads.
 
     Args:
-        num_experts: make a mixture of experts, two of which compute each token.
+        num_experts: make a mixture of experts, two of which compute each token, and with linear attention a shared one.
         num_linear_heads: value heads of linear attention, which all but every fourth layer then has.
     """
     sizes = {
@@ -93,7 +95,12 @@ def build_model(
     if num_linear_heads is not None:
         sizes |= {"linear_num_key_heads": num_linear_heads // 2, "linear_num_value_heads": num_linear_heads}
         sizes |= {"linear_key_head_dim": hidden_size // 4, "linear_value_head_dim": hidden_size // 4}
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))
+        if num_experts is None:
+            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))
+        else:
+            sizes |= {"moe_intermediate_size": sizes.pop("intermediate_size"), "num_experts": num_experts}
+            sizes |= {"num_experts_per_tok": 2, "shared_expert_intermediate_size": intermediate_size}
+            model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes))
     elif num_experts is None:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import (
     GemmaConfig,
     GraniteConfig,
@@ -14,11 +15,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
 )
+
+from bapo_megatron.hf.reader import SINGLE
 
 VOCAB_SIZE = 37
 SIZES: dict[str, Any] = {
@@ -104,10 +108,18 @@ HYBRIDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3.5": (Qwen3_5TextConfig, _HYBRID),
     "qwen3-5-yarn": (Qwen3_5TextConfig, dict(**_HYBRID, rope_parameters=_YARN | {"partial_rotary_factor": 0.25})),
 }
+HYBRID_MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3.5-moe": (
+        Qwen3_5MoeTextConfig,
+        {name: value for name, value in _HYBRID.items() if name != "intermediate_size"}
+        | {"num_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 14, "shared_expert_intermediate_size": 10},
+    ),
+}
 
 
 def make_model_config(name: str, **change: Any) -> PreTrainedConfig:
-    cls, options = (MODELS | MIXTURES | HYBRIDS)[name]
+    cls, options = (MODELS | MIXTURES | HYBRIDS | HYBRID_MIXTURES)[name]
     return cls(**options | change)
 
 
@@ -119,11 +131,18 @@ def save_randomised(config: PreTrainedConfig, folder: Path, seed: int = 5) -> Pr
     """Save and return a model with no weight value that a mistake in a name map could hit by chance."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    if config.model_type == "qwen3_moe":
+    if config.model_type in ("qwen3_moe", "qwen3_5_moe_text"):
         model.set_experts_implementation("eager")  # the other one wants sizes that 4 divides
     randomise(model)
     model.save_pretrained(folder)
     return model
+
+
+def stack_experts(model: PreTrainedModel, folder: Path) -> None:
+    """Write a saved model's weights again in one file, with one tensor for all experts of a layer, as in memory."""
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / SINGLE)
 
 
 def randomise(model: PreTrainedModel) -> None:
@@ -132,6 +151,6 @@ def randomise(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            plus_one = model_type == "gemma" or (model_type == "qwen3_5_text" and "linear" not in name)
+            plus_one = model_type == "gemma" or (model_type.startswith("qwen3_5") and "linear" not in name)
             is_one = "norm" in name and not plus_one  # otherwise they multiply by 1 + weight
             parameter.copy_(is_one + 0.2 * noise)

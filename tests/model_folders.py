@@ -26,7 +26,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.reader import SINGLE
 from bapo_megatron.hf.shape import load_hf_config, model_shape
 from bapo_megatron.resolved import resolve
-from tests.hf_models import randomise
+from tests.hf_models import randomise, stack_experts
 
 NUM_TOKENS = 48
 TOLERANCE = 1e-4  # in log-probs; transformers' own float32 is up to 3e-5 away from its float64
@@ -48,6 +48,7 @@ _LINEAR = {
     "linear_value_head_dim": 8,
     "full_attention_interval": 2,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "granite": {"attention_multiplier": 0.5},
@@ -56,9 +57,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "qwen2": {},
     "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    "qwen3_moe": _EXPERTS,
     "qwen3_5_text": _LINEAR,
     "qwen3_5": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 10},
+    "qwen3_5_moe": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 10},
     "smollm3": {"pad_token_id": None},  # its default is beyond this vocabulary
 }
 ABSENT = object()
@@ -155,6 +158,16 @@ _OTHERS: dict[str, dict[str, list[Any]]] = {  # values that people write, beside
     },
 }
 _OTHERS["qwen3_5"] = _OTHERS["qwen3_5_text"]
+_OTHERS["qwen3_5_moe_text"] = _OTHERS["qwen3_5_moe"] = _OTHERS["qwen3_5_text"] | {
+    "num_experts": [ABSENT, 6, None],
+    "num_experts_per_tok": [1, 4, 5],
+    "shared_expert_intermediate_size": [ABSENT, 12, 0, None],
+    "norm_topk_prob": [ABSENT, True, False, None],
+    "num_local_experts": [4, 3, None],
+    "mlp_only_layers": [None, [], [0]],
+    "decoder_sparse_step": [1, 2],
+}
+_WITH_VISION = ("qwen3_5", "qwen3_5_moe")
 
 
 def written(number: int) -> dict[str, Any]:
@@ -171,11 +184,11 @@ def written(number: int) -> dict[str, Any]:
     for key, values in draw.sample(list(others), draw.choice([0, 1, 1, 2, 3])):
         config[key] = draw.choice(values)
     config = {key: value for key, value in config.items() if value is not ABSENT}
-    if model_type != "qwen3_5":
+    if model_type not in _WITH_VISION:
         return {"model_type": model_type} | config
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     stray = draw.choice([{}, {}, {}, {"rms_norm_eps": 0.1}, _positions(draw, is_hybrid), {"hidden_size": 64}])
-    return {"model_type": "qwen3_5", **tied, **stray, "text_config": {"model_type": "qwen3_5_text"} | config}
+    return {"model_type": model_type, **tied, **stray, "text_config": {"model_type": f"{model_type}_text"} | config}
 
 
 def _positions(draw: random.Random, is_hybrid: bool) -> dict[str, Any]:
@@ -273,7 +286,7 @@ def meaning(config: dict[str, Any], folder: Path, ours: Callable[[Path, Tensor],
         model = transformers.AutoModelForCausalLM.from_config(text, dtype=torch.float32).eval()
     except Exception:
         return Meaning(None, None if refusal else torch.zeros(0), refusal)
-    if text.model_type == "qwen3_moe":
+    if text.model_type in ("qwen3_moe", "qwen3_5_moe_text"):
         model.set_experts_implementation("eager")  # the other one wants sizes that 4 divides
     torch.manual_seed(5)
     randomise(model)
@@ -294,6 +307,8 @@ def meaning(config: dict[str, Any], folder: Path, ours: Callable[[Path, Tensor],
 def _save(model: transformers.PreTrainedModel, folder: Path, prefix: str) -> None:
     model.save_pretrained(folder)
     if prefix != "model.":
+        if any(".experts." in name for name in model.state_dict()):
+            stack_experts(model, folder)  # as published
         named = {name.replace("model.", prefix, 1): tensor for name, tensor in load_file(folder / SINGLE).items()}
         save_file(named, folder / SINGLE, metadata={"format": "pt"})
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -30,6 +29,9 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.start import running_engines
 from bapo_megatron.engines.update_group import UpdateGroup, host_store
 from bapo_megatron.engines.wire import TensorSpec
+from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.reader import HFReader
+from bapo_megatron.hf.shape import hf_tensors
 from bapo_megatron.resolved import resolve
 from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.sync.broadcast import BroadcastChannel
@@ -299,13 +301,20 @@ LAUNCHERS: dict[str, Launcher] = {
 }
 
 
+def _weights_of(folder: Path) -> dict[str, Tensor]:
+    shape = ModelFacts.of(folder).shape
+    with HFReader(folder) as read:
+        read.check(shape)
+        return {name: read(name) for name in hf_tensors(shape)}
+
+
 @contextlib.contextmanager
 def started(
     kind: str, launch: Launcher, make_model: Callable[[Path, int, int], PreTrainedModel], folder: Path
 ) -> Iterator[Servers]:
     """Start servers of one kind with the first of two models."""
     models = {name: make_model(folder / name, seed, MAX_CONTEXT[kind]) for seed, name in enumerate("ab")}
-    weights = {name: load_file(folder / name / "model.safetensors") for name in models}
+    weights = {name: _weights_of(folder / name) for name in models}
     loop = EventLoop()
     with contextlib.ExitStack() as stack:
         stack.callback(loop.stop)

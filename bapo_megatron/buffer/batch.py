@@ -84,6 +84,7 @@ class BatchBuilder:
         extra: dict[TokenStream, Tensor] = {}
         for stream in dict.fromkeys([TOKEN_IDS, BEHAVIOUR_LOGPROBS, *(stream for s in segments for stream in s.rows)]):
             (extra if stream not in CORE_STREAMS else core)[stream] = _on_tokens(stream, segments)
+        prompt_S, shared_lens_S = _prompts(groups, has_fed_rows=any(stream.on == "fed" for stream in extra))
         metrics = (
             batch_metrics(groups)
             | (turn_metrics(groups) if config.environment.is_used else {})
@@ -100,6 +101,8 @@ class BatchBuilder:
             versions_T=versions_T,
             mask_T=mask_T,
             rewards_S=rewards_S.float(),
+            prompt_S=prompt_S,
+            shared_lens_S=shared_lens_S,
             extra=extra,
             metrics=metrics if config.reward.is_given else _without_rewards(metrics),
         )
@@ -110,6 +113,25 @@ class BatchBuilder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scaler.load_state_dict(state["rewards"])
+
+
+def _prompts(groups: Sequence[Group], *, has_fed_rows: bool) -> tuple[Tensor, Tensor]:
+    """Return the prompt of each sequence by number, and how many of its tokens all sequences of the prompt share.
+
+    Args:
+        has_fed_rows: a prompt's last token has a row that lies with the next token, which each sample has sampled
+            itself; its version or server may be another one's.
+    """
+    numbers, lengths = [], []
+    for number, group in enumerate(groups):
+        for sample in group.valid:
+            for trajectory in sample.trajectories:
+                if trajectory.num_sampled_tokens:
+                    first = trajectory.segments[0]
+                    is_shared = first is group.prompt_segment or first == group.prompt_segment
+                    numbers.append(number)
+                    lengths.append(max(first.num_tokens - has_fed_rows, 0) if is_shared else 0)
+    return torch.tensor(numbers, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
 
 
 def _check_verdicts(groups: Sequence[Group], method: AdvantageConfig, weights: Mapping[str, float]) -> None:

@@ -659,6 +659,10 @@ class OptimizerConfig(Section):
 _FORWARDS_FIRST_SHARE = 0.1  # share of device memory that train.schedule = "auto" allows for an update's layer inputs
 
 
+MAX_KEYS_PER_TOKEN = 8
+"""train.share_prompts: attention gathers at most this many keys for each token that a micro-batch may have."""
+
+
 class TrainConfig(Section):
     """The length of the run, and how each rollout batch is used."""
 
@@ -673,6 +677,12 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: Count = 8192
     """Packed tokens in one forward pass of one rank; a longer sequence gets its own micro-batch. With context
     parallelism, parallel.context ranks share a pack, which holds that many times more."""
+    share_prompts: bool = False
+    """Compute the prompt of several responses in a micro-batch once, in updates and in scores. Context parallelism and
+    models with linear attention compute each copy."""
+    deal: Literal["sequences", "groups"] = "sequences"
+    """How the updates of a pass get their share of a batch at random. groups: all responses to a prompt go into the
+    same update, so that share_prompts saves most."""
     logprob_chunk_tokens: Count | None = None
     """Rows whose logits exist at the same time when log-probs are computed. Unset: on a GPU as many as make 1 GiB of
     float32 logits, with cluster.gpu 2048 to 4096 if the plan still leaves a tenth of the memory free; on a CPU 256."""

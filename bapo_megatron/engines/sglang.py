@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,19 @@ def check_installed(has_gpu: bool) -> None:
         ) from None
     if not has_gpu and installed != SUPPORTED:
         raise UserError(f"without a GPU, SGLang {SUPPORTED} is needed, but {installed} is installed; {how}")
+
+
+def knows(model_type: str) -> bool:
+    """Return whether SGLang or transformers, as installed here, reads a config.json of this type; True without SGLang.
+
+    SGLang serves a model that it has no class for with transformers' modules.
+    """
+    packages = [find_spec(name) for name in ("sglang", "transformers")]
+    sglang, transformers = (spec and spec.submodule_search_locations for spec in packages)
+    if not sglang or not transformers:
+        return True
+    files = [*Path(sglang[0], "srt/configs").glob("*.py"), *Path(transformers[0], "models/auto").glob("*auto*.py")]
+    return any(f'"{model_type}"' in file.read_text(encoding="utf-8") for file in files)
 
 
 def cpu_groups(server: int, tensor_parallel: int, threads: int, cpus: Sequence[int]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.shape import ModelShape, hf_tensors
 from bapo_megatron.hf.splits import Size
+from bapo_megatron.hf.stacks import stacks
 from bapo_megatron.runtime.heartbeat import HEARTBEAT, TRAINER
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class HFReader:
         self._handles = {name: self._open(self.path / name) for name in files}
         self._files_in_use: set[str] = set()
         self._file_of = {tensor: name for name, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
+        self._places: dict[str, tuple[str, int, slice]] = {}  # of experts' tensors: the stack, expert and rows
         if weight_map is not None:
             self._compare_with_index(weight_map)
 
@@ -78,19 +80,21 @@ class HFReader:
         Raises:
             CheckpointError: the values include nan or infinity, or the file cannot be read.
         """
-        file = self._file_of[name]
+        stack, expert, rows = self._places.get(name, (name, None, slice(0)))
+        file = self._file_of[stack]
         if file not in self._files_in_use:
             self._files_in_use.add(file)
             HEARTBEAT.beat(TRAINER, f"loading {self.path.name}: {len(self._files_in_use)}/{len(self._handles)} shards")
         try:
-            tensor = self._handles[file].get_slice(name)[index]
+            held = self._handles[file].get_slice(stack)
+            tensor = held[index] if expert is None else held[(slice(expert, expert + 1), *_within(rows, index))][0]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {name} of {self.path / file}: {error}") from error
         check_finite(tensor, f"{name} in {self.path / file}")
         return tensor
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or name in self._places
 
     def check(self, shape: ModelShape) -> None:
         """Check names, shapes and types against config.json, and warn of tensors that stay unread.
@@ -99,7 +103,7 @@ class HFReader:
             CheckpointError: lists missing, unexpected, mis-shaped and quantised tensors; or a tied output layer
                 differs from the embedding.
         """
-        wanted = hf_tensors(shape)
+        wanted = self._wanted(shape)
         slices = {name: self._handles[file].get_slice(name) for name, file in self._file_of.items()}
         embedding = wanted[shape.embedding_name]
         tied = {"lm_head.weight": embedding} if shape.tied_embeddings else {}
@@ -135,6 +139,17 @@ class HFReader:
                 list_some(sorted({f"{start}*" for start in shape.unread for name in unread if name.startswith(start)})),
             )
 
+    def _wanted(self, shape: ModelShape) -> dict[str, Size]:
+        """Return names and shapes of the tensors that the folder needs, with the stacks that it has; remember these."""
+        wanted = hf_tensors(shape)
+        for stack in stacks(shape).values():
+            if stack.name in self._file_of and self._file_of.keys().isdisjoint(stack.places):
+                for name, place in stack.places.items():
+                    del wanted[name]
+                    self._places[name] = stack.name, *place
+                wanted[stack.name] = stack.size
+        return wanted
+
     def _check_tied(self, shape: ModelShape, chunk_rows: int = 4096) -> None:
         """Check that a stored output layer equals the tied embedding: transformers would use one that differs."""
         for start in range(0, shape.vocab_size, chunk_rows):
@@ -144,6 +159,12 @@ class HFReader:
                     f"lm_head.weight in {self.path / self._file_of['lm_head.weight']} differs from the embedding, but "
                     "config.json sets tie_word_embeddings: set it to false, or remove the tensor"
                 )
+
+
+def _within(rows: slice, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Return an index of rows and columns as one of a stack, of which `rows` are meant."""
+    start, stop, _ = index[0].indices(rows.stop - rows.start)
+    return slice(rows.start + start, rows.start + stop), *index[1:]
 
 
 def digest_of(read: Callable[[str], Tensor], names: Iterable[str]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
@@ -19,7 +18,6 @@ from bapo_megatron.errors import CheckpointError, plural
 from bapo_megatron.hf.adapters import Adapters, frozen, with_adapters
 from bapo_megatron.hf.families import (
     ACTIVATIONS,
-    COMMON_DEFAULTS,
     EMBEDDING,
     FAMILIES,
     OUTSIDE,
@@ -29,6 +27,7 @@ from bapo_megatron.hf.families import (
     Family,
     Parameter,
 )
+from bapo_megatron.hf.families.settings import LOST, Settings, is_positive, linear_layers, with_text_settings
 from bapo_megatron.hf.splits import EachExpert, Entry, is_kept, is_stored
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_s
 _MOST, _MOST_LAYERS = 1 << 24, 1 << 14  # sizes far beyond any model's, within which every check answers quickly
 _OPTIONAL = ("num_key_value_heads", "head_dim")  # null means the number of heads, and the share of each head
 _REQUIRED_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # the hub's files have the first, transformers 5 writes the other
 _REQUIRED_OF_LINEAR = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -46,26 +44,13 @@ _REQUIRED_OF_LINEAR = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-_FULL_INTERVAL = 4  # transformers' default of full_attention_interval, which a config class does not hold
-_LAYER_TYPES = ("linear_attention", "full_attention")
-_OF_THE_WHOLE = ("model_type", "tie_word_embeddings")  # keys that describe text and images together
-_READ_OUTSIDE = (*_OF_THE_WHOLE, "text_config", "quantization_config", "eos_token_id")  # by files with a text_config
-_LOST = "outside text_config"  # no key of a file
-_POSITIONS = (
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-)
 _STRUCTURES: dict[str, tuple[type, str]] = {
     "layer_types": (list, "a list"),
     "rope_parameters": (dict, "an object"),
     "rope_scaling": (dict, "an object"),
 }
 _NEWER = ("output_gate", "attention_scale", "residual_scale", "logits_scale")  # older checkpoints lack them
-_SHARED_EXPERTS = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
+_SHARED_EXPERT = "shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,21 +323,6 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     return with_text_settings(config)
 
 
-def with_text_settings(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the settings of its text_config, if it has one, at the top too.
-
-    They hold whatever the top says of them, as in transformers; only `_OF_THE_WHOLE` are the top's. `_LOST` lists keys
-    about positions that stand at the top, too.
-    """
-    text = hf_config.get("text_config")
-    if not isinstance(text, dict) or _LOST in hf_config:
-        return hf_config
-    lost = [
-        key for key in _POSITIONS if hf_config.get(key) and (key == "rope_scaling" or hf_config[key] != text.get(key))
-    ]
-    return hf_config | text | {key: hf_config[key] for key in _OF_THE_WHOLE if key in hf_config} | {_LOST: lost}
-
-
 def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, own: Family | None = None) -> ModelShape:
     """Read the shape from a config.json.
 
@@ -365,7 +335,7 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
     """
     if problems := unsupported(hf_config, own):
         raise CheckpointError((f"{Path(where) / 'config.json'}: " if where else "") + "; ".join(problems))
-    get = _Settings(hf_config, own)
+    get = _settings(hf_config, own)
     family = get.family
 
     def decided(switch: bool | str) -> bool:
@@ -379,7 +349,7 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
     full = LayerShape(mlp, family.layer)
     other = LayerShape(mlp, family.linear_layer or family.layer, linear)
     unrotated = LayerShape(mlp, family.layer, rotated=False)
-    layers = [other if is_linear else full for is_linear in _kinds(get)]
+    layers = [other if is_linear else full for is_linear in linear_layers(get)]
     scaled = family.scaled_embedding
     return ModelShape(
         family=hf_config["model_type"],
@@ -411,46 +381,27 @@ def model_shape(hf_config: dict[str, Any], where: str | Path | None = None, *, o
     )
 
 
-def _mlp(get: _Settings) -> Dense | Experts:
+def _mlp(get: Settings) -> Dense | Experts:
     if not get.family.has_experts:
         return Dense(get("intermediate_size"))
     chosen, normalised = get("num_experts_per_tok"), bool(get("norm_topk_prob"))
-    return Experts(get("num_experts"), chosen, get("moe_intermediate_size"), normalised)
+    shared = get(_SHARED_EXPERT) if get.family.has_shared_expert else 0
+    return Experts(get("num_experts"), chosen, get("moe_intermediate_size"), normalised, shared)
 
 
-def _linear(get: _Settings) -> LinearAttention | None:
+def _linear(get: Settings) -> LinearAttention | None:
     return LinearAttention(*map(get, _REQUIRED_OF_LINEAR)) if get.family.linear_layer else None
 
 
-def _kinds(get: _Settings) -> list[bool]:
-    """Return for each layer whether its attention is linear: all but every n-th have it."""
-    step = _full_interval(get) if get.family.linear_layer else 1
-    return [(number + 1) % step != 0 for number in range(get("num_hidden_layers"))]
-
-
-def _full_interval(get: _Settings) -> int:
-    """Return n if every n-th layer has full attention: as config.json says, or as its layer_types show."""
-    if (step := get("full_attention_interval")) is None:
-        kinds = get("layer_types")
-        step = _FULL_INTERVAL if kinds is None else [*kinds, "full_attention"].index("full_attention") + 1
-    return int(step)
-
-
-def _rotates(get: _Settings) -> list[bool]:
-    """Return for each layer whether its queries and keys are rotated: as no_rope_layers says, in which 1 means yes."""
-    count = get("num_hidden_layers")
-    if not get.family.skips_rotation:
-        return [True] * count
-    if (named := get("no_rope_layers")) is not None:
-        return list(map(bool, named))
-    return [(number + 1) % get("no_rope_layer_interval") != 0 for number in range(count)]
+def _rotates(get: Settings) -> list[bool]:
+    return [True] * get("num_hidden_layers") if get.family.rotates is None else get.family.rotates(get)
 
 
 def unsupported(hf_config: dict[str, Any], own: Family | None = None) -> list[str]:
     """Return why this model can be neither trained nor served; empty if it can."""
     if (problem := unknown_family(hf_config, own)) is not None:
         return [problem]
-    return list(_unsupported_options(_Settings(hf_config, own)))
+    return list(_unsupported_options(_settings(hf_config, own)))
 
 
 def unknown_family(hf_config: dict[str, Any], own: Family | None = None) -> str | None:
@@ -473,27 +424,11 @@ def _families(own: Family | None) -> dict[str, Family]:
     return FAMILIES if own is None else FAMILIES | {own.model_type: own}
 
 
-class _Settings:
-    """Values of a config.json, with the family's defaults for the keys that it leaves out."""
-
-    def __init__(self, hf_config: dict[str, Any], own: Family | None) -> None:
-        self.family = _families(own)[hf_config["model_type"]]
-        written, text = with_text_settings(hf_config), hf_config.get("text_config")
-        if self.family.prefix != "model." and isinstance(text, dict):
-            written = text | {key: written[key] for key in (*_READ_OUTSIDE, _LOST) if key in written}
-        self.written = written
-        self._values = COMMON_DEFAULTS | self.family.defaults | written
-        for key, meant in self.family.legacy.items():
-            self._values[key] = meant.get(str(self(key)), self(key))
-        self.expert_counts = {key: written[key] for key in _EXPERT_COUNTS if key in written}
-        if self.expert_counts:
-            self._values["num_experts"] = next(iter(self.expert_counts.values()))
-
-    def __call__(self, key: str) -> Any:
-        return self._values.get(key)
+def _settings(hf_config: dict[str, Any], own: Family | None) -> Settings:
+    return Settings(hf_config, _families(own)[hf_config["model_type"]])
 
 
-def _unsupported_options(get: _Settings) -> Iterator[str]:
+def _unsupported_options(get: Settings) -> Iterator[str]:
     text = get("text_config")
     if get.family.prefix != "model." and not isinstance(text, dict):
         yield "config.json has no text_config, which describes the language model"
@@ -501,9 +436,10 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if get.family.prefix == "model." and text:
         yield f"text_config is not supported with model_type {get('model_type')!r}, which is a text model itself"
         return
-    if lost := get(_LOST):
+    if lost := get(LOST):
         yield f"{', '.join(lost)} outside text_config would not be read: move it into text_config"
-    of_mlp = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
+    of_mlp: tuple[str, ...] = _REQUIRED_OF_EXPERTS if get.family.has_experts else ("intermediate_size",)
+    of_mlp += (_SHARED_EXPERT,) if get.family.has_shared_expert else ()
     of_linear = _REQUIRED_OF_LINEAR if get.family.linear_layer else ()
     sizes = {key: get(key) for key in (*_REQUIRED, *of_mlp, *of_linear, "max_position_embeddings")}
     needed = get.written.keys() & get.family.not_null
@@ -519,7 +455,7 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if wrong := [f"{key}={value!r} is not {what}" for key, value, kind, what in found if not isinstance(value, kind)]:
         yield "; ".join(wrong)
         return
-    if not _is_positive(eps := get("rms_norm_eps")):
+    if not is_positive(eps := get("rms_norm_eps")):
         yield f"rms_norm_eps={json.dumps(eps)} is not a positive number"
     eos = get("eos_token_id")
     if not all(type(token) is int for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
@@ -529,12 +465,13 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
         yield f"{plural(heads, 'attention head')} cannot share {plural(kv_heads, 'key-value head')}"
     rotated = sizes.get("head_dim") or sizes["hidden_size"] // heads
     if rotated % 2:
-        yield "an odd head dimension cannot be rotated in pairs"
+        yield f"an odd head dimension, {rotated}, cannot be rotated in pairs"
     if get("hidden_act") not in ACTIVATIONS:
-        yield f"activation {get('hidden_act')!r} is not supported; choose from {', '.join(ACTIVATIONS)}"
+        yield f"hidden_act={get('hidden_act')!r} is not supported; choose from {', '.join(ACTIVATIONS)}"
     for key in get.family.refused:
         if get(key):
-            yield f"{key} is not supported"
+            way = f", as with {key}=false" if isinstance(get(key), bool) else ""
+            yield f"{key}={json.dumps(get(key))} is not supported: only models without it are{way}"
     for key in get.family.absent:
         if key in get.written:
             yield f"{key} is not supported, whatever its value: leave it out"
@@ -546,14 +483,15 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if get("per_layer_config"):
         yield "per_layer_config, which makes layers differ, is not supported"
     for key in get.family.multipliers:
-        if not _is_positive(get(key)):
+        if not is_positive(get(key)):
             yield f"{key}={json.dumps(get(key))} is not a positive number"
-    if get.family.skips_rotation:
-        yield from _unsupported_rotations(get)
-    if get.family.has_experts:
-        yield from _unsupported_experts(get)
-    if get.family.linear_layer:
-        yield from _unsupported_linear(get)
+    try:
+        _rotates(get)
+    except ValueError as problem:
+        yield str(problem)
+    for block in (get.family.layer, get.family.linear_layer):
+        if block is not None and block.refuses is not None:
+            yield from block.refuses(get)
     if isinstance(text, dict) and text.get("tie_word_embeddings", tied := get("tie_word_embeddings")) != tied:
         yield f"tie_word_embeddings={json.dumps(tied)} contradicts text_config: make them equal"
     if get("quantization_config"):
@@ -561,87 +499,18 @@ def _unsupported_options(get: _Settings) -> Iterator[str]:
     if (kinds := get("layer_types")) is not None and len(kinds) != (count := sizes["num_hidden_layers"]):
         yield f"layer_types has {plural(len(kinds), 'value')}, but num_hidden_layers={count}"
     elif _has_sliding_window(get):
-        yield "sliding-window attention is not supported"
+        yield _windows(get)
     yield from _unsupported_rope(get, rotated)
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= sys.float_info.max
-
-
-def _unsupported_rotations(get: _Settings) -> Iterator[str]:
-    named, interval, count = get("no_rope_layers"), get("no_rope_layer_interval"), get("num_hidden_layers")
-    if named is None:
-        if type(interval) is not int or interval < 1:
-            yield f"no_rope_layer_interval={json.dumps(interval)} is not a positive number"
-    elif not isinstance(named, list) or any(value not in (0, 1) for value in named):
-        yield f"no_rope_layers={json.dumps(named)} is not a list of 0 and 1"
-    elif len(named) != count:
-        yield f"no_rope_layers has {plural(len(named), 'value')}, but num_hidden_layers={count}"
-
-
-def _unsupported_experts(get: _Settings) -> Iterator[str]:
-    count, chosen = get("num_experts"), get("num_experts_per_tok")
-    if any(other != count for other in get.expert_counts.values()):
-        yield " and ".join(f"{key}={n}" for key, n in get.expert_counts.items()) + " contradict each other: remove one"
-    elif chosen > count:
-        yield f"num_experts_per_tok={chosen} is more than num_experts={count}"
-    elif chosen == 1 and get("norm_topk_prob"):
-        yield (
-            "num_experts_per_tok=1 with norm_topk_prob=true is not supported: the share of the only chosen expert is "
-            "always 1, so the router would not learn"
-        )
-    needed = "every layer needs experts, as with"
-    if dense := get("mlp_only_layers"):
-        yield f"mlp_only_layers={dense} makes these layers dense, which is not supported: {needed} mlp_only_layers=[]"
-    if (step := get("decoder_sparse_step")) not in (None, 1):
-        yield (
-            f"decoder_sparse_step={step} does not give every layer experts, which is not supported: {needed} "
-            "decoder_sparse_step=1"
-        )
-    for key in _SHARED_EXPERTS:
-        if get(key):
-            yield f"{key}={get(key)}: shared experts are not supported, only models without them, as with {key}=0"
-
-
-def _unsupported_linear(get: _Settings) -> Iterator[str]:
-    keys, values = get("linear_num_key_heads"), get("linear_num_value_heads")
-    if values % keys:
-        yield f"linear_num_value_heads={values} cannot share linear_num_key_heads={keys}"
-    # transformers reads neither of these, but servers obey them
-    if (has_gate := get("attn_output_gate")) is not True:
-        yield (
-            f"attn_output_gate={json.dumps(has_gate)} is not supported: full attention needs its gate, as with "
-            "attn_output_gate=true"
-        )
-    if (gate := get("output_gate_type")) not in (None, "silu", "swish"):
-        yield f'output_gate_type={gate!r} is not supported: the gate of linear attention is "swish"'
-    if (state := get("mamba_ssm_dtype")) not in (None, "float32"):
-        yield f'mamba_ssm_dtype={state!r} is not supported: the state of linear attention is "float32"'
-    if (active := get("hidden_act")) in ACTIVATIONS and active != "silu":
-        yield f'hidden_act={active!r} is not supported with linear attention, whose convolution has "silu"'
-    kinds, step = get("layer_types"), get("full_attention_interval")
-    is_null = kinds is None and step is None and "full_attention_interval" in get.written
-    if is_null or (step is not None and (type(step) is not int or step < 1)):
-        yield f"full_attention_interval={json.dumps(step)} is not a positive number"
-    elif kinds is not None:
-        if others := [kind for kind in kinds if kind not in _LAYER_TYPES]:
-            yield f"layer_types has {others[0]!r}, which is not supported; choose from {', '.join(_LAYER_TYPES)}"
-        elif len(kinds) == get("num_hidden_layers") and kinds != [
-            _LAYER_TYPES[not is_linear] for is_linear in _kinds(get)
-        ]:
-            every = f"full_attention_interval={_full_interval(get)}"
-            yield f"layer_types do not have full attention in every n-th layer alone, as {every} would give it"
-
-
-def _switches(family: Family) -> set[str]:
+def _switches(family: Family) -> list[str]:
     """Return the keys of config.json that the family's configuration class takes as true or false alone."""
     read = {family.qkv_bias, family.out_bias, family.mlp_bias, family.window_switch, *family.refused}
-    found = {key for key in ("attention_bias", "mlp_bias", "use_sliding_window") if key in read}
-    return found | {"tie_word_embeddings"} | ({"norm_topk_prob"} if family.has_experts else set())
+    found = [key for key in ("attention_bias", "mlp_bias", "use_sliding_window") if key in read]
+    return [*found, "tie_word_embeddings", *(["norm_topk_prob"] if family.has_experts else [])]
 
 
-def _has_sliding_window(get: _Settings) -> bool:
+def _has_sliding_window(get: Settings) -> bool:
     switch, kinds = get.family.window_switch, get("layer_types")
     if get.family.linear_layer:
         return False
@@ -655,7 +524,21 @@ def _has_sliding_window(get: _Settings) -> bool:
     return bool(get(switch)) and type(first) is int and first < get("num_hidden_layers")
 
 
-def _rope(get: _Settings) -> dict[str, Any]:
+def _windows(get: Settings) -> str:
+    """Say which key turns on sliding windows, and how to turn them off."""
+    others = [kind for kind in get("layer_types") or () if kind != "full_attention"]
+    switch, window = get.family.window_switch, get("sliding_window")
+    if others:
+        found, off = f"layer_types has {others[0]!r}", '"full_attention" for all layers'
+    else:
+        found = f"{switch}={json.dumps(get(str(switch)))}"
+        off = f"{switch}={'null' if switch == 'sliding_window' else 'false'}"
+    is_harmless = type(window) is int and window > 0 and others[:1] in ([], ["sliding_attention"])
+    same = f", which changes nothing for sequences of at most {window} tokens" if is_harmless else ""
+    return f"{found}: sliding-window attention is not supported; set {off} in config.json{same}"
+
+
+def _rope(get: Settings) -> dict[str, Any]:
     """Return the rope settings under transformers 5's names, read in transformers' order.
 
     `rope_scaling`, the older name, replaces `rope_parameters` as a whole. Inside, rope_theta and partial_rotary_factor
@@ -677,10 +560,10 @@ def _rope(get: _Settings) -> dict[str, Any]:
     return {key: value for key, value in rope.items() if not key.startswith("mrope_")}
 
 
-def _unsupported_rope(get: _Settings, head_dim: int) -> Iterator[str]:
+def _unsupported_rope(get: Settings, head_dim: int) -> Iterator[str]:
     rope = _rope(get)
     if any(isinstance(value, dict) for value in rope.values()):
-        yield "rotary embeddings that differ between layers are not supported"
+        yield "rope_parameters of layers that differ are not supported: only one object for all layers"
         return
     kind = rope["rope_type"]
     if kind not in list(ROPE_TYPES):  # which also takes values that cannot be hashed
@@ -696,11 +579,11 @@ def _unsupported_rope(get: _Settings, head_dim: int) -> Iterator[str]:
                 )
     needed, optional = ROPE_TYPES[kind]
     for key in (*needed, "rope_theta"):
-        if not _is_positive(rope.get(key)):
+        if not is_positive(rope.get(key)):
             yield f"rope scaling {kind!r} needs the positive number {key!r}"
     for key in optional:
         value, whole = rope.get(key), key == "original_max_position_embeddings"
-        if not (_is_positive(value) if whole and key in rope else value is None or _is_positive(value)):
+        if not (is_positive(value) if whole and key in rope else value is None or is_positive(value)):
             yield f"rope scaling {kind!r} has {key}={json.dumps(value)}, which is not a positive number"
     if kind == "yarn" and type(rope.get("truncate", True)) is not bool:
         yield f"rope scaling 'yarn' has truncate={json.dumps(rope['truncate'])}, which is neither true nor false"
@@ -708,14 +591,14 @@ def _unsupported_rope(get: _Settings, head_dim: int) -> Iterator[str]:
         yield "rope scaling 'yarn' needs another rope_theta than 1"
     factor = rope.get("partial_rotary_factor", 1.0)
     if _is_partial(get):
-        turned = int(head_dim * factor) if _is_positive(factor) and factor <= 1 else 0
+        turned = int(head_dim * factor) if is_positive(factor) and factor <= 1 else 0
         if turned == 0 or turned % 2:
             yield f"partial_rotary_factor={factor} does not give an even number of a head's {head_dim} dimensions"
     elif factor != 1:
-        yield "partial_rotary_factor other than 1 is not supported"
+        yield f"partial_rotary_factor={factor} is not supported with model_type {get('model_type')!r}, only 1"
 
 
-def _is_partial(get: _Settings) -> bool:
+def _is_partial(get: Settings) -> bool:
     """Return whether the family rotates only the first dimensions of a head."""
     return "partial_rotary_factor" in get.family.defaults
 
@@ -790,6 +673,7 @@ def _entries(
                 sizes,
                 parameter.trained,
                 parameter.stored,
+                None if parameter.stacked is None else shape.tensor_name(theirs + parameter.stacked),
             )
 
 

@@ -49,6 +49,7 @@ class Entry:
     sizes: Mapping[str, int]  # by the letters of `families.Parameter`
     trained: bool = True  # see `families.Parameter`
     stored: bool = True
+    stacked: str | None = None  # the tensor of all experts, where folders may have one
 
     @property
     def axis(self) -> Axis:

@@ -140,8 +140,18 @@ class TransformerEngineAttention(_CoreAttention):
     ) -> Tensor:
         """Return [T, 1, N * D]."""
         q_T1ND, k_T1KD = self.rotated(q_T1ND, k_T1KD, packed_seq_params)
-        packed = (x[:, 0] for x in (q_T1ND, k_T1KD, v_T1KD))
-        out = self.core(*packed, *args, packed_seq_params=packed_seq_params.thd(), **kwargs)
+        packed, pack = [x[:, 0] for x in (q_T1ND, k_T1KD, v_T1KD)], packed_seq_params.thd()
+        if packed_seq_params.keys_U is None:
+            out = self.core(*packed, *args, packed_seq_params=pack, **kwargs)
+        else:
+            queries, *others = packed
+            gathered = (x.index_select(0, packed_seq_params.keys_U) for x in others)
+            # Megatron's own forward reads these two, and has no name for the mask: a query sees all keys of its prompt.
+            names = self.core.kept_packed_seq_params - {"cp_group", "local_cp_size"}
+            described = {name: getattr(pack, name) for name in names}
+            out = super(TEDotProductAttention, self.core).forward(
+                queries, *gathered, None, attn_mask_type="padding_causal_bottom_right", **described
+            )
         return out.reshape(q_T1ND.shape[0], 1, -1)
 
 

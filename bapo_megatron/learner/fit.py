@@ -22,7 +22,7 @@ _OF_MODEL = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
     layernorm_epsilon layernorm_zero_centered_gamma gated_linear_unit activation_func add_bias_linear add_qkv_bias
     qk_layernorm attention_output_gate softmax_scale no_rope_freq num_moe_experts moe_ffn_hidden_size moe_router_topk
-    moe_router_score_function moe_router_pre_softmax
+    moe_router_score_function moe_router_pre_softmax moe_shared_expert_intermediate_size moe_shared_expert_gate
 """
 _OF_LAYOUT = {
     "tensor_model_parallel_size": "parallel.tensor",
@@ -132,10 +132,10 @@ def check_split(config: Config, model: ModelFacts, setting: str) -> Iterator[Vio
     shape, p = model.shape, config.parallel
     for names, problem, remedy in (*_of_tensor(shape, p), *_of_pipeline(shape.num_layers, p), *_of_expert(shape, p)):
         yield Violation((*(f"parallel.{name}" for name in names.split()), setting), problem, remedy)
-    if shape.experts is not None:
-        yield from _beside_experts(config, setting)
     if shape.linear is not None:
         yield from _beside_linear_attention(config, setting)
+    if shape.experts is not None or shape.linear is not None:
+        yield from _only_dense(config, setting, "linear attention" if shape.experts is None else "experts")
 
 
 def check_adapters(config: Config, model: ModelFacts) -> Iterator[Violation]:
@@ -300,11 +300,6 @@ def _of_expert(shape: ModelShape, p: ParallelConfig) -> Iterator[Problem]:
         )
 
 
-def _beside_experts(config: Config, model: str) -> Iterator[Violation]:
-    """Refuse what is not built for mixtures of experts, or would be wrong without an error."""
-    yield from _only_dense(config, model, "experts")
-
-
 def _beside_linear_attention(config: Config, model: str) -> Iterator[Violation]:
     """Refuse what is not built for layers with linear attention, or would be wrong without an error."""
     if (context := config.parallel.context) > 1:
@@ -314,7 +309,6 @@ def _beside_linear_attention(config: Config, model: str) -> Iterator[Violation]:
             "sequence",
             "set parallel.context=1, and split long sequences by parallel.tensor",
         )
-    yield from _only_dense(config, model, "linear attention")
 
 
 def _only_dense(config: Config, model: str, what: str) -> Iterator[Violation]:

@@ -179,7 +179,8 @@ def _local(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     mlp = _parts_of_mlp(parts.mlp)
-    (mlp if config.num_moe_experts is None else _parts_of_mlp(mlp.experts)).activation_func = GatedActivation
+    for one in (mlp,) if config.num_moe_experts is None else map(_parts_of_mlp, (mlp.experts, mlp.shared_experts)):
+        one.activation_func = GatedActivation
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

@@ -149,7 +149,7 @@ class MegatronLearner(TrainedModel):
 
         rate = learning_rate(self.version, self.config.optimizer, planned_updates(self.config))
         outputs, grad_norm = self.update(run, rate)
-        counts = (minibatch.counts.tokens, minibatch.counts.squares, minibatch.counts.responses)
+        *counts, saved = dataclasses.astuple(minibatch.counts)
         num_expected = None if masks else minibatch.num_trained_tokens
         metrics, mismatch = self._token_metrics.reduce([sums for *_, sums in outputs], num_expected, self.layout)
         metrics |= {
@@ -158,6 +158,8 @@ class MegatronLearner(TrainedModel):
             "optimizer/grad_norm": grad_norm,
             "optimizer/skipped": float(self.num_skipped_updates),
         }
+        if self.share.shares_prompts:
+            metrics["perf/saved_token_share"] = saved / (counts[0] + saved)
         metrics |= self._route_metrics | self.guard.observe(grad_norm)
         metrics |= self._adapter_metrics(grad_norm, metrics)
         if self.reference is not None:

@@ -47,6 +47,7 @@ class PackedSequences(PackedSeqParams):
     rotation: Rotation | None = None  # to apply to this rank's tokens before attention; None means Megatron has done so
     routes: PackRoutes | None = None  # recorded experts for the routers (replay.py)
     sequences: Sequences | None = None  # for layers with linear attention (linear_attention.py)
+    keys_U: Tensor | None = None  # int64, for Transformer Engine: places of the keys; None means the tokens' own
 
     @classmethod
     def of(
@@ -54,14 +55,19 @@ class PackedSequences(PackedSeqParams):
         cu_seqlens_S1: Tensor,
         context_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        follows_S: Tensor | None = None,
     ) -> PackedSequences:
-        """Describe a pack, whose lengths are on the CPU, for `PackedAttention` on `device`."""
+        """Describe a pack, whose lengths are on the CPU, for `PackedAttention` on `device`.
+
+        Args:
+            follows_S: see `MicroBatch`; None with context parallelism.
+        """
         rank, size = (context_group.rank(), context_group.size()) if context_group is not None else (0, 1)
         return cls(
             qkv_format="sbhd",
             cu_seqlens_q=cu_seqlens_S1,
             cu_seqlens_kv=cu_seqlens_S1,
-            blocks=make_blocks(cu_seqlens_S1, rank, size, device),
+            blocks=make_blocks(cu_seqlens_S1, rank, size, device, follows_S),
             context_group=context_group if size > 1 else None,
         )
 
@@ -71,13 +77,28 @@ class PackedSequences(PackedSeqParams):
         cu_seqlens_S1: Tensor,
         context_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        follows_S: Tensor | None = None,
     ) -> PackedSequences:
         """Describe a pack, whose lengths are on the CPU, for `TransformerEngineAttention`.
 
         That module has its own context group.
         """
-        longest = int(cu_seqlens_S1.diff().max())
-        cu_seqlens_S1 = cu_seqlens_S1.to(device or cu_seqlens_S1.device, non_blocking=True)
+        longest, device = int(cu_seqlens_S1.diff().max()), device or cu_seqlens_S1.device
+        if follows_S is not None:
+            starts_S, lengths_S = cu_seqlens_S1[:-1].long(), cu_seqlens_S1.diff().long()
+            num_before_S = torch.where(follows_S >= 0, lengths_S[follows_S], 0)
+            keys = Ragged.after(starts_S[follows_S], num_before_S, starts_S, lengths_S)
+            cu_keys_S1 = torch.cat([cu_seqlens_S1[:1], (num_before_S + lengths_S).cumsum(0).to(cu_seqlens_S1)])
+            assert keys.packed_B is not None
+            return cls(
+                qkv_format="sbhd",
+                cu_seqlens_q=cu_seqlens_S1.to(device, non_blocking=True),
+                cu_seqlens_kv=cu_keys_S1.to(device, non_blocking=True),
+                max_seqlen_q=longest,
+                max_seqlen_kv=keys.length,
+                keys_U=keys.packed_B.to(device, non_blocking=True),
+            )
+        cu_seqlens_S1 = cu_seqlens_S1.to(device, non_blocking=True)
         is_split = context_group is not None and context_group.size() > 1
         padded_S1 = cu_seqlens_S1 if is_split else None  # required with context parallelism
         return cls(
@@ -123,6 +144,22 @@ class Ragged:
     padded_B: Tensor | None  # int64, the same tokens in the block flattened to [S * length]; None means all, in order
     num_sequences: int
     length: int
+    repeats: bool = False  # whether a token of the pack is in several sequences
+
+    @classmethod
+    def after(cls, before_starts_S: Tensor, before_lengths_S: Tensor, starts_S: Tensor, lengths_S: Tensor) -> Ragged:
+        """Select for each s the tokens of one range, and then of another one; ranges may overlap between sequences.
+
+        Example: starts 0 and 0 with lengths 2 and 2 before starts 2 and 3 with lengths 1 and 2 select 0 1 2 | 0 1 3 4.
+        """
+        totals_S = before_lengths_S + lengths_S
+        length = int(totals_S.max())
+        position_SL = torch.arange(length).expand(totals_S.numel(), length)
+        is_token_SL = position_SL < totals_S[:, None]
+        own_SL = (starts_S - before_lengths_S)[:, None] + position_SL
+        packed_SL = torch.where(position_SL < before_lengths_S[:, None], before_starts_S[:, None] + position_SL, own_SL)
+        padded_B = None if bool(is_token_SL.all()) else is_token_SL.flatten().nonzero()[:, 0]
+        return cls(packed_SL[is_token_SL], padded_B, totals_S.numel(), length, repeats=True)
 
     @classmethod
     def of(cls, starts_S: Tensor, lengths_S: Tensor, num_tokens: int) -> Ragged:
@@ -144,7 +181,7 @@ class Ragged:
 
     def pad(self, x_TND: Tensor) -> Tensor:
         """Pad packed [T, heads, D] with zeros to [S, heads, length, D]."""
-        padded = place(x_TND, self.packed_B, self.padded_B, self.num_sequences * self.length)
+        padded = place(x_TND, self.packed_B, self.padded_B, self.num_sequences * self.length, repeats=self.repeats)
         return padded.unflatten(0, (self.num_sequences, self.length)).transpose(1, 2)
 
     def unpad(self, x_SNLD: Tensor, num_tokens: int) -> Tensor:
@@ -154,15 +191,21 @@ class Ragged:
 
 
 def make_blocks(
-    cu_seqlens_S1: Tensor, context_rank: int = 0, context_size: int = 1, device: torch.device | None = None
+    cu_seqlens_S1: Tensor,
+    context_rank: int = 0,
+    context_size: int = 1,
+    device: torch.device | None = None,
+    follows_S: Tensor | None = None,
 ) -> list[Block]:
     """Sort sequences into blocks whose lengths differ by less than a factor of two: padding stays under half.
 
-    With context parallelism, each of the rank's two chunks of the sequences forms its own block.
+    With context parallelism, each of the rank's two chunks of the sequences forms its own block. Sequences that follow
+    another one form blocks of their own, sorted by their keys too, which include the other one's.
 
     Args:
         cu_seqlens_S1: int [S + 1] on the CPU: where the whole pack's sequences start, from 0, and its number of tokens.
         device: where the tokens are; None means the CPU.
+        follows_S: see `MicroBatch`; None with context parallelism.
     """
     device = device or cu_seqlens_S1.device
     starts_S, lengths_S, num_tokens = cu_seqlens_S1[:-1].long(), cu_seqlens_S1.diff().long(), int(cu_seqlens_S1[-1])
@@ -171,6 +214,10 @@ def make_blocks(
     gathered_U = _gathered_places(cu_seqlens_S1, context_size)
     powers_S = torch.where(lengths_S > 0, lengths_S.double().log2().floor().long(), -1)
     blocks = []
+    if follows_S is not None:
+        assert context_size == 1, "context parallelism takes whole sequences"
+        blocks = _blocks_after(starts_S, lengths_S, powers_S, follows_S, num_tokens, device)
+        powers_S = torch.where(follows_S >= 0, -1, powers_S)
     for power in powers_S.unique().tolist():
         if power < 0:
             continue  # empty sequences have no tokens
@@ -185,6 +232,24 @@ def make_blocks(
                 keys = replace(keys, packed_B=gathered_U if keys.packed_B is None else gathered_U[keys.packed_B])
             on_device = queries.to(device)
             blocks.append(Block(on_device, on_device if keys is queries else keys.to(device), visible))
+    return blocks
+
+
+def _blocks_after(
+    starts_S: Tensor, lengths_S: Tensor, powers_S: Tensor, follows_S: Tensor, num_tokens: int, device: torch.device
+) -> list[Block]:
+    """Return blocks of sequences that follow another: a query sees all of that one, and its own up to itself."""
+    num_before_S = lengths_S[follows_S]
+    key_powers_S = (num_before_S + lengths_S).double().log2().floor().long()
+    is_later_S = (follows_S >= 0) & (lengths_S > 0)
+    blocks = []
+    for kind in torch.stack([powers_S, key_powers_S], 1)[is_later_S].unique(dim=0):
+        chosen = is_later_S & (powers_S == kind[0]) & (key_powers_S == kind[1])
+        before_S, before_lengths_S = starts_S[follows_S[chosen]], num_before_S[chosen]
+        queries = Ragged.of(starts_S[chosen], lengths_S[chosen], num_tokens)
+        keys = Ragged.after(before_S, before_lengths_S, starts_S[chosen], lengths_S[chosen])
+        visible = _visible(before_lengths_S.to(device, non_blocking=True), queries.length, keys.length)
+        blocks.append(Block(queries.to(device), keys.to(device), visible))
     return blocks
 
 
@@ -204,9 +269,15 @@ def _gathered_places(cu_seqlens_S1: Tensor, context_size: int) -> Tensor | None:
     return torch.cat([context_tokens(cu_seqlens_S1, rank, context_size) for rank in range(context_size)]).argsort()
 
 
-def place(x: Tensor, of_B: Tensor | None, into_B: Tensor | None, num_rows: int) -> Tensor:
-    """Return `num_rows` rows with out[into] = x[of], zero elsewhere; None means all rows, in order. No row appears
-    twice."""
+def place(x: Tensor, of_B: Tensor | None, into_B: Tensor | None, num_rows: int, *, repeats: bool = False) -> Tensor:
+    """Return `num_rows` rows with out[into] = x[of], zero elsewhere; None means all rows, in order.
+
+    Args:
+        repeats: a row may appear several times in `of`; otherwise, no row appears twice.
+    """
+    if repeats:
+        assert of_B is not None
+        x, of_B = x.index_select(0, of_B), None  # its backward adds up the gradients of a row
     out: Tensor = _Place.apply(x, of_B, into_B, num_rows)
     return out
 

@@ -196,12 +196,20 @@ class ParallelLayout:
         """Return the layers that a pipeline stage holds, ascending."""
         return [layer for layer in range(num_layers) if self.stage_of_layer(layer, num_layers) == stage]
 
-    def share(self, *, sequence_parallel: bool, tokens_multiple: int = 1, pair_cost: float = 0.0) -> Share:
+    def share(
+        self,
+        *,
+        sequence_parallel: bool,
+        tokens_multiple: int = 1,
+        pair_cost: float = 0.0,
+        shares_prompts: bool = False,
+    ) -> Share:
         """Return this rank's part of a mini-batch, and how it must be packed.
 
         Args:
             tokens_multiple: FP8 needs a multiple of this many tokens in a matrix product, or in a gathered part of one.
             pair_cost: see `ModelShape.pair_cost`.
+            shares_prompts: whether the model computes a prompt once for several sequences of a pack.
         """
         return Share(
             data_rank=self.data_rank,
@@ -212,6 +220,7 @@ class ParallelLayout:
             packs_multiple=self.pipeline_size if self.num_chunks > 1 else 1,
             equal_lengths=self.pipeline_size > 1,
             pair_cost=pair_cost,
+            shares_prompts=shares_prompts and self.context_size == 1,
         )
 
     def from_last_stage(self, tensor: Tensor) -> None:

@@ -29,6 +29,7 @@ from bapo_megatron.algorithms.likely import class_log_probs, likeliest
 from bapo_megatron.algorithms.logprobs import Backend, VocabShard, token_log_probs
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.families import SHARED_GATE
 from bapo_megatron.hf.shape import Experts, ModelShape, rotary_frequencies
 from bapo_megatron.learner.elementwise import rotation_of
 from bapo_megatron.learner.embedding import embed
@@ -102,7 +103,8 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
         fields["no_rope_freq"] = [int(not layer.rotated) for layer in shape.layers]  # for Megatron's own rotation
     fields |= fusion_fields(config, shape, this_machine()) | fp8_fields(config, fp8_params) | _recompute_fields(config)
     if isinstance(mlp, Experts):
-        fields |= _expert_fields(mlp, config)
+        has_gate = any(parameter.name == SHARED_GATE for parameter in shape.layers[0].block.parameters)
+        fields |= _expert_fields(mlp, config, has_gate=has_gate)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     if unknown := sorted(set(config.megatron.extra) - known):
         raise ConfigError(f"[megatron.extra] {', '.join(unknown)}: not a field of megatron-core's TransformerConfig")
@@ -119,7 +121,7 @@ def transformer_config(shape: ModelShape, config: Config, *, fp8_params: bool = 
     return settings
 
 
-def _expert_fields(mlp: Experts, config: Config) -> dict[str, Any]:
+def _expert_fields(mlp: Experts, config: Config, *, has_gate: bool) -> dict[str, Any]:
     """Return the fields for a mixture of experts whose router alone decides: no auxiliary loss, no capacity."""
     fields: dict[str, Any] = {
         "num_moe_experts": mlp.num_experts,
@@ -136,6 +138,8 @@ def _expert_fields(mlp: Experts, config: Config) -> dict[str, Any]:
         "expert_model_parallel_size": config.parallel.expert,
         "expert_tensor_parallel_size": config.parallel.expert_tensor,
     }
+    if mlp.shared_ffn_size:
+        fields |= {"moe_shared_expert_intermediate_size": mlp.shared_ffn_size, "moe_shared_expert_gate": has_gate}
     if modules := config.train.recompute_modules:
         fields["recompute_modules"] = ["moe" if name == "mlp" else name for name in modules]
     return fields
@@ -289,7 +293,7 @@ class PolicyModel(GPTModel):
 
     def describe(self, batch: MicroBatch) -> PackedSequences:
         """Describe a pack for all layers, which get it again when they are recomputed."""
-        pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device())
+        pack = self._describe_pack(batch.cu_seqlens_S1, self.context_group, device(), batch.follows_S)
         if self._conv_gap is not None:
             pack.sequences = Sequences.of(batch.cu_seqlens_S1, self._conv_gap, device())
         return pack

@@ -68,6 +68,7 @@ class SplitModel:
             sequence_parallel=self.settings.sequence_parallel,
             tokens_multiple=tokens_multiple(config),
             pair_cost=shape.pair_cost,
+            shares_prompts=config.train.share_prompts and shape.linear is None,
         )
         chunks = range(self.layout.num_chunks)
         self.model = ModuleList(chunk_type(self.settings, shape, self.layout, i) for i in chunks).to(device())

@@ -182,6 +182,7 @@ def update_pass(config: Config, step: int, share: Share, num_epochs: int) -> Pas
         num_minibatches=config.train.minibatches_per_step,
         num_epochs=num_epochs,
         seed=config.run.seed * 1_000_003 + step,
+        by_prompt=config.train.deal == "groups",
     )
 
 

@@ -11,7 +11,7 @@ import bisect
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.chunks import chunk_rows
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN, Config
 from bapo_megatron.hf.shape import RULE_CHUNK, Experts, LayerShape, LinearAttention, runs
 from bapo_megatron.hf.splits import is_kept, is_stored, is_trained
 from bapo_megatron.hf.streams import routes
@@ -363,7 +363,12 @@ class _Activations:
         context = self._config.parallel.context
         output = self._T * (self._item * self._Q + 4 * self._heads())
         if context == 1:
-            return output
+            if not self._run.shares_prompts:
+                return output
+            # a key of a prompt is there for each response, `MAX_KEYS_PER_TOKEN` times at most
+            num_keys = self._T * min(MAX_KEYS_PER_TOKEN, self._config.rollout.samples_per_prompt)
+            mask = 0 if self._on_gpu else self._T * min(self._config.longest_trained, self._T)
+            return output + self._item * (num_keys * 2 * self._K + mask)
         # two chunks of queries, each with the gathered keys up to its end
         return output + self._T * self._item * 2 * self._K * (context - 0.5) + self._mask() * self._item
 
@@ -382,8 +387,11 @@ class _Activations:
 
     def _experts(self, mlp: Experts) -> int:
         """Count the bytes of a mixture: for each row of an expert its input, fc1's output (2), the product, and that
-        times the router's weight; for each token, the router's probabilities and choices."""
+        times the router's weight; for each token, the router's probabilities and choices. Of the shared expert fc1's
+        output, the product, and fc2's output, which its gate multiplies."""
         of_rows = self._expert_rows(mlp) * self._item * (self._H + 4 * self._expert_size(mlp))
+        if shared := mlp.shared_ffn_size // self._config.parallel.tensor:
+            of_rows += self._item * (3 * shared * self._T + self._rows * self._H)
         return of_rows + self._rows * (ROUTER_BYTES * mlp.num_experts + CHOICE_BYTES * mlp.num_chosen)
 
     def _expert_rows(self, mlp: Experts) -> int:

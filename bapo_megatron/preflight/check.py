@@ -182,7 +182,7 @@ def violations_of(
         config, unread = _with_default(config, "model", "family"), {*unread, "model.family", "model.path"}
     if any(v.depends_on(["loss.name"]) for v in found):
         config, unread = config.model_copy(update={"loss": stand_in(config.loss)}), {*unread, "loss.name"}
-    known = known_config(config.model.path) if elsewhere and not here else None
+    known = known_config(config.model.path) if (elsewhere and not here) or not memory else None
     model = None if known else _model(config.model.path, "model.path", found, config_only=not memory)
     hf_config = known or _hf_config(model or _incomplete(config.model.path), "model.path", found)
     critic = None if config.advantage.compares_responses else config.critic.path

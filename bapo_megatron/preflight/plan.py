@@ -152,7 +152,7 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
     given, run = run, with_choices(run)
     memory_gib = gpu_memory_gib(run.config.cluster)
     assert memory_gib is not None
-    tokens = work.StepTokens.of(run.config, response_tokens)
+    tokens = work.StepTokens.of(run.config, response_tokens, shares_prompts=run.shares_prompts)
     shared = this_share(run)
     trainer = fullest_rank(run, int(memory_gib * GIB)) if shared is None else shared.trainer
     passes = work.num_scoring_passes(run.config, plans_forwards_first(run, int(memory_gib * GIB)))
@@ -178,7 +178,7 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
         recompute=_recomputed(run),
         chunk_rows=planned_chunk_rows(run, on_gpu=True),
         mfu=work.model_flops(run, tokens) / (train.expected * peak_flops),
-        unused=tuple(_unused(given, scores=passes > 0)),
+        unused=tuple(_unused(given, tokens, scores=passes > 0)),
         host_bytes=host_bytes(run),
         rows_bytes=rows_host_bytes(run),
         train=train,
@@ -262,12 +262,17 @@ def _recomputed(run: Resolved) -> str:
     return f"{recomputed_layers(run)} of {plural(layers_per_chunk(run), 'layer')} on a rank"
 
 
-def _unused(run: Resolved, *, scores: bool) -> Iterator[str]:
+_WORTH_SHARING = 0.1  # share of a step's tokens
+
+
+def _unused(run: Resolved, tokens: work.StepTokens, *, scores: bool) -> Iterator[str]:
     """Yield the settings that would make training faster and are not used (docs/performance.md).
 
     Args:
+        tokens: the step's.
         scores: whether updates have scoring passes.
     """
+    sharing = work.StepTokens.of(run.config, tokens.response, shares_prompts=run.can_share_prompts)
     p = run.config.parallel
     assert run.config.cluster.gpu is not None
     gpu = GPUS[run.config.cluster.gpu]
@@ -275,6 +280,7 @@ def _unused(run: Resolved, *, scores: bool) -> Iterator[str]:
         gpu.fp8_flops is not None and run.shape.experts is None and run.shape.linear is None
     )  # learner/fit.py refuses it
     levers = {
+        "train.share_prompts=true": sharing.total < (1 - _WORTH_SHARING) * tokens.total,
         "train.recompute=false": run.config.train.recompute,
         'bapo.scope="lagged"': scores and searches_exactly(run.config),
         'precision.fp8="hybrid"': has_fp8 and not run.config.precision.uses_fp8,

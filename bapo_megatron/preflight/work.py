@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN, Config
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.machine.gpus import GPU
 from bapo_megatron.machine.memory import (
@@ -32,14 +32,25 @@ class StepTokens:
     num_sequences: int
     prompt: int  # with all that an environment gives after it
     response: int
+    num_copies_saved: int = 0  # prompts that are not computed again
+    saved: int = 0  # tokens of each of these
 
     @classmethod
-    def of(cls, config: Config, response_tokens: int | None = None) -> StepTokens:
-        """Count a step's tokens; `response_tokens` is the average response length, None means the maximum."""
+    def of(cls, config: Config, response_tokens: int | None = None, *, shares_prompts: bool = False) -> StepTokens:
+        """Count a step's tokens.
+
+        Args:
+            response_tokens: average response length; None means the maximum.
+            shares_prompts: whether a micro-batch holds a prompt once.
+        """
         r = config.rollout
         response = min(response_tokens or r.max_response_tokens, r.max_response_tokens)
-        given = config.longest_trained - r.max_response_tokens
-        return cls(r.prompts_per_step * r.samples_per_prompt, given, response)
+        given, num_sequences = config.longest_trained - r.max_response_tokens, r.prompts_per_step * r.samples_per_prompt
+        if not shares_prompts:
+            return cls(num_sequences, given, response)
+        prompt = min(config.data.max_prompt_tokens, given)
+        num_saved = num_sequences - r.prompts_per_step * _copies_of_a_prompt(config, prompt, given + response)
+        return cls(num_sequences, given, response, max(0, int(num_saved)), prompt)
 
     @property
     def per_sequence(self) -> int:
@@ -47,13 +58,32 @@ class StepTokens:
 
     @property
     def total(self) -> int:
-        return self.num_sequences * self.per_sequence
+        return self.num_sequences * self.per_sequence - self.num_copies_saved * self.saved
+
+
+def _copies_of_a_prompt(config: Config, prompt: int, sequence: int) -> float:
+    """Return how often a step computes a group's prompt of this many tokens, on average.
+
+    Its G responses are dealt to M updates at random: M (1 - (1 - 1 / M)^G) of these get one. There, a micro-batch has
+    room for some, and so has the bound of `buffer.packing.make_units`.
+    """
+    num_responses, num_updates = config.rollout.samples_per_prompt, config.train.minibatches_per_step
+    is_whole = config.train.deal == "groups"
+    num_parts = 1.0 if is_whole else num_updates * (1 - (1 - 1 / num_updates) ** num_responses)
+    room, together = config.train.max_tokens_per_microbatch, 1
+    for number in range(2, num_responses + 1):
+        length = prompt + number * (sequence - prompt)
+        if length > room or number * sequence > MAX_KEYS_PER_TOKEN * length:
+            break
+        together = number
+    return num_parts * math.ceil(num_responses / num_parts / together)
 
 
 def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
     """Return the FLOPs of (all layers, the output layer) for one pass over a step's tokens."""
     num_rows = tokens.num_sequences * tokens.response
-    return shape.forward_flops(tokens.total, tokens.per_sequence * tokens.total, num_rows)
+    squares = tokens.num_sequences * tokens.per_sequence**2 - tokens.num_copies_saved * tokens.saved**2
+    return shape.forward_flops(tokens.total, squares, num_rows)
 
 
 def model_flops(run: Resolved, tokens: StepTokens) -> float:
@@ -114,13 +144,13 @@ def bubble(config: Config, num_microbatches: int) -> float:
 
 
 def tensor_parallel_bytes(run: Resolved, tokens: StepTokens, scoring_passes: float) -> float:
-    """Count the bytes one rank sends per step: two all-reduces of hidden states per layer and pass; with experts one,
-    for attention."""
+    """Count the bytes one rank sends per step: two all-reduces of hidden states per layer and pass; one, for attention,
+    with experts none of which every token passes."""
     p = run.config.parallel
     if p.tensor == 1:
         return 0.0
     reducing = 2 * (p.tensor - 1) / p.tensor * _hidden_bytes(run, tokens)
-    of_mlp = run.shape.experts is None
+    of_mlp = run.shape.experts is None or run.shape.experts.shared_ffn_size > 0
     recomputed = 0.5 * (of_mlp and "mlp" in _recomputed_modules(run.config))
     return reducing * run.shape.num_layers / p.pipeline * (1 + of_mlp) * _passes(run, scoring_passes, recomputed)
 

@@ -63,6 +63,17 @@ class Resolved:
         return replace(teacher.shape, vocab_size=self.model.shape.vocab_size)
 
     @property
+    def can_share_prompts(self) -> bool:
+        """Whether the model's layers, in this layout, can compute a prompt once for several responses."""
+        assert self.model is not None, "only for runs whose model is known"
+        return self.config.parallel.context == 1 and self.model.shape.linear is None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the trainer computes the prompt of several responses in a micro-batch once."""
+        return self.config.train.share_prompts and self.can_share_prompts
+
+    @property
     def streams(self) -> tuple[TokenStream, ...]:
         """The streams that the run's engines return. Raises UserError: see `ModelFacts.returned_streams`."""
         from bapo_megatron.tokens import sampler_streams  # it needs torch

@@ -30,6 +30,7 @@ def header_of(batch: Batch) -> dict[str, Any]:
         "num_sequences": batch.num_sequences,
         "num_tokens": batch.sampled_T.numel(),
         "has_rewards": batch.rewards_S is not None,
+        "has_prompts": batch.prompt_S is not None,
         "streams": [asdict(stream) for stream in batch.values],
     }
 
@@ -71,17 +72,21 @@ class BatchShares:
         num_sequences, num_tokens = header["num_sequences"], header["num_tokens"]
         seq_lens_S = batch.seq_lens_S if batch else torch.empty(num_sequences, dtype=torch.int64)
         rewards_S = batch.rewards_S if batch else torch.empty(num_sequences) if header["has_rewards"] else None
+        prompt_S, shared_lens_S = (batch.prompt_S, batch.shared_lens_S) if batch else (None, None)
+        if not batch and header["has_prompts"]:
+            prompt_S, shared_lens_S = torch.empty_like(seq_lens_S), torch.empty_like(seq_lens_S)
         everywhere = {
             stream: batch.values[stream] if batch else stream.new_tensor(num_tokens)
             for stream in streams
             if stream.to == "every rank"
         }
-        for tensor in (seq_lens_S, rewards_S, *everywhere.values()):
+        for tensor in (seq_lens_S, rewards_S, prompt_S, shared_lens_S, *everywhere.values()):
             if tensor is not None:
                 _broadcast(tensor)
         of_owners = [stream for stream in streams if stream.to != "every rank"]
         lengths = _batch(everywhere | {stream: stream.new_tensor(0) for stream in of_owners}, seq_lens_S)
-        lengths = replace(lengths, rewards_S=rewards_S, metrics=header["metrics"])
+        of_all: dict[str, Any] = {"rewards_S": rewards_S, "prompt_S": prompt_S, "shared_lens_S": shared_lens_S}
+        lengths = replace(lengths, **of_all, metrics=header["metrics"])
         rank = dist.get_rank()
         for needed, ranks in zip(plan(lengths), self._ranks.values(), strict=True):
             if rank not in (0, *ranks):
@@ -100,7 +105,7 @@ class BatchShares:
                     values[stream] = _cast(self._passed_on(sent, rows, ranks, share.num_tokens_here), stream)
             if rank in ranks:
                 mine = _batch(everywhere | values, seq_lens_S)
-                mine = replace(mine, here_S=share.here_S, rewards_S=rewards_S, metrics=header["metrics"])
+                mine = replace(mine, here_S=share.here_S, **of_all, metrics=header["metrics"])
         return mine
 
     def _passed_on(self, stream: TokenStream, rows: Tensor | None, ranks: list[int], num_rows: int) -> Tensor:

@@ -1,11 +1,12 @@
-"""Operators of SGLang 0.5.23's Gated DeltaNet models (Qwen3.5) in torch, for a machine without CUDA.
+"""Operators of SGLang 0.5.23's Gated DeltaNet models (Qwen3.5, Qwen3.5-MoE) in torch, for a machine without CUDA.
 
 Why: on a CPU, the model (srt/models/qwen3_5.py), its linear attention (srt/layers/attention/linear/gdn_backend.py and
 kernels/gdn_triton.py) and its norm (kernels/ops/attention/fla/layernorm_gated.py) take these ten from SGLang's CPU
-build of sgl_kernel.
+build of sgl_kernel. Its mixtures add the shared expert in a Triton kernel, also on a CPU (srt/models/qwen2_moe.py:877).
 
 How: `register` defines operators in torch's namespace `sgl_kernel`, and `MAMBA` holds the functions of the module
-`sgl_kernel.mamba`. They compute in float32, as the triton kernels do, and update the states of requests in place.
+`sgl_kernel.mamba`. They compute in float32, as the triton kernels do, and update the states of requests in place. The
+function with the kernel is replaced before models import it.
 
 When it can go: with the placeholder of sgl_kernel in `v0_5_23.py`.
 
@@ -173,6 +174,12 @@ def fused_rmsnorm_gated_cpu(x: Tensor, weight: Tensor, z: Tensor, eps: float) ->
     return (weight.float() * _normed(x, eps) * F.silu(z.float())).to(x.dtype)
 
 
+def fused_gate_sigmoid_mul_add(x_TE: Tensor, gate_E: Tensor, shared_TE: Tensor, out_TE: Tensor) -> None:
+    """Add the shared expert's output, times its gate, to `out_TE`. E: hidden size."""
+    gate_T1 = (x_TE.float() @ gate_E.float()[:, None]).sigmoid()
+    out_TE.copy_(out_TE.float() + gate_T1 * shared_TE.float())
+
+
 OPERATORS: dict[Callable[..., Any], tuple[str, ...]] = {  # and the arguments that each changes
     fused_sigmoid_gating_delta_rule_update_cpu: ("initial_state_source",),
     fused_gdn_gating_cpu: (),
@@ -187,6 +194,7 @@ OPERATORS: dict[Callable[..., Any], tuple[str, ...]] = {  # and the arguments th
 def register(library: torch.library.Library) -> None:
     """Define the operators in the namespace `sgl_kernel`, unless a real one has, and use the norm on any CPU."""
     from sglang.kernels.ops.attention.fla import layernorm_gated
+    from sglang.kernels.ops.elementwise import elementwise
 
     for function, changed in OPERATORS.items():
         name = function.__name__
@@ -194,6 +202,7 @@ def register(library: torch.library.Library) -> None:
             library.define(name + torch.library.infer_schema(function, mutates_args=changed))
             library.impl(name, function, "CPU")
     layernorm_gated._use_cpu = True  # otherwise only on CPUs with AMX
+    elementwise.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:

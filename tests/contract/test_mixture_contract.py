@@ -6,6 +6,8 @@ sets: servers return them in different orders.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Sampled, Trajectory
 from tests.distributed import HANG_S
+from tests.hybrid_model import save_hybrid
 from tests.mixture_model import save_mixture
 from tests.rollout_servers import LAUNCHERS, Servers, sglang_servers, started
 
@@ -33,10 +36,17 @@ WITH_ROUTES = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param("embedded"), pytest.param("sglang", marks=pytest.mark.slow)])
+FAMILIES = {"qwen3_moe": save_mixture, "qwen3_5_moe": partial(save_hybrid, published=True, experts=True)}
+CASES = [
+    pytest.param(case, id="-".join(case), marks=[] if case == ("qwen3_moe", "embedded") else [pytest.mark.slow])
+    for case in product(FAMILIES, WITH_ROUTES)
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    folder = tmp_path_factory.mktemp(request.param)
-    with started(request.param, WITH_ROUTES[request.param], save_mixture, folder) as servers:
+    family, kind = request.param
+    with started(kind, WITH_ROUTES[kind], FAMILIES[family], tmp_path_factory.mktemp(kind)) as servers:
         yield servers
 
 
@@ -91,6 +101,7 @@ def test_two_turns_over_pushes_have_the_routes_of_their_time(servers: Servers, r
     """Each piece has another weight version; between the turns, and at the end, tokens are given."""
     samples, model_of = servers.pieces_over_pushes(PROMPTS, "abab", turn_tokens=6, streams=(routes,))
     assert len(samples) == 6
+    servers.check_pieces(samples, model_of, atol=TOLERANCE, rtol=0)
     assert all({origin.version for origin, _ in sample.sampled_segments} == {*model_of} for sample in samples)
     for (trajectory,) in (sample.trajectories for sample in samples):
         compare(servers, trajectory, routes, model_of)
@@ -155,7 +166,8 @@ def test_fused_experts_are_refused_before_anything_is_sent(
 
     if not knows_config:
         monkeypatch.setattr(verify.ModelFacts, "of", unreadable)
-    fused = [TensorSpec.of(name, tensor) for name, tensor in servers.models["a"].state_dict().items()]
+    prefix, held = servers.manifest("a")[0].name.removesuffix("embed_tokens.weight"), servers.models["a"].state_dict()
+    fused = [TensorSpec.of(name.replace("model.", prefix, 1), tensor) for name, tensor in held.items()]
     for manifest, name in ((fused, r"layers\.0\.mlp\.experts\.(gate_up|down)_proj"), (servers.manifest("a"), "")):
         channel = BroadcastChannel(servers.pool, SyncConfig(timeout_s=HANG_S), servers.loop.submit)
         if name:

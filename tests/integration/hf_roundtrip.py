@@ -127,8 +127,8 @@ def check_models_of_rank(
 
 @torch.no_grad()
 def write_reference(model: transformers.PreTrainedModel, folder: Path) -> None:
-    """Return transformers' float32 logits, at all positions except the last of each sequence."""
-    logits = [model(ids[None]).logits[0, :-1] for ids in token_ids(model.config.vocab_size)]
+    """Save transformers' logits as float32, at all positions except the last of each sequence."""
+    logits = [model(ids[None]).logits[0, :-1].float() for ids in token_ids(model.config.vocab_size)]
     torch.save({"logits": torch.cat(logits)}, folder.with_suffix(".pt"))
 
 

@@ -28,9 +28,11 @@ from tests.distributed import HANG_S, run_distributed
 from tests.integration.learner_reference import (
     ADAM_EPS,
     HYBRID,
+    HYBRID_MIXTURE,
     MIXTURE,
     SEARCH,
     TEMPERATURE,
+    forest_batch,
     literal_bounds,
     literal_loss,
     load_float64,
@@ -59,6 +61,7 @@ class Layout:
     recompute: bool = False
     max_tokens: int = 40
     schedule: str = "auto"
+    share_prompts: bool = False
 
     @property
     def num_processes(self) -> int:
@@ -79,6 +82,7 @@ class Layout:
                     "recompute": self.recompute,
                     "max_tokens_per_microbatch": self.max_tokens,
                     "schedule": self.schedule,
+                    "share_prompts": self.share_prompts,
                 },
             }
         )
@@ -138,25 +142,42 @@ EXPERT_LAYOUTS = (
     Layout("PP2 x VPP2 x EP2, distributed optimizer", VPP | DP | EP, distributed=True),
     Layout("TP2 + SP x PP2 x EP2, recompute", SP | PP | EP, recompute=True),
 )
+HYBRID_LAYOUTS = (
+    Layout("one process"),
+    Layout("one process, one pack", max_tokens=400),
+    Layout("recompute", recompute=True),
+    Layout("TP2", TP),
+    Layout("TP2, one pack", TP, max_tokens=400),
+    Layout("TP2 + SP", SP),
+    Layout("PP2", PP),
+    Layout("PP2 x VPP2", VPP),
+    Layout("DP2", DP),
+    Layout("DP2, distributed optimizer", DP, distributed=True),
+    Layout("TP2 x PP2", TP | PP),
+    Layout("TP2 + SP x PP2 x VPP2, recompute", SP | VPP, recompute=True),
+    Layout("TP2 x DP2, distributed optimizer, overlapped", TP | DP | {"overlap_communication": True}, True),
+    Layout("TP2 + SP x PP2 x DP2, distributed optimizer", SP | PP | DP, distributed=True),
+)
+HYBRID_EXPERT_LAYOUTS = (
+    Layout("one process"),
+    Layout("one process, one pack, recompute", max_tokens=400, recompute=True),
+    Layout("DP2, distributed optimizer", DP, distributed=True),
+    Layout("EP2", DP | EP),
+    Layout("EP2, distributed optimizer, recompute", DP | EP, distributed=True, recompute=True),
+    Layout("TP2 + SP, experts split by TP", SP),
+    Layout("TP2 + SP x EP2", SP | EP),
+    Layout("PP2", PP),
+    Layout("PP2 x VPP2", VPP),
+    Layout("EP4", {"data": 4} | EP4),
+    Layout("DP2 x EP2, distributed optimizer", {"data": 4} | EP, distributed=True),
+    Layout("PP2 x VPP2 x EP2, distributed optimizer", VPP | DP | EP, distributed=True),
+    Layout("TP2 + SP x PP2 x EP2, recompute", SP | PP | EP, recompute=True),
+    Layout("TP2 + SP x DP2 x EP4, distributed optimizer", SP | DP | EP4, distributed=True),
+)
 # Packs of 147 and 74 tokens; or all in one
-HYBRID_LAYOUTS = tuple(
-    replace(layout, max_tokens=max(layout.max_tokens, 150))
-    for layout in (
-        Layout("one process"),
-        Layout("one process, one pack", max_tokens=400),
-        Layout("recompute", recompute=True),
-        Layout("TP2", TP),
-        Layout("TP2, one pack", TP, max_tokens=400),
-        Layout("TP2 + SP", SP),
-        Layout("PP2", PP),
-        Layout("PP2 x VPP2", VPP),
-        Layout("DP2", DP),
-        Layout("DP2, distributed optimizer", DP, distributed=True),
-        Layout("TP2 x PP2", TP | PP),
-        Layout("TP2 + SP x PP2 x VPP2, recompute", SP | VPP, recompute=True),
-        Layout("TP2 x DP2, distributed optimizer, overlapped", TP | DP | {"overlap_communication": True}, True),
-        Layout("TP2 + SP x PP2 x DP2, distributed optimizer", SP | PP | DP, distributed=True),
-    )
+HYBRID_LAYOUTS, HYBRID_EXPERT_LAYOUTS = (
+    tuple(replace(layout, max_tokens=max(layout.max_tokens, 150)) for layout in layouts)
+    for layouts in (HYBRID_LAYOUTS, HYBRID_EXPERT_LAYOUTS)
 )
 
 
@@ -169,16 +190,18 @@ class Table:
     families: dict[str, float]  # with the target of the search for bounds
     seq_lens: Sequence[int] | None = None  # see `random_batch`
     with_transformers: bool = True  # instead of the first layout
+    with_prompts: bool = False  # that several sequences share
 
     @property
     def batch(self) -> Batch:
-        return random_batch(seq_lens=self.seq_lens)
+        return forest_batch() if self.with_prompts else random_batch(seq_lens=self.seq_lens)
 
 
 TABLES = (
     Table("rows", LAYOUTS, FAMILIES, with_transformers=False),
     Table("rows_with_experts", EXPERT_LAYOUTS, {MIXTURE: 0.25}),
     Table("rows_with_linear_attention", HYBRID_LAYOUTS, {HYBRID: 0.35}, (70, 1, 3, 130, 17)),
+    Table("rows_with_both", HYBRID_EXPERT_LAYOUTS, {HYBRID_MIXTURE: 0.35}, (70, 1, 3, 130, 17)),
 )
 
 

@@ -1,4 +1,5 @@
-"""A single-process float64 reference for the learner: plain transformers, one sequence at a time, literal formulas."""
+"""A single-process float64 reference for the learner: plain transformers with eager attention, one sequence at a time,
+literal formulas."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ FAMILIES = {
     "smollm3": lambda: transformers.SmolLM3Config(**_SIZES, no_rope_layers=[1, 0, 1, 0]),
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-MIXTURE, HYBRID = "qwen3_moe", "qwen3_5_text"
+MIXTURE, HYBRID, HYBRID_MIXTURE = "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text"
 
 
 def make_mixture() -> transformers.Qwen3MoeConfig:
@@ -68,26 +69,40 @@ def make_mixture() -> transformers.Qwen3MoeConfig:
     return transformers.Qwen3MoeConfig(**_SIZES | heads | _EXPERTS, norm_topk_prob=True)
 
 
+_LINEAR: dict[str, Any] = {
+    "max_position_embeddings": 256,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "full_attention_interval": 2,
+}
+
+
 def make_hybrid() -> transformers.Qwen3_5TextConfig:
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    dims = {"head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
-    return transformers.Qwen3_5TextConfig(
-        **_SIZES | heads | dims | {"max_position_embeddings": 256}, full_attention_interval=2
-    )
+    return transformers.Qwen3_5TextConfig(**_SIZES | _LINEAR)
+
+
+def make_hybrid_mixture() -> transformers.Qwen3_5MoeTextConfig:
+    sizes = {name: size for name, size in _SIZES.items() if name != "intermediate_size"}
+    return transformers.Qwen3_5MoeTextConfig(**sizes | _LINEAR | _EXPERTS, shared_expert_intermediate_size=20)
 
 
 def save_random_model(family: str, folder: Path) -> None:
     """Save a tiny checkpoint with no weight value that a mistake in the name map could hit by chance."""
     torch.manual_seed(5)
-    config = {MIXTURE: make_mixture, HYBRID: make_hybrid, **FAMILIES}[family]()
+    makers = {MIXTURE: make_mixture, HYBRID: make_hybrid, HYBRID_MIXTURE: make_hybrid_mixture, **FAMILIES}
+    config = makers[family]()
+    is_hybrid = family in (HYBRID, HYBRID_MIXTURE)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            plus_one = family == "gemma" or (family == HYBRID and "linear" not in name)
+            plus_one = family == "gemma" or (is_hybrid and "linear" not in name)
             centre = 1 if "norm" in name and not plus_one else 0  # the others multiply by 1 + weight
             scale = 0.2 if "norm" in name else 0.15
-            if family == HYBRID and ("embed" in name or "conv1d" in name):
+            if is_hybrid and ("embed" in name or "conv1d" in name):
                 # as small as the others, they would leave norms that multiply rounding
                 scale = 1.5 if "embed" in name else 0.25
             parameter.copy_(centre + scale * noise)
@@ -116,9 +131,9 @@ def merged_float64(model: Path, adapters: Path, sizes: Adapters) -> dict[str, Te
 
 def load_float64(folder: Path) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="sdpa", local_files_only=True
+        folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
-    if model.config.model_type == MIXTURE:
+    if model.config.model_type in (MIXTURE, HYBRID_MIXTURE):
         model.set_experts_implementation("eager")  # the other one has no float64
     return model
 
@@ -146,6 +161,39 @@ def random_batch(num_sequences: int = 9, seq_lens: Sequence[int] | None = None) 
         behaviour_logprobs_T=(-3.5 + torch.randn(num_tokens, generator=generator)) * is_response_T,
         versions_T=torch.where(is_response_T, -torch.arange(num_tokens), -1),
         mask_T=mask_T,
+    )
+
+
+def forest_batch() -> Batch:
+    """Return the random batch with prompts that groups of 4, 1, 3 and 2 sequences begin with; one has a single token.
+
+    All sampled tokens of one response are masked, and a long response is alone with its prompt.
+    """
+    prompt_S = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2, 3, 3])
+    prompts = (9, 4, 1, 17)
+    generator = torch.Generator().manual_seed(12)
+    responses = torch.randint(1, 20, (10,), generator=generator).tolist()
+    batch = random_batch(seq_lens=[prompts[p] + r for p, r in zip(prompt_S.tolist(), responses, strict=True)])
+    starts_S = batch.seq_lens_S.cumsum(0) - batch.seq_lens_S
+    shared_lens_S = torch.tensor(prompts)[prompt_S]
+    is_prompt_T = torch.cat([torch.arange(n) < p for n, p in zip(batch.seq_lens_S, shared_lens_S, strict=True)])
+    token_ids_T = batch.token_ids_T.clone()
+    for sequence, prompt in enumerate(prompt_S.tolist()):
+        first, of = int(starts_S[(prompt_S == prompt).nonzero()[0, 0]]), int(starts_S[sequence])
+        token_ids_T[of : of + prompts[prompt]] = batch.token_ids_T[first : first + prompts[prompt]]
+    sampled_T, num_tokens = ~is_prompt_T, is_prompt_T.numel()
+    mask_T = sampled_T & (torch.rand(num_tokens, generator=generator) > 0.1)
+    mask_T[starts_S[1] : starts_S[2]] = False
+    return Batch(
+        token_ids_T=token_ids_T,
+        seq_lens_S=batch.seq_lens_S,
+        sampled_T=sampled_T,
+        advantages_T=torch.randn(num_tokens, generator=generator) * sampled_T,
+        behaviour_logprobs_T=(-3.5 + torch.randn(num_tokens, generator=generator)) * sampled_T,
+        versions_T=torch.where(sampled_T, -torch.arange(num_tokens), -1),
+        mask_T=mask_T,
+        prompt_S=prompt_S,
+        shared_lens_S=shared_lens_S,
     )
 
 

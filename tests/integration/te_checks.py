@@ -24,6 +24,7 @@ from torch import Tensor
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.optimizers import FusedAdam
 
+from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.hf.adapters import PEFT_PREFIX
@@ -36,8 +37,10 @@ from bapo_megatron.types import ClipBounds, MiniBatch
 from tests.integration.learner_reference import (
     ADAPTERS,
     HYBRID,
+    HYBRID_MIXTURE,
     MIXTURE,
     Reference,
+    forest_batch,
     literal_loss,
     load_float64,
     merged_float64,
@@ -201,14 +204,57 @@ def check_families(root: Path, families: Sequence[str]) -> None:
         check_near(f"{family}, one to the other", engine, local)
 
 
+def check_shared_prompts(root: Path, **sections: Any) -> None:
+    """Compare an update whose packs hold prompts once with transformers, and with whole sequences."""
+    batch, exact = forest_batch(), None
+    train = {"max_tokens_per_microbatch": 60}
+    found = []
+    for shares in (False, True):
+        with engine_learner(root / "qwen3", train=train | {"share_prompts": shares}, **sections) as learner:
+            exact = exact or reference_update(
+                load_float64(learner.hf_path), batch, loss_of=partial(literal_loss, bounds=WIDE)
+            )
+            minibatch = one_minibatch(batch, max_tokens=60, share=learner.share)
+            assert (minibatch.counts.saved > 0) == shares
+            CALLS.clear()
+            result = learner.step(minibatch, WIDE)
+            forwards = [call.facts["has_more_keys"] for call in CALLS if call.name == "fused_attn_fwd"]
+            assert any(forwards) == shares
+            rows = [one.batch_rows_R for one in minibatch.micro_batches if learner.layout.is_last_stage]
+            gradients = {name: gradient.clone() for name, gradient in learner.named_gradients()}
+            mine = Outcome(result.log_probs, gradients, result.metrics["optimizer/grad_norm"])
+            of_rank = {name: g if learner.layout.rank == 0 else g.new_empty(0) for name, g in exact.gradients.items()}
+            wanted = Outcome([exact.log_probs_T[rows_R] for rows_R in rows], of_rank, exact.grad_norm)
+            found.append(check_near(f"shared prompts: {shares}", mine, wanted))
+    assert all(mine < 1.5 * other for mine, other in zip(found[1], found[0], strict=True))
+
+
 def check_mixture(root: Path, **sections: Any) -> None:
     """Compare an update of experts in grouped linears with transformers, and let the weights leave as they came."""
     with engine_learner(root / MIXTURE, **sections) as learner:
-        kinds = {type(module).__name__ for module in learner.model.modules()}
-        assert {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"} <= kinds
-        check_weights(learner, root / MIXTURE)
+        check_grouped(learner, root / MIXTURE)
         exact = expected(learner)
         check_near("experts in grouped linears", update(learner), exact)
+
+
+def check_grouped(learner: MegatronLearner, folder: Path) -> None:
+    kinds = {type(module).__name__ for module in learner.model.modules()}
+    assert {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"} <= kinds
+    check_weights(learner, folder)
+
+
+def check_hybrid_mixture(root: Path, **sections: Any) -> None:
+    """Compare experts and a shared one with transformers: they are about as near as local layers, which in bfloat16
+    send some tokens to other experts than float64 does."""
+    with local_learner(root / HYBRID_MIXTURE, **sections) as learner:
+        local, exact = update(learner), expected(learner)
+    with engine_learner(root / HYBRID_MIXTURE, **sections) as learner:
+        check_grouped(learner, root / HYBRID_MIXTURE)
+        engine = update(learner)
+    (of_local, local_cosine), (of_engine, engine_cosine) = distances(local, exact), distances(engine, exact)
+    print(f"a shared expert: {of_engine:.2g} and {engine_cosine:.2g}, local {of_local:.2g} and {local_cosine:.2g}")
+    assert of_engine < 1.5 * of_local < 0.1
+    assert engine_cosine <= 1.5 * local_cosine < 0.02
 
 
 def check_hybrid(root: Path, **sections: Any) -> None:
@@ -316,6 +362,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
     check_hybrid(root)
     for family in ("qwen3", "llama_biases", "gemma"):
         check_adapters(root, family)
+    check_shared_prompts(root)
     check_schedules(root)
     check_fixed_order(root)
     check_waits(root)
@@ -333,11 +380,13 @@ def check_other_layers(rank: int, world_size: int, root: Path) -> None:
 def check_two_processes(rank: int, world_size: int, root: Path) -> None:
     """Compare layouts with transformers, and with and without a scoring pass; resume."""
     split_model.DistributedDataParallelConfig = SmallBuckets  # type: ignore[misc]
-    check_mixture(root, parallel={"data": 2, "expert": 2}, distributed=True)
-    check_mixture(root, parallel={"tensor": 2, "sequence": True})
+    for check in (check_mixture, check_hybrid_mixture):
+        check(root, parallel={"data": 2, "expert": 2}, distributed=True)
+        check(root, parallel={"tensor": 2, "sequence": True})
     for sequence in (False, True):
         check_hybrid(root, parallel={"tensor": 2, "sequence": sequence})
     check_hybrid(root, parallel={"pipeline": 2})
+    check_shared_prompts(root, parallel={"tensor": 2, "sequence": True})
     for sequence in (False, True):
         check_adapters(root, "qwen3", parallel={"tensor": 2, "sequence": sequence})
     cases: list[tuple[str, dict[str, Any]]] = [

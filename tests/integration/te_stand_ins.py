@@ -342,11 +342,14 @@ def get_fused_attn_backend(
     return _Name("NVTE_F16_arbitrary_seqlen" if fits else "NVTE_No_Backend")
 
 
-def _attend(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    outputs = []
-    for q, k, v in zip(*(x.float().split(cu_seqlens.diff().tolist()) for x in (q_TND, k_TKD, v_TKD)), strict=True):
+def _attend(q_TND: Tensor, k_UKD: Tensor, v_UKD: Tensor, cu_seqlens: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    """Attend by sequences; the last query of each sees all of its keys."""
+    outputs, (lengths, key_lengths) = [], (one.diff().tolist() for one in cu_seqlens)
+    parts = (q_TND.float().split(lengths), *(x.float().split(key_lengths) for x in (k_UKD, v_UKD)))
+    for q, k, v in zip(*parts, strict=True):
         heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
+        visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible, scale=scale, enable_gqa=True)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -360,7 +363,9 @@ def _check_attention(
     absent: tuple[Any, ...],
 ) -> None:
     """Check what cuDNN needs of a pack, and that nothing more was asked for."""
-    assert settings == (0, "NVTE_THD_THD_THD", "NVTE_NO_BIAS", "NVTE_PADDING_CAUSAL_MASK", "NVTE_VANILLA_SOFTMAX")
+    is_longer = not torch.equal(*cu_seqlens)
+    mask = "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK" if is_longer else "NVTE_PADDING_CAUSAL_MASK"
+    assert settings == (0, "NVTE_THD_THD_THD", "NVTE_NO_BIAS", mask, "NVTE_VANILLA_SOFTMAX")
     assert tuple(window) == (-1, 0)
     assert not any(x is not None for x in absent)
     q, k, _ = qkv
@@ -407,9 +412,9 @@ def fused_attn_fwd(
     longest, cu_seqlens = (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv)
     _check_attention(longest, settings, window_size, cu_seqlens, (Q, K, V), absent)
     assert return_max_logit is cuda_graph is False
-    _note("fused_attn_fwd", training=is_training)
+    _note("fused_attn_fwd", training=is_training, has_more_keys=K.shape[0] > Q.shape[0])
     with torch.no_grad():
-        out = _attend(Q, K, V, cu_seqlens_q, attn_scale).to(Q.dtype)
+        out = _attend(Q, K, V, cu_seqlens, attn_scale).to(Q.dtype)
     return [out, Q.new_zeros(*Q.shape[:2], 1, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)]
 
 
@@ -450,7 +455,7 @@ def fused_attn_bwd(
     _note("fused_attn_bwd", deterministic=deterministic)
     with torch.enable_grad():
         leaves = [x.detach().float().requires_grad_() for x in (Q, K, V)]
-        out = _attend(*leaves, cu_seqlens_q, attn_scale)
+        out = _attend(*leaves, cu_seqlens, attn_scale)
         grads = torch.autograd.grad(out, leaves, dO.reshape(out.shape).float())
     return [grad.to(_DTYPES[dqkv_type]) for grad in grads]
 

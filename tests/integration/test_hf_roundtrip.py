@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bapo_megatron.config.families import own_family
 from bapo_megatron.config.schema import ParallelConfig
 from bapo_megatron.convert import convert
 from bapo_megatron.engines.embedded.model import Model
@@ -23,7 +24,17 @@ from bapo_megatron.machine.parameters import model_parameters, rank_parameters
 from bapo_megatron.resolved import resolve
 from bapo_megatron.types import ClipBounds
 from tests.distributed import run_distributed
-from tests.hf_models import HYBRIDS, MIXTURES, MODELS, SIZES, VOCAB_SIZE, save_model, save_randomised
+from tests.hf_models import (
+    HYBRID_MIXTURES,
+    HYBRIDS,
+    MIXTURES,
+    MODELS,
+    SIZES,
+    VOCAB_SIZE,
+    save_model,
+    save_randomised,
+    stack_experts,
+)
 from tests.integration.hf_roundtrip import (
     TOLERANCE,
     check_exported,
@@ -94,6 +105,17 @@ def test_experts_over_two_ranks_by_two_stages(tmp_path: Path) -> None:
     check_layout(tmp_path, list(MIXTURES), {"expert": 2, "data": 2, "pipeline": 2}, num_hidden_layers=2)
 
 
+@pytest.mark.slow
+def test_stacked_experts_over_two_tensor_ranks_by_two_stages(tmp_path: Path) -> None:
+    """Experts that the tensor ranks share out, and a shared one that they split; transformers in float64."""
+    for name in HYBRID_MIXTURES:
+        model = save_model(name, tmp_path / name)
+        stack_experts(model, tmp_path / name)
+        write_reference(model.double(), tmp_path / name)
+    layout = {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}
+    check_models(tmp_path, list(HYBRID_MIXTURES), layout, tolerance=5e-5)
+
+
 def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
     """A converted checkpoint starts as its source does; a bad value that only the last rank reads stops all ranks."""
     losses = []
@@ -115,24 +137,29 @@ def check_start_and_refusals(rank: int, world_size: int, root: Path) -> None:
         MegatronLearner(resolve(make_config({"tensor": 2}), root / "spoilt"))
 
 
-# Two families that no checkpoint has, each over the transformers class that computes the same.
+# Two families that no checkpoint has, each over the transformers class that computes the same; and the one of the docs
+# with a block of its own.
 _FEED_FORWARD = tuple(
     replace(p, tensors={name.replace("mlp.", "feed_forward."): dims for name, dims in p.tensors.items()})
     for p in LAYER.parameters
 )
 PLAIN = Family("plain", refused=("use_alibi",))
 MIXED = Family("mixed", qkv_bias=True, out_bias="output_bias", qk_norm=True, layer=Block(_FEED_FORWARD))
-MADE_UP: dict[str, tuple[Family, transformers.PreTrainedConfig]] = {
-    "plain": (PLAIN, transformers.LlamaConfig(**SIZES, head_dim=10)),
+OWN: dict[str, tuple[str, transformers.PreTrainedConfig]] = {  # model.family, and a model
+    "plain": (f"{__name__}:PLAIN", transformers.LlamaConfig(**SIZES, head_dim=10)),
     "mixed": (
-        MIXED,
+        f"{__name__}:MIXED",
         transformers.Qwen3Config(**SIZES, head_dim=10, attention_bias=True, tie_word_embeddings=True),
+    ),
+    "exaone4": (
+        "docs.examples.exaone4:FAMILY",
+        transformers.Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 6),
     ),
 }
 
 
-def save_made_up(name: str, folder: Path) -> None:
-    write_reference(save_randomised(MADE_UP[name][1], folder), folder)
+def save_own(name: str, folder: Path) -> None:
+    write_reference(save_randomised(OWN[name][1], folder), folder)
     config = load_hf_config(folder) | {"model_type": name, "output_bias": True}
     (folder / "config.json").write_text(json.dumps(config))
     if name == "mixed":
@@ -155,26 +182,28 @@ def check_embedded(folder: Path, own: Family) -> None:
     torch.testing.assert_close(torch.cat(found), want, rtol=0, atol=TOLERANCE)
 
 
-def check_made_up(rank: int, world_size: int, root: Path) -> None:
-    for name in MADE_UP:
-        check_model(root / name, {"tensor": world_size}, TOLERANCE, f"{__name__}:{name.upper()}")
+def check_own(rank: int, world_size: int, root: Path) -> None:
+    for name, (path, _) in OWN.items():
+        check_model(root / name, {"tensor": world_size}, TOLERANCE, path)
     if rank == 0:
-        for name, (family, _) in MADE_UP.items():
+        for name, (path, _) in OWN.items():
+            family = own_family(path)
+            assert family is not None
             check_embedded(root / name, family)
             shape = model_shape(load_hf_config(root / name), own=family)
             assert rank_parameters(shape, ParallelConfig(), 0).total == model_parameters(shape)
-        with pytest.raises(CheckpointError, match="use_alibi is not supported"):
+        with pytest.raises(CheckpointError, match="use_alibi=true is not supported"):
             model_shape(load_hf_config(root / "plain") | {"use_alibi": True}, own=PLAIN)
 
 
 def test_another_family_is_one_object(tmp_path: Path) -> None:
     """A dotted path alone gives the learner, the embedded engine, checkpoints and estimates a new family."""
-    for name in MADE_UP:
-        save_made_up(name, tmp_path / name)
+    for name in OWN:
+        save_own(name, tmp_path / name)
         with pytest.raises(CheckpointError, match=f"{name!r} is not supported"):
             convert(tmp_path / name)
-    run_distributed(check_made_up, 2, tmp_path)
-    for name in MADE_UP:
+    run_distributed(check_own, 2, tmp_path)
+    for name in OWN:
         check_exported(tmp_path / name)
 
 

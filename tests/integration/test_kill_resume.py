@@ -14,6 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from make_demo_model import SIZES, VOCABULARY
+from warm_start import build_model, build_tokenizer, save
 
 from bapo_megatron.assets import shipped_model_path
 from bapo_megatron.checkpoint.store import CheckpointStore
@@ -35,6 +38,7 @@ from tests.integration.killable import (
     small_run,
     surviving,
 )
+from tests.integration.sick_runs import COIN
 
 NUM_STEPS = 8
 
@@ -125,8 +129,9 @@ def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Pa
                 assert all(entry == expected[number] for entry in entries), f"{run.name}, {key} {number}"
 
 
-EXPERTS = ("model.path=moe", "parallel.tensor=1", "parallel.data=2", "parallel.expert=2")
-CENTERED = ("lora.rank=8", "loss.name=cispo", "loss.center_top_k=8")
+SHARED_OUT = ("parallel.tensor=1", "parallel.data=2", "parallel.expert=2")
+EXPERTS = ("model.path=moe", *SHARED_OUT)
+CENTERED = ("lora.rank=8", "loss.name=cispo", "loss.center_top_k=8", "train.share_prompts=true", "train.deal=groups")
 TAUGHT = ("advantage.kind=teacher", "teacher.path=study", "reward.kind=none", "bapo.scope=fixed")
 
 
@@ -137,8 +142,24 @@ TAUGHT = ("advantage.kind=teacher", "teacher.path=study", "reward.kind=none", "b
 def test_experts_that_ranks_share_out_centered_adapters_and_a_teacher_are_repeated_bit_for_bit(
     tmp_path: Path, model: str, settings: tuple[str, ...], seed: int
 ) -> None:
+    check_repeated(tmp_path, shipped_model_path(model), settings, seed, num_kills=3)
+
+
+@pytest.mark.slow
+def test_linear_attention_with_experts_is_repeated_bit_for_bit(tmp_path: Path) -> None:
+    """An untrained model, which a judge rewards by chance."""
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(VOCABULARY)
+    save(build_model(tokenizer, **SIZES["hybrid-moe"]), tokenizer, tmp_path / "model")
+    settings = (f"model.path={tmp_path / 'model'}", *SHARED_OUT, "model.replay_routes=true", COIN)
+    check_repeated(tmp_path, tmp_path / "model", settings, seed=31, num_kills=3)
+
+
+def check_repeated(tmp_path: Path, model: Path, settings: tuple[str, ...], seed: int, *, num_kills: int) -> None:
+    """Compare four steps of a run that is left alone with runs that are killed."""
+
     def new_engine(folder: Path) -> Engine:
-        return Engine(folder, "--model-path", str(shipped_model_path(model)))
+        return Engine(folder, "--model-path", str(model))
 
     settings = (*settings, "train.num_steps=4")
     engine = new_engine(tmp_path / "engine")
@@ -149,7 +170,7 @@ def test_experts_that_ranks_share_out_centered_adapters_and_a_teacher_are_repeat
         engine.kill()
     alone, step_s = attempt.run_dir, longest_step_s(attempt.run_dir)
     killed = tmp_path / "killed"
-    for run in kill_and_resume(killed, settings, num_kills=3, seed=seed, step_s=step_s, new_engine=new_engine):
+    for run in kill_and_resume(killed, settings, num_kills=num_kills, seed=seed, step_s=step_s, new_engine=new_engine):
         assert_same(run, alone, 4)
 
 

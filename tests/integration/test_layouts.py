@@ -20,6 +20,7 @@ from tests.distributed import run_distributed
 from tests.integration.layouts import (
     EXPERT_LAYOUTS,
     GRADIENT_LIMIT,
+    HYBRID_EXPERT_LAYOUTS,
     HYBRID_LAYOUTS,
     LAYOUTS,
     LOSS_LIMIT,
@@ -63,7 +64,7 @@ def test_the_page_has_a_row_for_every_layout() -> None:
     text = layouts_page()
     assert [
         layout.title
-        for layout in (*LAYOUTS[1:], *EXPERT_LAYOUTS, *HYBRID_LAYOUTS)
+        for layout in (*LAYOUTS[1:], *EXPERT_LAYOUTS, *HYBRID_LAYOUTS, *HYBRID_EXPERT_LAYOUTS)
         if f"\n| {layout.title} | {layout.num_processes} | " not in text
     ] == []
     assert "<!--" not in text, "a mark that was not filled"

@@ -56,6 +56,16 @@ HYBRIDS_IN_PAIRS = [
     Case("linear and full attention, PP2", HYBRID, parallel={"pipeline": 2}),
 ]
 
+HYBRID_MIXTURE = "qwen3_5_moe_text"
+HYBRID_EXPERTS_ALONE = [Case("linear attention and a shared expert", HYBRID_MIXTURE)]
+HYBRID_EXPERTS_IN_PAIRS = [
+    Case(
+        "linear attention and a shared expert, TP2 + SP x EP2",
+        HYBRID_MIXTURE,
+        parallel={"tensor": 2, "sequence": True, "expert": 2},
+    ),
+]
+
 LORA: dict[str, Any] = {"rank": 32}
 SEQUENCE: dict[str, Any] = {"tensor": 2, "sequence": True}
 ADAPTERS_ALONE = [
@@ -79,6 +89,11 @@ def models(tmp_path: Path) -> Path:
     save_randomised(mixture, tmp_path / MIXTURE)
     hybrid = transformers.Qwen3_5TextConfig(**SIZES, **HEADS, **DIMENSIONS)
     save_randomised(hybrid, tmp_path / HYBRID)
+    sizes = {name: size for name, size in SIZES.items() if name != "intermediate_size"} | {"full_attention_interval": 2}
+    both = transformers.Qwen3_5MoeTextConfig(
+        **sizes, **EXPERTS, **HEADS, **DIMENSIONS, shared_expert_intermediate_size=192
+    )
+    save_randomised(both, tmp_path / HYBRID_MIXTURE)
     return tmp_path
 
 
@@ -123,6 +138,12 @@ def test_mixtures(models: Path) -> None:
 def test_linear_attention(models: Path) -> None:
     check_cases(models, HYBRIDS_ALONE, 1)
     check_cases(models, HYBRIDS_IN_PAIRS, 2)
+
+
+@pytest.mark.slow
+def test_linear_attention_with_experts(models: Path) -> None:
+    check_cases(models, HYBRID_EXPERTS_ALONE, 1)
+    check_cases(models, HYBRID_EXPERTS_IN_PAIRS, 2, limit=0.15)
 
 
 @pytest.mark.slow

@@ -172,6 +172,23 @@ def test_linear_attention_still_takes_these_operators() -> None:
     assert functions == v0_5_23_linear.MAMBA.keys()
 
 
+@needs_sglang
+def test_the_shared_expert_is_still_added_by_this_function() -> None:
+    source = sglang_source("srt/models/qwen2_moe.py")
+    imported = re.search(r"from sglang\.kernels\.ops\.elementwise\.elementwise import \(([^)]*)\)", source)
+    assert imported is not None
+    assert "fused_gate_sigmoid_mul_add," in imported[1]
+    call = re.search(r"\bfused_gate_sigmoid_mul_add\(([^()]*(?:\(\)[^()]*)*)\)", source)
+    assert call is not None
+    given = [argument.strip() for argument in call[1].split(",") if argument.strip()]
+    assert given == [
+        "hidden_states",
+        "self.shared_expert_gate.weight.squeeze()",
+        "shared_output",
+        "final_hidden_states",
+    ]
+
+
 def test_requests_of_one_batch_keep_their_states_from_piece_to_piece() -> None:
     """Two prefills and one step of decoding, in slots among others, equal one pass of each request."""
     torch.manual_seed(0)

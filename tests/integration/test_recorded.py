@@ -18,6 +18,9 @@ from tests.integration.test_train import bapo
 SAME = ("loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm", "reward/mean", "staleness/mean")
 
 
+CLOCKS = ("time/", "perf/", "straggler/", "memory/", "rollout/tokens_per_s", "train/tokens_per_s")
+
+
 @pytest.fixture(scope="module")
 def recorded(forked_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
     folder = tmp_path_factory.mktemp("runs")
@@ -45,6 +48,26 @@ def test_another_loss_trains_on_the_same_samples(
     other = train(forked_engine, folder, "grpo", "train.num_steps=2", "loss.name=grpo", *from_record(folder))
     assert [row["reward/mean"] for row in other] == [row["reward/mean"] for row in original[:2]]
     assert other[0]["bapo/high"] == 1.2 != original[0]["bapo/high"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [("parallel.data=2",), ("parallel.pipeline=2", "advantage.kind=gae")])
+def test_shared_prompts_change_rounding_alone(
+    forked_engine: Engine, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    """The same updates of the same recorded samples, with proximal and reference log-probs, and with a critic."""
+    folder, _ = recorded
+    settings = (*from_record(folder), "loss.proximal=learner", "loss.kl_coef=0.1", "train.num_steps=3", *settings)
+    copied, shared = (
+        train(
+            forked_engine, tmp_path, f"shared-{shares}", f"train.share_prompts={shares}", "train.deal=groups", *settings
+        )
+        for shares in ("false", "true")
+    )
+    assert all(row["perf/saved_token_share"] > 0.1 for row in shared)
+    for row, expected in zip(shared, copied, strict=True):
+        for name in (name for name in expected if not name.startswith(CLOCKS)):
+            assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
 
 
 @pytest.mark.slow

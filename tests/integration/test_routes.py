@@ -26,6 +26,7 @@ from tests.distributed import run_distributed
 from tests.integration.layouts import CP, DP, EP, PP, SP, VPP, Layout
 from tests.integration.learner_reference import (
     BOUNDS,
+    HYBRID_MIXTURE,
     MIXTURE,
     TEMPERATURE,
     Reference,
@@ -44,6 +45,13 @@ LAYOUTS = (
     Layout("PP2", PP),
     Layout("PP2 x VPP2 x EP2, recompute", VPP | DP | EP, recompute=True),
 )
+HYBRID_LAYOUTS = (
+    Layout("one process, forwards first", schedule="forwards_first"),
+    Layout("EP2, recompute, interleaved", DP | EP, recompute=True, schedule="interleaved"),
+    Layout("TP2 + SP x EP2, distributed optimizer", SP | EP, distributed=True),
+    Layout("PP2 x VPP2 x EP2, recompute", VPP | DP | EP, recompute=True),
+)
+MODELS = {MIXTURE: LAYOUTS, HYBRID_MIXTURE: HYBRID_LAYOUTS}
 LOSS_LIMIT, GRADIENT_LIMIT = 3e-6, 1e-5
 
 
@@ -70,14 +78,14 @@ def config_of(layout: Layout, *, replays: bool = True) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"replay_routes": replays})})
 
 
-def measure(rank: int, world_size: int, root: Path) -> None:
+def measure(rank: int, world_size: int, root: Path, model: str) -> None:
     """Save scores, loss and gradients of every layout with `world_size` processes."""
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(MODELS[model]):
         if layout.num_processes == world_size:
             for replays in (True, False) if number == 0 else (True,):
-                result = update(config_of(layout, replays=replays), root / MIXTURE)
+                result = update(config_of(layout, replays=replays), root / model)
                 if rank == 0:
-                    torch.save(result, root / f"{number}-{replays}.pt")
+                    torch.save(result, root / f"{model}-{number}-{replays}.pt")
 
 
 def update(config: Config, folder: Path) -> dict[str, Any]:
@@ -130,18 +138,20 @@ def expected_update(folder: Path) -> tuple[Reference, float]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("replay")
-    save_random_model(MIXTURE, root / MIXTURE)
+    for model in MODELS:
+        save_random_model(model, root / model)
     return root
 
 
 @pytest.mark.slow
-def test_updates_with_routes_equal_transformers_with_the_same_routes(folder: Path) -> None:
-    wanted, other_share = expected_update(folder / MIXTURE)
-    for world_size in sorted({layout.num_processes for layout in LAYOUTS}):
-        run_distributed(measure, world_size, folder)
+@pytest.mark.parametrize("model", MODELS)
+def test_updates_with_routes_equal_transformers_with_the_same_routes(model: str, folder: Path) -> None:
+    wanted, other_share = expected_update(folder / model)
+    for world_size in sorted({layout.num_processes for layout in MODELS[model]}):
+        run_distributed(measure, world_size, folder, model)
 
     def differences(number: int, *, replays: bool = True) -> tuple[float, float]:
-        got = torch.load(folder / f"{number}-{replays}.pt", weights_only=True)
+        got = torch.load(folder / f"{model}-{number}-{replays}.pt", weights_only=True)
         scale = min(1.0, 0.05 / wanted.grad_norm)
         assert got["gradients"].keys() == wanted.gradients.keys()
         if replays:
@@ -152,7 +162,7 @@ def test_updates_with_routes_equal_transformers_with_the_same_routes(folder: Pat
         )
 
     assert other_share > 0.5
-    found = {layout.title: differences(number) for number, layout in enumerate(LAYOUTS)}
+    found = {layout.title: differences(number) for number, layout in enumerate(MODELS[model])}
     print(other_share, found, differences(0, replays=False))
     assert all(loss <= LOSS_LIMIT and gradient <= GRADIENT_LIMIT for loss, gradient in found.values())
     assert min(differences(0, replays=False)) > 1e-2, "without replay"

@@ -54,9 +54,16 @@ def run_check(rank: int, world_size: int, engine: Path, name: str, root: Path) -
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    from tests.integration.learner_reference import ADAPTERS, HYBRID, MIXTURE, save_adapters, save_random_model
+    from tests.integration.learner_reference import (
+        ADAPTERS,
+        HYBRID,
+        HYBRID_MIXTURE,
+        MIXTURE,
+        save_adapters,
+        save_random_model,
+    )
 
-    for family in (*FAMILIES, MIXTURE, HYBRID):
+    for family in (*FAMILIES, MIXTURE, HYBRID, HYBRID_MIXTURE):
         save_random_model(family, tmp_path / family)
     for family in FAMILIES:
         save_adapters(tmp_path / family, ADAPTERS, tmp_path / f"{family}-adapters")

@@ -160,6 +160,16 @@ def messages(severity: str, **sections: Any) -> list[str]:
             },
             "teacher.urls_by_source has sum, which data.sources does not name; leave it out; the sources are sums",
         ),
+        (
+            "warning",
+            {"train": {"share_prompts": True}, "parallel": {"context": 2}},
+            "train.share_prompts=true has no effect without parallel.context=1",
+        ),
+        (
+            "warning",
+            {"train": {"deal": "groups", "minibatches_per_step": 1}},
+            'train.deal="groups" has no effect without train.minibatches_per_step above 1',
+        ),
         ("warning", {"teacher": {"api_key": "x"}}, 'teacher.api_key="x" has no effect without teacher.urls'),
         ("warning", {"teacher": {"timeout_s": 5}}, "teacher.timeout_s=5.0 has no effect without teacher.urls or"),
         ("warning", {"teacher": {"coef": 2.0}}, "teacher.coef=2.0 has no effect without teacher.path, teacher.urls or"),

@@ -276,9 +276,30 @@ def test_servers_split_the_heads_of_linear_attention(is_written: bool) -> None:
     found = messages("rollout.engine=sglang", "rollout.server_tensor_parallel=3", hf_config=hf_config)
     (message,) = [message for message in found if "server_tensor_parallel" in message]
     assert message == (
-        "rollout.server_tensor_parallel=3 does not divide the model's linear_num_key_heads=16; "
-        "set rollout.server_tensor_parallel=2"
+        "rollout.server_tensor_parallel=3 does not divide the model's linear_num_key_heads=16, "
+        "intermediate_size=17408, num_key_value_heads=4; set rollout.server_tensor_parallel=2"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "problem"),
+    [
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "num_key_value_heads=6; set rollout.server_tens"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 12, None),  # two ranks have the same keys and values
+        ({"intermediate_size": 1534, "num_attention_heads": 8, "num_key_value_heads": 8}, 4, "intermediate_size=1534"),
+        ({"model_type": "smollm3", "num_attention_heads": 16, "num_key_value_heads": 4}, 8, "num_key_value_heads=4"),
+        ({"model_type": "smollm3", "num_attention_heads": 16, "num_key_value_heads": 4}, 4, None),
+    ],
+)
+def test_servers_split_heads_and_feed_forward_rows(change: dict[str, Any], ranks: int, problem: str | None) -> None:
+    found = messages(
+        "rollout.engine=sglang",
+        f"rollout.server_tensor_parallel={ranks}",
+        hf_config=HF_CONFIG | {"hidden_size": 768} | change,
+    )
+    told = [message for message in found if "does not divide" in message]
+    assert len(told) == (problem is not None)
+    assert all(f"rollout.server_tensor_parallel={ranks} does not divide the model's {problem}" in one for one in told)
 
 
 def test_defaults_are_fine_and_violations_add_up() -> None:

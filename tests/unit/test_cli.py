@@ -285,7 +285,7 @@ def test_names_of_other_frameworks(capsys: pytest.CaptureFixture[str], theirs: s
 
 def test_a_model_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(demo_model_path())
-    assert cli.main(["plan", folder]) == 2
+    assert cli.main(["check", folder]) == 2
     assert f"`bapo init {folder} DATA` writes one" in capsys.readouterr().err
 
 

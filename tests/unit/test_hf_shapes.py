@@ -67,11 +67,11 @@ def test_all_problems_come_at_once() -> None:
         (
             {"model_type": "mixtral"},
             "'mixtral' is not supported; the families are gemma, granite, llama, mistral, olmo2, qwen2, qwen3, "
-            "qwen3_5, qwen3_5_text, qwen3_moe, smollm3; docs",
+            "qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, smollm3; docs",
         ),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"model_type": None}, "None is not supported"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; choose from silu, gelu_pytorch_tanh"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' needs the positive number 'factor'"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope scaling ['yarn'] is not supported"),
@@ -103,17 +103,31 @@ def test_all_problems_come_at_once() -> None:
         ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers=null is not a number"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps=NaN is not a positive number"),
         ({"eos_token_id": [2, 1.5]}, "eos_token_id=[2, 1.5] is neither the number of a token nor a list of them"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters of layers that differ are",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported with model_type 'llama', only 1"),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"hidden_size": "576"}, "no 'hidden_size'"),
         ({"num_hidden_layers": 0}, "no 'num_hidden_layers'"),
         ({"num_key_value_heads": 2}, "9 attention heads cannot share 2 key-value heads"),
-        ({"head_dim": 63}, "odd head dimension"),
+        ({"head_dim": 63}, "an odd head dimension, 63, cannot"),
         ({"quantization_config": {"quant_method": "gptq"}}, "dequantise"),
-        ({"layer_types": ["sliding_attention"] * 30}, "sliding-window"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
-        ({"model_type": "mistral", "sliding_window": 16}, "sliding-window attention is not supported"),
+        (
+            {"layer_types": ["sliding_attention"] * 30, "sliding_window": 64},
+            "layer_types has 'sliding_attention': sliding-window attention is not supported; set \"full_attention\" "
+            "for all layers in config.json, which changes nothing for sequences of at most 64 tokens",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True},
+            "use_sliding_window=true: sliding-window attention is not",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 16},
+            "sliding_window=16: sliding-window attention is not supported; set sliding_window=null in config.json, "
+            "which changes nothing for sequences of at most 16 tokens",
+        ),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": None},
             "max_window_layers=null is not a number",
@@ -126,7 +140,11 @@ def test_all_problems_come_at_once() -> None:
             {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 16},
             "sliding-window attention is not supported",
         ),
-        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        (
+            {"model_type": "gemma", "use_bidirectional_attention": True},
+            "use_bidirectional_attention=true is not supported: only models without it are, as with "
+            "use_bidirectional_attention=false",
+        ),
     ],
 )
 def test_unsupported_models_are_refused(change: dict[str, Any], message: str) -> None:

@@ -7,16 +7,23 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bapo_megatron.assets import demo_model_path
+from bapo_megatron.config.engines import engine_kind
 from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import processes, sglang
 from bapo_megatron.errors import EngineError, UserError
-from bapo_megatron.resolved import resolve
+from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.families import FAMILIES
+from bapo_megatron.hf.shape import load_hf_config
+from bapo_megatron.preflight.checks.model import check_policy
+from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.resolved.placement import Placement
 from tests.distributed import HANG_S
 from tests.hybrid_model import save_hybrid
@@ -52,6 +59,36 @@ def test_servers_of_a_run_that_replays_routes_return_them() -> None:
     replaying = plain.model_copy(update={"model": plain.model.model_copy(update={"replay_routes": True})})
     assert flag in sglang.command(resolve(replaying, demo_model_path()), SHARE, 0, 1234, has_gpu=True)
     assert flag not in sglang.command(resolve(plain, demo_model_path()), SHARE, 0, 1234, has_gpu=True)
+
+
+def test_a_family_that_sglang_lacks_is_refused_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = {}
+    for name, path, known in (
+        ("sglang", "srt/configs/a.py", "theirs"),
+        ("transformers", "models/auto/b_auto.py", "hub"),
+    ):
+        (tmp_path / name / path).parent.mkdir(parents=True)
+        (tmp_path / name / path).write_text(f'model_type = "{known}"')
+        found[name] = SimpleNamespace(submodule_search_locations=[tmp_path / name])
+    monkeypatch.setattr(sglang, "find_spec", found.get)
+    hf_config = load_hf_config(demo_model_path())
+
+    def told(model_type: str, engine: str = "sglang") -> list[str]:
+        config = settings(engine=engine)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"family": "mine:FAMILY"})})
+        own = replace(FAMILIES["qwen3"], model_type=model_type)
+        run = Resolved(config, engine_kind(engine), own, ModelFacts(hf_config | {"model_type": model_type}, own))
+        return [violation.message for violation in check_policy(run)]
+
+    assert told("mine") == [
+        'rollout.engine="sglang" does not serve model.family="mine:FAMILY": neither SGLang nor transformers knows '
+        "model_type 'mine'; set rollout.engine=\"embedded\""
+    ]
+    assert told("theirs") == told("hub") == told("mine", "embedded") == []
+    del found["sglang"]
+    assert told("mine") == [], "SGLang is not installed"
 
 
 def test_extra_arguments_have_the_last_word() -> None:

@@ -22,7 +22,7 @@ from bapo_megatron.learner.parallel import ParallelLayout, start_processes
 from bapo_megatron.learner.policy import PolicyModel, transformer_config
 from bapo_megatron.machine.parameters import Held, model_parameters, rank_parameters
 from bapo_megatron.preflight.known_models import KNOWN_MODELS
-from tests.hf_models import HYBRIDS, MIXTURES, MODELS, make_model_config
+from tests.hf_models import HYBRID_MIXTURES, HYBRIDS, MIXTURES, MODELS, make_model_config
 from tests.unit.test_hybrids import QWEN_9B, QWEN_27B, published
 
 SLOW = pytest.mark.slow
@@ -128,7 +128,7 @@ def test_every_rank_of_qwen3_5_holds_what_the_plan_says(
     check_ranks(model_shape(published(text)), make_config(**layout, sequence=True), world_size, range(world_size))
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [*MIXTURES, *HYBRID_MIXTURES])
 def test_mixtures(name: str) -> None:
     """Experts on every rank, split over tensor ranks, or shared out; and a last stage of another depth."""
     shape = model_shape(make_model_config(name).to_dict())
@@ -147,6 +147,7 @@ def test_mixtures(name: str) -> None:
     [
         ("Qwen3-30B-A3B", 8, {"data": 8, "expert": 8}, 1541, 3624),
         ("Qwen3-30B-A3B", 32, {"tensor": 4, "pipeline": 2, "data": 4, "expert": 8}, 197, 1812),
+        ("Qwen3.5-35B-A3B", 8, {"tensor": 2, "data": 4, "expert": 8}, 1235, 4027),
         pytest.param(
             *("Qwen3-235B-A22B", 128, {"tensor": 4, "pipeline": 2, "data": 16, "expert": 32}, 1018, 3548), marks=SLOW
         ),
@@ -178,7 +179,7 @@ def test_a_critic(name: str) -> None:
             assert count == rank_parameters(shape.with_value_head(), config.parallel, stage)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *MIXTURES, *HYBRIDS])
+@pytest.mark.parametrize("name", [*MODELS, *MIXTURES, *HYBRIDS, *HYBRID_MIXTURES])
 def test_the_ranks_of_a_replica_hold_the_model(name: str) -> None:
     shape = model_shape(make_model_config(name).to_dict())
     assert rank_parameters(shape, ParallelConfig(), 0).total == model_parameters(shape)
@@ -195,6 +196,7 @@ def test_published_sizes() -> None:
         "Qwen3-32B": 32.76,
         "Qwen3.5-9B": 8.95,
         "Qwen3.5-27B": 26.9,
+        "Qwen3.5-35B-A3B": 34.66,
     }
     assert {name: round(sizes[name], 2) for name in expected} == expected
     assert len(set(itertools.chain(expected, sizes))) == len(sizes)
@@ -202,7 +204,7 @@ def test_published_sizes() -> None:
 
 def test_fields_that_differ_between_models_and_layouts_cannot_be_overridden() -> None:
     """Others are choices of the implementation, which `[megatron.extra]` may change."""
-    models = [make_model_config(name).to_dict() for name in ("qwen2", "qwen3", "gemma", "qwen3.5")]
+    models = [make_model_config(name).to_dict() for name in ("qwen2", "qwen3", "gemma", "qwen3.5-moe")]
     layouts: list[dict[str, Any]] = [
         {"tensor": 4, "sequence": True, "data": 2, "expert": 2},
         {"pipeline": 8, "last_stage_layers": 6, "context": 2},

@@ -190,6 +190,23 @@ def test_rows_that_do_not_fit_are_named(stream: TokenStream, values: Any, said: 
         stream.checked(values, 2)
 
 
+@given(
+    st.sampled_from([1, 2, 8, 16, 17]).flatmap(
+        lambda num: st.lists(st.lists(st.integers(0, 24), min_size=num, max_size=num), max_size=6)
+    )
+)
+def test_a_row_that_repeats_a_value_is_refused(rows: list[list[int]]) -> None:
+    stream = TokenStream("choices", "int16", (len(rows[0]) if rows else 2,), distinct=True)
+    values = np.array(rows, np.int16).reshape(-1, *stream.shape)
+    repeats = next((number for number, row in enumerate(rows) if len(set(row)) < len(row)), None)
+    if repeats is None:
+        assert stream.checked(values, len(rows)) is values
+        return
+    (first,) = [x for x in sorted(rows[repeats]) if rows[repeats].count(x) > 1][:1]
+    with pytest.raises(ValueError, match=f"stream choices: row {repeats} has {first} twice"):
+        stream.checked(values, len(rows))
+
+
 def test_missing_rows_are_valid_where_rows_may_be_filled() -> None:
     rows = np.array([[255, 255], [3, 7]], np.uint8)
     assert CHOICES.checked(rows.copy(), 2, filled=True).tolist() == rows.tolist()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bapo_megatron.engines.embedded.linear_attention import linear_attention
+from bapo_megatron.hf.families import SHARED_GATE
 from bapo_megatron.hf.shape import Experts, LayerShape, ModelShape
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -80,6 +81,8 @@ class LayerPass:
         if isinstance(mlp := self.shape.mlp, Experts):
             shares_BTC, experts_BTC = _choose(h_BTE, self.weights, mlp)
             out_BTE = _mixed(h_BTE, self.weights, shares_BTC, experts_BTC, activation)
+            if mlp.shared_ffn_size:
+                out_BTE = out_BTE + _shared(h_BTE, self.weights, activation)
         else:
             out_BTE = _gated(h_BTE, self.weights, "mlp.", activation)
         if self.see is not None:
@@ -144,6 +147,12 @@ def _mixed(
     outputs = [_gated(part, layer, name.format(i), activation) for i, part in enumerate(parts) if len(part)]
     weighted = torch.cat(outputs) * shares_BTC.to(x_BTE.dtype).flatten()[choices, None]
     return torch.zeros_like(x_NE).index_add_(0, tokens, weighted).view_as(x_BTE)
+
+
+def _shared(x_BTE: Tensor, layer: dict[str, Tensor], activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute the experts that every token passes, scaled by their gate if they have one."""
+    out_BTE, gate_1E = _gated(x_BTE, layer, "mlp.shared_experts.", activation), layer.get(SHARED_GATE)
+    return out_BTE if gate_1E is None else F.linear(x_BTE, gate_1E).sigmoid() * out_BTE
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

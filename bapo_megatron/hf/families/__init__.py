@@ -14,6 +14,7 @@ from bapo_megatron.hf.families import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     smollm3,
 )
@@ -37,6 +38,7 @@ from bapo_megatron.hf.families.parts import (
     Family,
     Parameter,
 )
+from bapo_megatron.hf.families.qwen3_5_moe import SHARED_GATE
 from bapo_megatron.hf.families.qwen3_moe import MIXTURE_LAYER
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "QKV",
     "ROPE_TYPES",
     "ROWS",
+    "SHARED_GATE",
     "VALUE_HEAD",
     "VOCAB",
     "Block",
@@ -63,7 +66,9 @@ __all__ = [
 ]
 
 _PLAIN = (gemma, granite, llama, mistral, olmo2, qwen2, qwen3, qwen3_moe, smollm3)
+_HYBRID = (qwen3_5, qwen3_5_moe)
 FAMILIES = {
-    family.model_type: family for family in (*(file.FAMILY for file in _PLAIN), qwen3_5.TEXT, qwen3_5.WITH_VISION)
+    family.model_type: family
+    for family in (*(file.FAMILY for file in _PLAIN), *(f for file in _HYBRID for f in (file.TEXT, file.WITH_VISION)))
 }
 """The families by the model_type of config.json."""

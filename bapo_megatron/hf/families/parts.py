@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class Parameter:
     only_if: str | None = None  # the field of ModelShape that says whether the model has the parameter
     trained: bool = True  # others have neither gradient nor moments, and keep their values
     stored: bool = True  # others are in no Hugging Face folder and no engine, but in training checkpoints
+    stacked: str | None = None  # the one tensor that folders may hold in place of all experts' (`hf.stacks.Stack`)
 
     def __post_init__(self) -> None:
         if unknown := sorted(set("".join(self.tensors.values())) - LETTERS):
@@ -40,7 +41,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One kind of layer: its parameters, and the two functions that compute it.
+    """One kind of layer: its parameters, the two functions that compute it, and what they do not compute.
 
     A function is given as it is, or as "module:name", which is imported on first use: this file knows neither torch nor
     Megatron. A family of one's own gives functions that import what they need.
@@ -49,6 +50,8 @@ class Block:
     parameters: tuple[Parameter, ...]
     trainer: str | Callable[..., Any] = "bapo_megatron.learner.layers:pre_norm"  # takes a `Kit`
     engine: str | Callable[..., Any] = "bapo_megatron.engines.embedded.layers:pre_norm"  # takes (x_BTE, `LayerPass`)
+    # takes `Settings`, and names the settings of config.json with which the block would compute something else
+    refuses: Callable[[Any], Iterable[str]] | None = None
 
 
 EMBEDDING = Parameter("embedding.word_embeddings.weight", VOCAB, {"model.embed_tokens.weight": "VE"})
@@ -112,8 +115,9 @@ class Family:
     attention_scale: str | None = None  # attention multiplies its scores by it, and not by 1 / sqrt(head dimension)
     residual_scale: str | None = None  # attention and MLP multiply their outputs by it: needs a block that does so
     logits_scale: str | None = None  # logits are divided by it
-    skips_rotation: bool = False  # queries and keys of some layers are not rotated, as SmolLM3's keys say
+    rotates: Callable[[Any], list[bool]] | None = None  # takes `Settings`: whether each layer rotates queries and keys
     has_experts: bool = False  # every MLP is a mixture of experts, described by Qwen3-MoE's keys
+    has_shared_expert: bool = False  # each mixture also has an expert that every token passes, as Qwen3.5's keys say
     output_gate: bool = False  # each query head comes with a gate of the attention's output
     window_switch: str | None = None  # the key that turns on sliding windows, which are refused
     refused: tuple[str, ...] = ()  # keys that change the computation, refused unless absent, null or false

@@ -1,6 +1,9 @@
 """Qwen3-MoE: Qwen3 whose MLPs are mixtures of experts."""
 
+from collections.abc import Iterator
+
 from bapo_megatron.hf.families.parts import ATTENTION, COLUMNS, COPY, ROWS, Block, Family, Parameter
+from bapo_megatron.hf.families.settings import Settings
 from bapo_megatron.hf.splits import EachExpert
 from bapo_megatron.hf.streams import ModelStream, chosen_experts, routes
 
@@ -15,7 +18,36 @@ EXPERTS = (
         "mlp.experts.local_experts.{}.linear_fc2.weight", EachExpert(COLUMNS), {"mlp.experts.{}.down_proj.weight": "EM"}
     ),
 )
-MIXTURE_LAYER = Block((*ATTENTION, *EXPERTS))
+_SHARED_EXPERT = "shared_expert_intermediate_size"
+_SHARED_EXPERTS = (_SHARED_EXPERT, "n_shared_experts", "num_shared_experts")
+
+
+def unsupported(get: Settings) -> Iterator[str]:
+    """Yield what is not built for experts, or contradicts itself."""
+    count, chosen = get("num_experts"), get("num_experts_per_tok")
+    if any(other != count for other in get.expert_counts.values()):
+        yield " and ".join(f"{key}={n}" for key, n in get.expert_counts.items()) + " contradict each other: remove one"
+    elif chosen > count:
+        yield f"num_experts_per_tok={chosen} is more than num_experts={count}"
+    elif chosen == 1 and get("norm_topk_prob"):
+        yield (
+            "num_experts_per_tok=1 with norm_topk_prob=true is not supported: the share of the only chosen expert is "
+            "always 1, so the router would not learn"
+        )
+    needed = "every layer needs experts, as with"
+    if dense := get("mlp_only_layers"):
+        yield f"mlp_only_layers={dense} makes these layers dense, which is not supported: {needed} mlp_only_layers=[]"
+    if (step := get("decoder_sparse_step")) not in (None, 1):
+        yield (
+            f"decoder_sparse_step={step} does not give every layer experts, which is not supported: {needed} "
+            "decoder_sparse_step=1"
+        )
+    for key in _SHARED_EXPERTS:
+        if get(key) and not (key == _SHARED_EXPERT and get.family.has_shared_expert):
+            yield f"{key}={get(key)}: shared experts are not supported, only models without them, as with {key}=0"
+
+
+MIXTURE_LAYER = Block((*ATTENTION, *EXPERTS), refuses=unsupported)
 
 FAMILY = Family(
     "qwen3_moe",

@@ -99,6 +99,19 @@ IDLE = (
         lambda c, _: c.parallel.data * c.parallel.context > 1 or c.cluster.gpu is not None,
         "parallel.data above 1",
     ),
+    Idle("train.share_prompts", "parallel.context", lambda c, _: c.parallel.context == 1, "parallel.context=1"),
+    Idle(
+        "train.share_prompts train.deal",
+        "rollout.samples_per_prompt",
+        lambda c, _: c.rollout.samples_per_prompt > 1,
+        "rollout.samples_per_prompt above 1",
+    ),
+    Idle(
+        "train.deal",
+        "train.minibatches_per_step",
+        lambda c, _: c.train.minibatches_per_step > 1,
+        "train.minibatches_per_step above 1",
+    ),
     Idle(
         "critic.*",
         "advantage.kind",

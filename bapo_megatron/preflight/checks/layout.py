@@ -199,9 +199,13 @@ def check_batch(config: Config) -> Iterator[Violation]:
 
 def nearest_divisor(number: int, wanted: int, at_most: int | None = None) -> int:
     """Return the divisor of `number`, up to `at_most`, that is nearest to `wanted`; the smaller one of two."""
+    fitting = [n for n in divisors(number) if n <= (at_most or number)]
+    return min(fitting, key=lambda n: (abs(n - wanted), n))
+
+
+def divisors(number: int) -> list[int]:
     smaller = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    divisors = [n for small in smaller for n in (small, number // small) if n <= (at_most or number)]
-    return min(divisors, key=lambda n: (abs(n - wanted), n))
+    return [n for small in smaller for n in (small, number // small)]
 
 
 def check_sync(config: Config) -> Iterator[Violation]:

@@ -3,16 +3,18 @@
 learner/fit.py and learner/precision.py refuse what the trainer cannot do.
 """
 
-import math
 from collections.abc import Iterator
 
 from bapo_megatron.config.base import Severity, Violation, warning
 from bapo_megatron.config.schema import Config
-from bapo_megatron.hf.shape import ModelShape
+from bapo_megatron.engines import sglang
+from bapo_megatron.hf.shape import Dense, ModelShape
 from bapo_megatron.learner.fit import check_adapters, check_extra, check_replay, check_split
 from bapo_megatron.preflight.checks.eval import EVALUATES
-from bapo_megatron.preflight.checks.layout import nearest_divisor
+from bapo_megatron.preflight.checks.layout import divisors
 from bapo_megatron.resolved import Resolved
+
+_SERVED_BY_TRANSFORMERS = ("smollm3",)  # families that SGLang has no class for
 
 
 def check_policy(run: Resolved) -> Iterator[Violation]:
@@ -42,14 +44,20 @@ def check_policy(run: Resolved) -> Iterator[Violation]:
             "but SGLang computes the exact GELU for gemma, whatever config.json says, and SiLU for the other families",
             'set rollout.engine="embedded"',
         )
-    heads, ranks = {"num_attention_heads": shape.num_heads}, config.rollout.server_tensor_parallel
-    if shape.linear is not None:
-        heads["linear_num_key_heads"] = shape.linear.num_key_heads
-    if undivided := [f"{key}={n}" for key, n in heads.items() if n % ranks]:
+    if config.rollout.engine == "sglang" and own is not None and not sglang.knows(own.model_type):
         yield Violation(
-            ("rollout.server_tensor_parallel", "model.path"),
-            f"rollout.server_tensor_parallel={ranks} does not divide the model's {' and '.join(undivided)}",
-            f"set rollout.server_tensor_parallel={nearest_divisor(math.gcd(*heads.values()), ranks)}",
+            ("rollout.engine", "model.family"),
+            f'rollout.engine="sglang" does not serve model.family="{config.model.family}": neither SGLang nor '
+            f"transformers knows model_type {own.model_type!r}",
+            'set rollout.engine="embedded"',
+        )
+    yield from _of_servers(config.rollout.server_tensor_parallel, shape)
+    if config.train.share_prompts and shape.linear is not None:
+        yield warning(
+            ("train.share_prompts", "model.path"),
+            "train.share_prompts=true has no effect with linear attention: each response would need a copy of "
+            "the state after the prompt",
+            "leave it out",
         )
     positions = shape.max_positions
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
@@ -72,6 +80,35 @@ def check_policy(run: Resolved) -> Iterator[Violation]:
             f"data.max_prompt_tokens + the longest max_response_tokens of eval.sets = {longest} is "
             f"more than the model's max_position_embeddings={positions}",
             f"set max_response_tokens={positions - prompt} there" + _longer(shape, longest),
+        )
+
+
+def _of_servers(ranks: int, shape: ModelShape) -> Iterator[Violation]:
+    """Check that a server's ranks can share heads and feed-forward rows.
+
+    SGLang gives several ranks the same key-value head if there are more ranks; transformers' modules do not.
+    """
+    sizes = {"num_attention_heads": shape.num_heads}
+    if shape.linear is not None:
+        sizes["linear_num_key_heads"] = shape.linear.num_key_heads
+    if isinstance(mlp := shape.layers[0].mlp, Dense):
+        sizes["intermediate_size"] = mlp.ffn_size
+    keys = shape.num_kv_heads
+
+    def copies(n: int) -> bool:
+        return n % keys == 0 and shape.family not in _SERVED_BY_TRANSFORMERS
+
+    def undivided(n: int) -> list[str]:
+        found = [f"{key}={size}" for key, size in sizes.items() if size % n]
+        return found if keys % n == 0 or copies(n) else [*found, f"num_key_value_heads={keys}"]
+
+    if bad := undivided(ranks):
+        fitting = [n for n in divisors(shape.num_heads) if not undivided(n)]
+        works = min(fitting, key=lambda n: (abs(n - ranks), n))
+        yield Violation(
+            ("rollout.server_tensor_parallel", "model.path"),
+            f"rollout.server_tensor_parallel={ranks} does not divide the model's {', '.join(bad)}",
+            f"set rollout.server_tensor_parallel={works}",
         )
 
 
