@@ -14,8 +14,8 @@ RESUMABLE_SETTINGS = """
     checkpoint.*
     monitor.*
     sync.*
-    train.num_steps train.max_tokens_per_microbatch train.logprob_chunk_tokens train.logprob_backend train.recompute
-    train.recompute_layers train.recompute_modules
+    train.num_steps train.max_tokens_per_microbatch train.share_prompts train.logprob_chunk_tokens
+    train.logprob_backend train.recompute train.recompute_layers train.recompute_modules
     parallel.*
     optimizer.distributed
     data.on_bad_prompt
@@ -58,7 +58,7 @@ _LEFT: dict[Part, str] = {
     "prompt position": f"run.seed {_SOURCE}",
     "responses of the source": _SOURCE,
     "untrained responses": """
-        model.replay_routes rollout.annotators teacher.hint
+        model.replay_routes loss.center_top_k rollout.annotators teacher.hint
         data.chat_template data.system_prompt data.template_*
         environment.kind environment.options* environment.stop_tokens environment.max_*
         rollout.samples_per_prompt rollout.temperature rollout.top_p rollout.top_k rollout.ignore_stop_tokens
