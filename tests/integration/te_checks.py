@@ -226,7 +226,7 @@ def check_shared_prompts(root: Path, **sections: Any) -> None:
             of_rank = {name: g if learner.layout.rank == 0 else g.new_empty(0) for name, g in exact.gradients.items()}
             wanted = Outcome([exact.log_probs_T[rows_R] for rows_R in rows], of_rank, exact.grad_norm)
             found.append(check_near(f"shared prompts: {shares}", mine, wanted))
-    assert all(mine < 1.5 * other for mine, other in zip(found[1], found[0], strict=True))
+    assert all(mine <= 1.5 * other for mine, other in zip(found[1], found[0], strict=True))
 
 
 def check_mixture(root: Path, **sections: Any) -> None:
