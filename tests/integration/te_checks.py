@@ -362,7 +362,6 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
     check_hybrid(root)
     for family in ("qwen3", "llama_biases", "gemma"):
         check_adapters(root, family)
-    check_shared_prompts(root)
     check_schedules(root)
     check_fixed_order(root)
     check_waits(root)
@@ -372,6 +371,7 @@ def check_one_process(rank: int, world_size: int, root: Path) -> None:
 
 
 def check_other_layers(rank: int, world_size: int, root: Path) -> None:
+    check_shared_prompts(root)
     check_families(root, ("granite", "olmo2", "smollm3"))
     for family in ("granite", "olmo2", "smollm3"):
         check_adapters(root, family)

@@ -170,7 +170,7 @@ def test_a_micro_batch_leaves_its_lengths_on_the_cpu() -> None:
     batch = MicroBatch(**{name: torch.zeros(3) for name in names}, extra={stream: torch.zeros(3, 2)})
     moved = batch.to(META)
     devices = {name: getattr(moved, name).device.type for name in names} | {"extra": moved.extra[stream].device.type}
-    assert devices.pop("cu_seqlens_S1") == "cpu"
+    assert devices.pop("cu_seqlens_S1") == devices.pop("follows_S") == "cpu"
     assert set(devices.values()) == {"meta"}
 
 

@@ -93,6 +93,7 @@ def test_32b_on_one_node_is_refused_with_the_numbers(
     assert "GiB" in error
 
 
+@pytest.mark.slow
 def test_mixtures_are_split_as_the_best_split_says() -> None:
     """No other layout with these GPUs and servers has a step that is a tenth shorter."""
     for model, cluster in combinations():

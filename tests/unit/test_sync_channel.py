@@ -589,7 +589,9 @@ def test_engines_pause_in_the_mode_of_the_channel(loop: LoopThread, mode: PauseM
 
 
 def test_capabilities_of_a_server_that_names_none_are_those_of_sglang() -> None:
-    assert Capabilities.of({}) == Capabilities(frozenset(), frozenset({"gloo", "nccl", "disk"}), frozenset({"score"}))
+    streams = frozenset({"sampler_top_ids", "sampler_top_logprobs"})
+    assert Capabilities.of({}) == Capabilities(streams, frozenset({"gloo", "nccl", "disk"}), frozenset({"score"}))
+    assert Capabilities.of({"enable_return_routed_experts": True}).streams == {"routes", *streams}
     assert Capabilities.of({"enable_memory_saver": True}).extras == {"score", "release"}
     odd = {"capabilities": 3, "transports": [None, "gloo", []], "streams": {"routes": 1}}
     assert Capabilities.of(odd) == Capabilities(frozenset(), frozenset({"gloo"}), frozenset())
