@@ -88,7 +88,7 @@ def check_updates(
     [
         ("qwen3", {"tensor": 2}, False, {}),
         ("qwen3", {"data": 2}, True, {}),
-        ("qwen3", {"tensor": 2}, True, LORA),
+        pytest.param("qwen3", {"tensor": 2}, True, LORA, marks=pytest.mark.slow),
         pytest.param(MIXTURE, {"data": 2, "expert": 2}, True, {}, marks=pytest.mark.slow),
     ],
 )

@@ -26,6 +26,7 @@ def files_of(run: Path, step: int) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_a_critic_goes_on_bit_for_bit(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "engine")
     try:
