@@ -275,7 +275,7 @@ def _teacher(
     if config.hint is not None:
         own = OwnServers(engines.pool)
         engines.loop.run(own.check(), CHECK_TIMEOUT_S, "the capabilities of the engines")
-        return hinted_teacher(run.config, prompts, own), None
+        return hinted_teacher(config, prompts, own, run.config.longest_sequence), None
     if not config.all_urls:
         return None, None
     most = len(config.urls) or max(map(len, config.urls_by_source.values()))  # that one sample may ask

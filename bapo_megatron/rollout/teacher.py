@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bapo_megatron.config.schema import Config, TeacherConfig
+from bapo_megatron.config.schema import TeacherConfig
 from bapo_megatron.engines.base import GenerateRequest, TokenScores
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.key import read_key
@@ -249,8 +249,9 @@ class Hint:
         return self.prompts.reworded(prompt, text)
 
 
-def hinted_teacher(config: Config, prompts: PromptStream | PromptMixture, servers: OwnServers) -> Teacher:
-    """Return the policy as its own teacher."""
-    assert config.teacher.hint is not None, "the caller has asked"
-    hint = Hint(config.teacher.hint, prompts)
-    return Teacher(servers.score, config.teacher.timeout_s, hint, config.longest_sequence)
+def hinted_teacher(
+    teacher: TeacherConfig, prompts: PromptStream | PromptMixture, servers: OwnServers, longest: int
+) -> Teacher:
+    """Return the policy as its own teacher, which scores sequences of at most `longest` tokens."""
+    assert teacher.hint is not None, "the caller has asked"
+    return Teacher(servers.score, teacher.timeout_s, Hint(teacher.hint, prompts), longest)
