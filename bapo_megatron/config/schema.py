@@ -601,7 +601,7 @@ class TeacherConfig(Section):
     top_k: Whole = 0
     """path: the loss of each update gets coef x the divergence on each token's top_k likeliest tokens and all others
     together. 0: the teacher gives an advantage instead."""
-    divergence: Divergence = "forward"
+    divergence: Divergence = "reverse"
     """forward: sum of q log(q / p), with q the teacher's and p the policy's probabilities; reverse: of p log(p / q)."""
 
     @model_validator(mode="after")

@@ -180,8 +180,8 @@ def messages(severity: str, **sections: Any) -> list[str]:
         ),
         (
             "warning",
-            {"teacher": {"path": "x", "divergence": "reverse"}, "loss": {"name": "grpo"}},
-            'teacher.divergence="reverse" has no effect without teacher.top_k',
+            {"teacher": {"path": "x", "divergence": "forward"}, "loss": {"name": "grpo"}},
+            'teacher.divergence="forward" has no effect without teacher.top_k',
         ),
         (
             "warning",
