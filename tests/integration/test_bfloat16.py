@@ -86,7 +86,7 @@ def check_updates(
 @pytest.mark.parametrize(
     ("family", "parallel", "distributed", "lora"),
     [
-        ("qwen3", {"tensor": 2}, False, {}),
+        pytest.param("qwen3", {"tensor": 2}, False, {}, marks=pytest.mark.slow),
         ("qwen3", {"data": 2}, True, {}),
         pytest.param("qwen3", {"tensor": 2}, True, LORA, marks=pytest.mark.slow),
         pytest.param(MIXTURE, {"data": 2, "expert": 2}, True, {}, marks=pytest.mark.slow),

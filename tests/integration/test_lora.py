@@ -172,6 +172,7 @@ def check_weights(rank: int, world_size: int, root: Path) -> None:
     assert isinstance(learner.reference, OwnReference)
 
 
+@pytest.mark.slow
 def test_merged_weights_and_the_reference(root: Path) -> None:
     run_distributed(check_weights, 2, root)
 
