@@ -610,9 +610,7 @@ class MicroBatch:
     proximal_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     reference_logprobs_R: Tensor | None = None  # float32; None unless the Batch has them
     is_token_T: Tensor | None = None  # bool: not padding; None means all
-    follows_S: Tensor | None = (
-        None  # int64, on the CPU: the sequence that each one follows, as a response follows its prompt, or -1
-    )
+    follows_S: Tensor | None = None  # int64, on the CPU: the sequence before each, as a response's prompt is, or -1
     likely_ids_RK: Tensor | None = None  # int32: a teacher's K likeliest tokens; None off the last stage, or without
     likely_logprobs_RX: Tensor | None = None  # float32: its log-probs of these, and of all others together
     extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)

@@ -31,7 +31,7 @@ Factor = Callable[[Tensor], Tensor]
 
 
 class Centering(NamedTuple):
-    """What the sampler's likeliest tokens say about each token's place, [R]; 0 where masked."""
+    """Sums over the sampler's likeliest tokens at each place, [R]; 0 where masked."""
 
     centre_R: Tensor  # C, nats, with gradient
     kl_R: Tensor  # KL(q || p) over the classes, nats

@@ -239,7 +239,7 @@ def longest_first(lengths: Sequence[float], num_bins: int, max_items: int | None
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a pack holds one after the other: whole sequences, and prompts with what follows each.
+    """Parts of a pack in their order: whole sequences, shared prompts and the tokens after each prompt.
 
     Example: of sequences 4 = "abc", 6 = "abxy" and 7 = "z", the first two share the prompt "ab". The pieces are "ab",
     "c", "xy" and "z": of_S = [4 4 6 7], first_S = [0 2 2 0], lens_S = [2 1 2 1], follows_S = [-1 0 0 -1].

@@ -45,7 +45,7 @@ class HFReader:
         self._handles = {name: self._open(self.path / name) for name in files}
         self._files_in_use: set[str] = set()
         self._file_of = {tensor: name for name, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
-        self._places: dict[str, tuple[str, int, slice]] = {}  # of experts' tensors: the stack, expert and rows
+        self._places: dict[str, tuple[str, int, slice]] = {}  # an expert's tensor -> its stack, index and rows
         if weight_map is not None:
             self._compare_with_index(weight_map)
 

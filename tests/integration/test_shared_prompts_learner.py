@@ -18,7 +18,7 @@ TITLES = (
     "DP2, distributed optimizer",
     "EP2, forwards first",
 )
-"""Those without context parallelism were all within the limits once: 13, and 17 with experts."""
+"""Layouts for every run of the tests. All layouts without context parallelism passed once: 13, and 17 with experts."""
 
 
 @pytest.mark.slow
