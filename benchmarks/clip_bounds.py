@@ -28,9 +28,9 @@ OURS, LITERAL, AUTHORS = "one table", "literal loop of Algorithm 1", "authors' l
 STOPS_EARLY, SATURATES = "stops early", "saturates"
 NUM_TURNS = {STOPS_EARLY: 7, SATURATES: 3}  # more if the ways are closer
 CONFIGS = {  # by loop, and by what it does on these tokens
-    (LITERAL, STOPS_EARLY): ClipBoundConfig(rho0=0.4, contribution="gradient"),  # type: ignore[call-arg]
-    (LITERAL, SATURATES): ClipBoundConfig(rho0=0.9, contribution="gradient"),  # type: ignore[call-arg]
-    (AUTHORS, SATURATES): ClipBoundConfig(rho0=9.0, contribution="official", order="low_first"),  # type: ignore[call-arg]
+    (LITERAL, STOPS_EARLY): ClipBoundConfig(rho0=0.4, contribution="gradient"),
+    (LITERAL, SATURATES): ClipBoundConfig(rho0=0.9, contribution="gradient"),
+    (AUTHORS, SATURATES): ClipBoundConfig(rho0=9.0, contribution="official", order="low_first"),
 }
 
 Bounds = tuple[float, float]

@@ -59,7 +59,7 @@ from torch.nn import ModuleList, Parameter
 
 from bapo_megatron.buffer.packing import one_minibatch
 from bapo_megatron.config.schema import Config
-from bapo_megatron.engines.update_group import UpdateGroup, host_store
+from bapo_megatron.engines.update_group import GroupBackend, UpdateGroup, host_store
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.hf.streams import routes
@@ -240,7 +240,7 @@ def allocated_on_top(call: Callable[[], object]) -> int:
         return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
-    found = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    found = profiler.profiler.kineto_results.events()
     events = sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns())
     return max(itertools.accumulate((e.nbytes() for e in events), initial=0))
 
@@ -366,7 +366,7 @@ def compare_first_updates(config: Config, hf_config: dict[str, Any], tokens: Ste
 
 def measure_transfers(config: Config, hf_config: dict[str, Any], num_turns: int) -> dict[str, Any]:
     """Time exporting the weights, broadcasting them in a group of one rank, and copying them for a snapshot."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend: GroupBackend = "nccl" if torch.cuda.is_available() else "gloo"
     bucket = torch.zeros(BUCKET_BYTES if torch.cuda.is_available() else 2**20, dtype=torch.uint8, device=device())
     with learner_of(config, hf_config) as learner:
         num_bytes = sum(tensor.nbytes for _, tensor in learner.weights().whole())

@@ -180,6 +180,13 @@ def chunked_ways(title: str, **options: Any) -> dict[str, Way]:
     }
 
 
+def relative_error(got: Tensor | None, want: Tensor | None) -> float:
+    """Return the largest difference relative to the largest value. The tensors may be gradients, but must exist."""
+    assert got is not None
+    assert want is not None
+    return float((got - want).abs().max() / want.abs().max())
+
+
 def timing(
     num_tokens: int, vocab_size: int, device: str, ways: dict[str, Way], hidden_size: int | None
 ) -> dict[str, Any]:
@@ -199,10 +206,8 @@ def timing(
             log_probs_R, forward, backward = run(way, hidden_RH, weight_VH, targets_R)
             seconds[name].append((forward, backward))
             peaks[name] = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
-            assert hidden_RH.grad is not None
-            assert weight_VH.grad is not None
             pairs = ((log_probs_R, exact_R), (hidden_RH.grad, exact[0].grad), (weight_VH.grad, exact[1].grad))
-            errors[name] = [float((got - want).abs().max() / want.abs().max()) for got, want in pairs]
+            errors[name] = [relative_error(got, want) for got, want in pairs]
     rows = {}
     for name, pairs_s in seconds.items():
         forward, backward = (statistics.median(x) for x in zip(*pairs_s, strict=True))

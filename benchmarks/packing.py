@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bapo_megatron.assets import demo_model_path
-from bapo_megatron.buffer.packing import Share, balanced_shares, longest_first
+from bapo_megatron.buffer.packing import Share, balanced_shares, longest_first, single_units
 from bapo_megatron.hf.shape import model_shape
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.preflight.known_models import KNOWN_MODELS
@@ -68,8 +68,12 @@ def padding_turns(case: Case, num_turns: int) -> Turns:
 def balanced(model: str, num_draws: int) -> Turns:
     """Compute the costliest rank's FLOPs for batches of 256 long-tailed responses."""
     share = Share(data_size=NUM_RANKS, pair_cost=model_shape(KNOWN_MODELS[model]).pair_cost)
+
+    def by_cost(lens: list[int]) -> list[list[int]]:
+        return [list(chain(*bins)) for bins in balanced_shares(single_units(lens, share), share, MAX_TOKENS)]
+
     plans: dict[str, Callable[[list[int]], list[list[int]]]] = {
-        "balanced by FLOPs": lambda lens: [list(chain(*bins)) for bins in balanced_shares(lens, share, MAX_TOKENS)],
+        "balanced by FLOPs": by_cost,
         IN_TURN: lambda lens: [list(range(len(lens)))[rank::NUM_RANKS] for rank in range(NUM_RANKS)],
         BY_TOKENS: lambda lens: longest_first(lens, NUM_RANKS),
     }

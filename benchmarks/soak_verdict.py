@@ -15,10 +15,10 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import numpy as np
 from matplotlib import rc_context
@@ -121,10 +121,8 @@ def read_samples(folder: Path) -> list[Sample]:
     """Read samples.csv. While the soak test is running, the last line may be torn; it is then left out."""
     with (folder / "samples.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if all(row.values())]
-    return [
-        Sample(**{f.name: row[f.name] if f.type is str else f.type(row[f.name]) for f in fields(Sample)})
-        for row in rows
-    ]
+    kinds: dict[str, Callable[[str], Any]] = get_type_hints(Sample)
+    return [Sample(**{name: kind(row[name]) for name, kind in kinds.items()}) for row in rows]
 
 
 def lives(samples: Iterable[Sample]) -> dict[str, list[Life]]:
@@ -349,7 +347,7 @@ def draw(folder: Path) -> Figure:
     return figure
 
 
-def _plot(axes: Axes, life: Life, values: Sequence[float], style: dict[str, object]) -> None:
+def _plot(axes: Axes, life: Life, values: Sequence[float], style: dict[str, Any]) -> None:
     axes.plot(*_thinned(np.array([s.step for s in life], dtype=float), np.array(values, dtype=float)), **style)
 
 

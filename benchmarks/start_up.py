@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.side_by_side import Rows, main, same, take_turns
 
@@ -46,7 +48,7 @@ def plain_program() -> None:
     from bapo_megatron.assets import demo_model_path
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1, model.config.vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator)
@@ -63,7 +65,7 @@ def plain_program() -> None:
 def rows(quick: bool) -> Rows:
     """Compare the two commands."""
     with tempfile.TemporaryDirectory(prefix="start-up-") as name:
-        ways = {"bapo demo": partial(first_step, Path(name)), PLAIN: plain_first_step}
+        ways: dict[str, Callable[[], int]] = {"bapo demo": partial(first_step, Path(name)), PLAIN: plain_first_step}
         turns = take_turns(ways, 2 if quick else 5, agree=same(), clock=time.perf_counter, warm_up=False)
     yield turns.row("command to the end of the first step", PLAIN, unit="s")
 

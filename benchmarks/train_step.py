@@ -248,10 +248,10 @@ def against_interleaved(root: Path, case: Case, recompute: bool, num_turns: int)
     parallel_state.destroy_model_parallel()
     title = f"forwards first, {plural(num_micro, 'micro-batch')}, {'' if recompute else 'no '}recomputation"
     yield turns.row(f"time, {title}", "interleaved")
-    loads, peaks = [os.getloadavg()[0]], {}
+    load_before, peaks = os.getloadavg()[0], {}
     for order in ORDERS:
         peaks[order] = [measure_apart(root, case, order, recompute) / MIB]
-    yield Turns(peaks, *loads, os.getloadavg()[0]).row(f"peak of memory, {title}", "interleaved", unit="MiB")
+    yield Turns(peaks, load_before, os.getloadavg()[0]).row(f"peak of memory, {title}", "interleaved", unit="MiB")
 
 
 def schedule_learner(root: Path, case: Case, order: str, recompute: bool) -> MegatronLearner:

@@ -141,8 +141,8 @@ def ways(folder: Path, num_layers: int, num_engines: int) -> Iterator[tuple[int,
             loop.run(engine.close(), TIMEOUT_S)
     finally:
         loop.close()
-        for engine in started:
-            engine.end()
+        for process in started:
+            process.end()
 
 
 def rows(quick: bool) -> Rows:

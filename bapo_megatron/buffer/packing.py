@@ -149,7 +149,7 @@ def make_units(batch: Batch, part: Tensor, share: Share, max_tokens: int) -> lis
     """
     lengths: list[int] = round_up(batch.seq_lens_S[part], share.num_chunks).tolist()
     if not share.shares_prompts or batch.prompt_S is None or batch.shared_lens_S is None:
-        return [Unit((i,), n, share.cost(n)) for i, n in enumerate(lengths)]
+        return single_units(lengths, share)
     prompts, shared = batch.prompt_S[part].tolist(), batch.shared_lens_S[part].tolist()
     units: list[Unit] = []
     growing: dict[int, tuple[int, int]] = {}  # by prompt, the place of its last unit, and the keys in that
@@ -165,6 +165,11 @@ def make_units(batch: Batch, part: Tensor, share: Share, max_tokens: int) -> lis
             growing[prompt] = len(units), length
         units.append(Unit((i,), length, share.cost(length)))
     return units
+
+
+def single_units(lengths: Sequence[int], share: Share) -> list[Unit]:
+    """Return each sequence as a unit of its own."""
+    return [Unit((i,), length, share.cost(length)) for i, length in enumerate(lengths)]
 
 
 def _sequences(part: Tensor, units: Sequence[Unit]) -> Tensor:

@@ -142,7 +142,7 @@ EXPERT_LAYOUTS = (
     Layout("PP2 x VPP2 x EP2, distributed optimizer", VPP | DP | EP, distributed=True),
     Layout("TP2 + SP x PP2 x EP2, recompute", SP | PP | EP, recompute=True),
 )
-HYBRID_LAYOUTS = (
+HYBRID_LAYOUTS: tuple[Layout, ...] = (
     Layout("one process"),
     Layout("one process, one pack", max_tokens=400),
     Layout("recompute", recompute=True),
@@ -158,7 +158,7 @@ HYBRID_LAYOUTS = (
     Layout("TP2 x DP2, distributed optimizer, overlapped", TP | DP | {"overlap_communication": True}, True),
     Layout("TP2 + SP x PP2 x DP2, distributed optimizer", SP | PP | DP, distributed=True),
 )
-HYBRID_EXPERT_LAYOUTS = (
+HYBRID_EXPERT_LAYOUTS: tuple[Layout, ...] = (
     Layout("one process"),
     Layout("one process, one pack, recompute", max_tokens=400, recompute=True),
     Layout("DP2, distributed optimizer", DP, distributed=True),

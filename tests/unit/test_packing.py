@@ -16,13 +16,13 @@ from bapo_megatron.buffer.batch import BatchBuilder, batch_metrics
 from bapo_megatron.buffer.packing import (
     Pass,
     Share,
-    Unit,
     balanced_bins,
     balanced_shares,
     context_tokens,
     longest_first,
     one_minibatch,
     sequences_of,
+    single_units,
 )
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape, model_shape
@@ -48,10 +48,6 @@ def group(prompt_id: int, prompt_len: int, lengths: list[int]) -> Group:
         )
         samples.append(Sample.of(f"{prompt_id}.{i}", prompt, segments, Ended("stop", float(i))))
     return Group(prompt, tuple(samples))
-
-
-def units(lengths: list[int], share: Share) -> list[Unit]:
-    return [Unit((i,), n, share.cost(n)) for i, n in enumerate(lengths)]
 
 
 def build_batch(groups: list[Group], **settings_: object) -> Batch:
@@ -405,7 +401,7 @@ def test_data_ranks_have_equal_flops(
     drawn = np.random.default_rng(seed).lognormal(math.log(median), sigma, num_ranks * per_rank)
     lengths = np.clip(drawn, 16, longest).astype(int).tolist()
     share = Share(data_size=num_ranks, packs_multiple=packs_multiple, pair_cost=shape.pair_cost)
-    shares = balanced_shares(units(lengths, share), share, longest)
+    shares = balanced_shares(single_units(lengths, share), share, longest)
     assert len(shares) == num_ranks
     assert len({len(bins) for bins in shares}) == 1
     assert len(shares[0]) % packs_multiple == 0
@@ -429,10 +425,10 @@ def test_with_packs_of_one_length_padding_counts(lengths: list[int], num_ranks: 
 
         return max(map(cost, shares))
 
-    shares = balanced_shares(units(lengths, share), share, max_tokens)
+    shares = balanced_shares(single_units(lengths, share), share, max_tokens)
     assert sorted(i for bins in shares for b in bins for i in b) == list(range(len(lengths)))
     fewest = len(balanced_bins(lengths, num_ranks, max_tokens)) // num_ranks
-    plain = balanced_shares(units(lengths, share), replace(share, pair_cost=0.0), max_tokens)
+    plain = balanced_shares(single_units(lengths, share), replace(share, pair_cost=0.0), max_tokens)
     assert {len(bins) for bins in plain} == {fewest}
     assert makespan(shares) <= makespan(plain) * 1.34, "dealing by cost is within Graham's 4/3"
 
@@ -440,7 +436,7 @@ def test_with_packs_of_one_length_padding_counts(lengths: list[int], num_ranks: 
 def test_one_rank_packs_by_tokens_alone() -> None:
     lengths = [90, 80, 50, 40, 40, 30, 10]
     share = Share(pair_cost=1.0)
-    assert balanced_shares(units(lengths, share), share, 120) == [balanced_bins(lengths, 1, 120)]
+    assert balanced_shares(single_units(lengths, share), share, 120) == [balanced_bins(lengths, 1, 120)]
 
 
 def test_a_minibatch_counts_its_tokens_on_all_ranks() -> None:

@@ -7,7 +7,7 @@ import selectors
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ class ClockLoop(asyncio.SelectorEventLoop):
         return done
 
 
-class _ClockSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _ClockSelector(selectors.DefaultSelector):
     def __init__(self, loop: ClockLoop) -> None:
         super().__init__()
         self._loop = loop
@@ -119,7 +119,8 @@ class ScriptedEngine:
     def answer(self, request: GenerateRequest) -> GenerateResult | EngineError:
         self.requests.append(request)
         done = len(request.token_ids) - 3
-        limit, reason = request.max_new_tokens, "length"
+        limit = request.max_new_tokens
+        reason: Literal["stop", "length", "abort"] = "length"
         if self._chaos and self._chaos.random() < 0.3:
             limit, reason = self._chaos.randrange(request.max_new_tokens + 1), "abort"
         tokens: list[int] = []
@@ -132,7 +133,7 @@ class ScriptedEngine:
         spans = (VersionSpan(self.version, 0, len(tokens)),) if tokens else ()
         return GenerateResult(
             request.rid, np.array(tokens, np.int64), np.array(logprobs, np.float32), spans, reason, done + 3, 0
-        )  # type: ignore[arg-type]
+        )
 
 
 def verdict(reward: float) -> Verdict:
@@ -171,7 +172,8 @@ def make(
 
 
 def expected(engine: ScriptedEngine, t: Sample, max_tokens: int = 16) -> tuple[int, ...]:
-    seed, tokens = sample_seed(0, t.sample_id), []
+    seed = sample_seed(0, t.sample_id)
+    tokens: list[int] = []
     while len(tokens) < max_tokens and STOP not in tokens:
         tokens.append(engine.token(seed, len(tokens)))
     return tuple(tokens)
@@ -411,7 +413,7 @@ def test_a_restored_scheduler_goes_on_exactly() -> None:
             out += [t for g in groups for t in g.samples]
         return out
 
-    options = {"tokens_per_round": 4, "groups_in_flight": 6}
+    options: dict[str, Any] = {"tokens_per_round": 4, "groups_in_flight": 6}
     engine = ScriptedEngine()
     straight = take(make(engine, **options), engine, range(8))
     first, engine = make(ScriptedEngine(), **options), ScriptedEngine()
