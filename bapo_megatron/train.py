@@ -87,6 +87,8 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
     with phases.training():
         HEARTBEAT.beat(TRAINER, "building the model")
         learner = MegatronLearner(run)
+        if learner.sharing_problem:
+            recorder.warn(f"each response computes its prompt (train.share_prompts): {learner.sharing_problem}")
         layout = learner.layout
         advantages = ValueAdvantages(run, learner)
         finder = BoundsFinder(config, learner)

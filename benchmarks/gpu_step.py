@@ -70,7 +70,8 @@ from bapo_megatron.learner.parallel import ParallelLayout, device, sum_in_fixed_
 from bapo_megatron.machine.gpus import GIB, device_peak_flops
 from bapo_megatron.machine.memory import trainer_memory
 from bapo_megatron.preflight.known_models import KNOWN_MODELS
-from bapo_megatron.preflight.work import StepTokens, model_flops, step_flops
+from bapo_megatron.preflight.work import model_flops, step_flops
+from bapo_megatron.resolved.step_tokens import StepTokens
 from bapo_megatron.types import Batch, ClipBounds
 
 UNFINISHED = 75

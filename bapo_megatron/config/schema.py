@@ -677,11 +677,12 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: Count = 8192
     """Packed tokens in one forward pass of one rank; a longer sequence gets its own micro-batch. With context
     parallelism, parallel.context ranks share a pack, which holds that many times more."""
-    share_prompts: bool = False
+    share_prompts: bool | None = None
     """Compute the prompt of several responses in a micro-batch once, in updates and in scores. Context parallelism and
-    models with linear attention compute each copy."""
+    models with linear attention compute each copy. Unset: where that saves more than a tenth of a step's tokens if
+    prompts and responses are as long as they may be."""
     deal: Literal["sequences", "groups"] = "sequences"
-    """How the updates of a pass get their share of a batch at random. groups: all responses to a prompt go into the
+    """How sequences are dealt to the updates of a pass, at random. groups: all responses to a prompt go into the
     same update, so that share_prompts saves most."""
     logprob_chunk_tokens: Count | None = None
     """Rows whose logits exist at the same time when log-probs are computed. Unset: on a GPU as many as make 1 GiB of

@@ -14,16 +14,20 @@ Shape legend: T packed tokens of this rank, U tokens of the whole pack, N query 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TEDotProductAttention  # cannot be built without the package
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.nn import Module
 
 from bapo_megatron.learner.elementwise import WholeNorm, rotate
 from bapo_megatron.learner.packs import HAS_GAPS, PackedSequences
+from bapo_megatron.learner.parallel import device
 
 
 def needs_repeated_heads(device_type: str, dtype: torch.dtype, is_masked: bool) -> bool:
@@ -66,7 +70,7 @@ def attend(
     )
 
 
-class _CoreAttention(torch.nn.Module):
+class CoreAttention(Module):
     rotates = True  # what Megatron has not rotated
     must_rotate = False  # whether only this module can
 
@@ -81,7 +85,7 @@ class _CoreAttention(torch.nn.Module):
         return {}
 
 
-class PackedAttention(_CoreAttention):
+class PackedAttention(CoreAttention):
     """Core attention for a Megatron layer spec, with the arguments of DotProductAttention and `PackedSequences`."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -118,7 +122,7 @@ class PackedAttention(_CoreAttention):
         return out_TX[:, None]
 
 
-class TransformerEngineAttention(_CoreAttention):
+class TransformerEngineAttention(CoreAttention):
     """Transformer Engine's core attention, for bfloat16 on GPUs; needs `PackedSequences.for_transformer_engine`.
 
     It is wrapped because the pack stays "sbhd" outside of core attention (see `PackedSequences`).
@@ -153,6 +157,49 @@ class TransformerEngineAttention(_CoreAttention):
                 queries, *gathered, None, attn_mask_type="padding_causal_bottom_right", **described
             )
         return out.reshape(q_T1ND.shape[0], 1, -1)
+
+
+_SHARING_LIMIT = 0.05  # far above rounding in bfloat16, and far below what a wrong mask or a lost gradient gives
+
+
+def sharing_problem(core: Module, describe: Callable[..., PackedSequences], config: TransformerConfig) -> str | None:
+    """Return why `core` cannot compute a prompt once for two responses on this machine; None if it can.
+
+    Compares outputs and gradients of [prompt, a, b], where a and b follow the prompt, with those of two whole
+    sequences, [prompt, a] and [prompt, b].
+
+    Args:
+        core: a layer's attention.
+        describe: makes the packs that it reads.
+    """
+    prompt, a, b = 33, 17, 40
+    tokens_T = torch.arange(prompt + a + b)
+    copies_U = torch.cat([tokens_T[: prompt + a], tokens_T[:prompt], tokens_T[prompt + a :]]).to(device())
+    kept_T = torch.cat([tokens_T[: prompt + a], tokens_T[prompt + a :] + prompt]).to(device())
+    generator, tensor = torch.Generator().manual_seed(0), config.tensor_model_parallel_size
+    num_heads = (config.num_attention_heads // tensor, *[config.num_query_groups // tensor] * 2)
+    shapes = [(len(tokens_T), 1, n, config.kv_channels) for n in num_heads]
+    drawn = [
+        torch.randn(shape, generator=generator).to(device(), config.params_dtype) for shape in (*shapes, shapes[0])
+    ]
+    *inputs, weights_T1ND = (x.requires_grad_() for x in drawn)
+
+    def found(rows: Tensor | None, lengths: tuple[int, ...], follows: Tensor | None) -> tuple[Tensor, ...]:
+        cu_seqlens_S1 = torch.tensor([0, *lengths]).cumsum(0).int()
+        pack = describe(cu_seqlens_S1, None, device(), follows)
+        qkv = inputs if rows is None else [x.index_select(0, rows) for x in inputs]
+        out_T1X = core(*qkv, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=pack)
+        out_T1X = out_T1X if rows is None else out_T1X.index_select(0, kept_T)
+        gradients = torch.autograd.grad(out_T1X, inputs, weights_T1ND.flatten(2).detach())
+        return out_T1X.detach(), *gradients
+
+    try:
+        shared = found(None, (prompt, a, b), torch.tensor([-1, 0, 0]))
+        copied = found(copies_U, (prompt + a, prompt + b), None)
+    except Exception as error:  # a kernel's library may refuse in its own way
+        return f"it fails with {type(error).__name__}: {error}"
+    distance = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(shared, copied, strict=True))
+    return None if distance < _SHARING_LIMIT else f"its results differ by {distance:.2g} from those of whole sequences"
 
 
 def unrotated(core: type) -> type:

@@ -220,7 +220,7 @@ class ParallelLayout:
             packs_multiple=self.pipeline_size if self.num_chunks > 1 else 1,
             equal_lengths=self.pipeline_size > 1,
             pair_cost=pair_cost,
-            shares_prompts=shares_prompts and self.context_size == 1,
+            shares_prompts=shares_prompts,
         )
 
     def from_last_stage(self, tensor: Tensor) -> None:

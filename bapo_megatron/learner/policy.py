@@ -31,6 +31,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.families import SHARED_GATE
 from bapo_megatron.hf.shape import Experts, ModelShape, rotary_frequencies
+from bapo_megatron.learner.attention import CoreAttention, sharing_problem
 from bapo_megatron.learner.elementwise import rotation_of
 from bapo_megatron.learner.embedding import embed
 from bapo_megatron.learner.layers import layer_specs, uses_engine_attention
@@ -297,6 +298,11 @@ class PolicyModel(GPTModel):
         if self._conv_gap is not None:
             pack.sequences = Sequences.of(batch.cu_seqlens_S1, self._conv_gap, device())
         return pack
+
+    def sharing_problem(self) -> str | None:
+        """Return why attention cannot compute a prompt once for several responses on this machine; None if it can."""
+        core = next((module for module in self.modules() if isinstance(module, CoreAttention)), None)
+        return None if core is None else sharing_problem(core, self._describe_pack, self.config)
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Run this part's layers on the tokens, or on the previous part's hidden states: [T or T / tensor, 1, H]."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,9 @@ from bapo_megatron.learner.precision import tokens_multiple
 from bapo_megatron.learner.schedule import Schedule
 from bapo_megatron.learner.slicing import place_shard
 from bapo_megatron.learner.weight_source import ModelWeights, Unquantised, Wrapped
+from bapo_megatron.resolved.step_tokens import shares_prompts
 from bapo_megatron.runtime.straggler import LocalTime
-from bapo_megatron.runtime.together import failing_together
+from bapo_megatron.runtime.together import failing_together, first_complaint
 from bapo_megatron.sync.base import WeightSource
 
 PARTS = (WEIGHT, *MOMENTS)
@@ -68,10 +70,15 @@ class SplitModel:
             sequence_parallel=self.settings.sequence_parallel,
             tokens_multiple=tokens_multiple(config),
             pair_cost=shape.pair_cost,
-            shares_prompts=config.train.share_prompts and shape.linear is None,
+            shares_prompts=shares_prompts(config, shape),
         )
         chunks = range(self.layout.num_chunks)
-        self.model = ModuleList(chunk_type(self.settings, shape, self.layout, i) for i in chunks).to(device())
+        parts = [chunk_type(self.settings, shape, self.layout, i).to(device()) for i in chunks]
+        self.model = ModuleList(parts)
+        self.sharing_problem: str | None = None  # why this model computes copies of prompts that it was to share
+        if self.share.shares_prompts:
+            self.sharing_problem = first_complaint(parts[0].sharing_problem())
+            self.share = replace(self.share, shares_prompts=self.sharing_problem is None)
 
     def sum_over_data_ranks(self, table: Tensor) -> Tensor:
         """Sum a small fp64 table over data and context ranks: see `Learner.sum_over_data_ranks`."""

@@ -41,6 +41,7 @@ from bapo_megatron.preflight.reads import reads
 from bapo_megatron.preflight.work import decode_seconds
 from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.resolved.placement import Placement
+from bapo_megatron.resolved.step_tokens import StepTokens, can_share_prompts, saves_by_sharing
 
 COMPUTE_SHARE = 0.4  # share of the peak rate of matrix products
 LINK_SHARE = 0.7  # share of the bandwidth of NVLink or PCIe, of the network, and of GPU memory
@@ -70,7 +71,7 @@ class RunPlan:
     trainer: TrainerMemory  # the fullest rank's
     server: ServerMemory | None  # None without SGLang servers
     shared: SharedGPU | None  # None unless trainer and servers share each GPU
-    tokens: work.StepTokens
+    tokens: StepTokens
     flops: float  # per step, over all ranks
     recompute: str  # how much of the layers is recomputed
     chunk_rows: int  # whose logits exist at the same time
@@ -152,7 +153,7 @@ def make_plan(run: Resolved, response_tokens: int | None = None) -> RunPlan:
     given, run = run, with_choices(run)
     memory_gib = gpu_memory_gib(run.config.cluster)
     assert memory_gib is not None
-    tokens = work.StepTokens.of(run.config, response_tokens, shares_prompts=run.shares_prompts)
+    tokens = StepTokens.of(run.config, response_tokens, shares_prompts=run.shares_prompts)
     shared = this_share(run)
     trainer = fullest_rank(run, int(memory_gib * GIB)) if shared is None else shared.trainer
     passes = work.num_scoring_passes(run.config, plans_forwards_first(run, int(memory_gib * GIB)))
@@ -262,17 +263,13 @@ def _recomputed(run: Resolved) -> str:
     return f"{recomputed_layers(run)} of {plural(layers_per_chunk(run), 'layer')} on a rank"
 
 
-_WORTH_SHARING = 0.1  # share of a step's tokens
-
-
-def _unused(run: Resolved, tokens: work.StepTokens, *, scores: bool) -> Iterator[str]:
+def _unused(run: Resolved, tokens: StepTokens, *, scores: bool) -> Iterator[str]:
     """Yield the settings that would make training faster and are not used (docs/performance.md).
 
     Args:
         tokens: the step's.
         scores: whether updates have scoring passes.
     """
-    sharing = work.StepTokens.of(run.config, tokens.response, shares_prompts=run.can_share_prompts)
     p = run.config.parallel
     assert run.config.cluster.gpu is not None
     gpu = GPUS[run.config.cluster.gpu]
@@ -280,7 +277,9 @@ def _unused(run: Resolved, tokens: work.StepTokens, *, scores: bool) -> Iterator
         gpu.fp8_flops is not None and run.shape.experts is None and run.shape.linear is None
     )  # learner/fit.py refuses it
     levers = {
-        "train.share_prompts=true": sharing.total < (1 - _WORTH_SHARING) * tokens.total,
+        "train.share_prompts=true": not run.shares_prompts
+        and can_share_prompts(run.config, run.shape)
+        and saves_by_sharing(run.config, tokens.response),
         "train.recompute=false": run.config.train.recompute,
         'bapo.scope="lagged"': scores and searches_exactly(run.config),
         'precision.fp8="hybrid"': has_fp8 and not run.config.precision.uses_fp8,
@@ -486,9 +485,7 @@ def _server_memory(run: Resolved) -> ServerMemory | None:
     return None if memory_gib is None else server_memory(run, memory_gib)
 
 
-def _train_seconds(
-    run: Resolved, gpu: GPU, tokens: work.StepTokens, trained: Held, passes: float, flops: float
-) -> Seconds:
+def _train_seconds(run: Resolved, gpu: GPU, tokens: StepTokens, trained: Held, passes: float, flops: float) -> Seconds:
     """Estimate one step's updates and scoring passes."""
     p, t = run.config.parallel, run.config.train
     computing = flops / run.config.parallel.size / gpu.flops(run.config.model.dtype)
@@ -511,7 +508,7 @@ def _link(placement: Placement, gpu: GPU, num_consecutive: int) -> float:
     return NETWORK_BYTES_PER_S if work.spans_nodes(placement, num_consecutive) else gpu.link_bytes_per_s
 
 
-def _num_microbatches(config: Config, tokens: work.StepTokens) -> int:
+def _num_microbatches(config: Config, tokens: StepTokens) -> int:
     """Count the micro-batches of one update on one data rank, for responses of this length."""
     per_rank = tokens.total / config.train.minibatches_per_step / config.parallel.data
     budget = config.train.max_tokens_per_microbatch * config.parallel.context

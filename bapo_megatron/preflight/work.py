@@ -7,9 +7,8 @@ matrix products.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN, Config
+from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.machine.gpus import GPU
 from bapo_megatron.machine.memory import (
@@ -23,60 +22,7 @@ from bapo_megatron.machine.parameters import Held, active_parameters, model_para
 from bapo_megatron.machine.server_memory import ServerMemory, concurrent_responses
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.resolved.placement import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """Tokens that one step trains on. Example: StepTokens(512, prompt=1024, response=8192).total == 4_718_592."""
-
-    num_sequences: int
-    prompt: int  # with all that an environment gives after it
-    response: int
-    num_copies_saved: int = 0  # prompts that are not computed again
-    saved: int = 0  # tokens of each of these
-
-    @classmethod
-    def of(cls, config: Config, response_tokens: int | None = None, *, shares_prompts: bool = False) -> StepTokens:
-        """Count a step's tokens.
-
-        Args:
-            response_tokens: average response length; None means the maximum.
-            shares_prompts: whether a micro-batch holds a prompt once.
-        """
-        r = config.rollout
-        response = min(response_tokens or r.max_response_tokens, r.max_response_tokens)
-        given, num_sequences = config.longest_trained - r.max_response_tokens, r.prompts_per_step * r.samples_per_prompt
-        if not shares_prompts:
-            return cls(num_sequences, given, response)
-        prompt = min(config.data.max_prompt_tokens, given)
-        num_saved = num_sequences - r.prompts_per_step * _copies_of_a_prompt(config, prompt, given + response)
-        return cls(num_sequences, given, response, max(0, int(num_saved)), prompt)
-
-    @property
-    def per_sequence(self) -> int:
-        return self.prompt + self.response
-
-    @property
-    def total(self) -> int:
-        return self.num_sequences * self.per_sequence - self.num_copies_saved * self.saved
-
-
-def _copies_of_a_prompt(config: Config, prompt: int, sequence: int) -> float:
-    """Return how often a step computes a group's prompt of this many tokens, on average.
-
-    Its G responses are dealt to M updates at random: M (1 - (1 - 1 / M)^G) of these get one. There, a micro-batch has
-    room for some, and so has the bound of `buffer.packing.make_units`.
-    """
-    num_responses, num_updates = config.rollout.samples_per_prompt, config.train.minibatches_per_step
-    is_whole = config.train.deal == "groups"
-    num_parts = 1.0 if is_whole else num_updates * (1 - (1 - 1 / num_updates) ** num_responses)
-    room, together = config.train.max_tokens_per_microbatch, 1
-    for number in range(2, num_responses + 1):
-        length = prompt + number * (sequence - prompt)
-        if length > room or number * sequence > MAX_KEYS_PER_TOKEN * length:
-            break
-        together = number
-    return num_parts * math.ceil(num_responses / num_parts / together)
+from bapo_megatron.resolved.step_tokens import StepTokens
 
 
 def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:

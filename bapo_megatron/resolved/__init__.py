@@ -20,6 +20,7 @@ from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.hf.families import Family
 from bapo_megatron.hf.shape import ModelShape
 from bapo_megatron.resolved.placement import Placement, place
+from bapo_megatron.resolved.step_tokens import shares_prompts
 
 if TYPE_CHECKING:
     from bapo_megatron.tokens import TokenStream
@@ -62,16 +63,10 @@ class Resolved:
         teacher = self.model if self.teacher is None or self.teacher.problems else self.teacher
         return replace(teacher.shape, vocab_size=self.model.shape.vocab_size)
 
-    @property
-    def can_share_prompts(self) -> bool:
-        """Whether the model's layers, in this layout, can compute a prompt once for several responses."""
-        assert self.model is not None, "only for runs whose model is known"
-        return self.config.parallel.context == 1 and self.model.shape.linear is None
-
-    @property
+    @cached_property
     def shares_prompts(self) -> bool:
-        """Whether the trainer computes the prompt of several responses in a micro-batch once."""
-        return self.config.train.share_prompts and self.can_share_prompts
+        """Whether the policy computes the prompt of several responses in a micro-batch once."""
+        return shares_prompts(self.config, self.shape)
 
     @property
     def streams(self) -> tuple[TokenStream, ...]:

@@ -29,6 +29,7 @@ from bapo_megatron.preflight.plan import check_machines, check_memory, check_unu
 from bapo_megatron.preflight.suggest import best_split, lighter, suggest
 from bapo_megatron.preflight.work import decode_seconds
 from bapo_megatron.resolved import resolve
+from bapo_megatron.resolved.step_tokens import StepTokens
 from tests.resolving import shaped
 
 HF_CONFIG = KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-7B"]
@@ -44,7 +45,7 @@ def recipe(*overrides: str) -> Config:
 
 def test_six_flops_per_weight_and_token() -> None:
     """The usual rule holds for a model whose attention and embedding are small compared with its matrices."""
-    tokens = work.StepTokens(num_sequences=1, prompt=1, response=63)
+    tokens = StepTokens(num_sequences=1, prompt=1, response=63)
     config = recipe("train.recompute=false")
     rule = 6 * (model_parameters(SHAPE) - 2 * SHAPE.vocab_size * SHAPE.hidden_size) * tokens.total
     output = 8 * SHAPE.vocab_size * SHAPE.hidden_size * 63  # logits twice, two gradients
@@ -77,7 +78,7 @@ def test_the_plan_names_the_levers_that_are_not_used() -> None:
 
 
 def test_recomputation_repeats_the_forward_flops_of_what_it_covers() -> None:
-    tokens = work.StepTokens(num_sequences=1, prompt=1, response=63)
+    tokens = StepTokens(num_sequences=1, prompt=1, response=63)
     layers, _ = work.forward_flops(SHAPE, tokens)
 
     def repeated(*overrides: str) -> float:
@@ -110,9 +111,9 @@ def test_whole_layers_and_parts_of_all_layers_exclude_each_other() -> None:
 
 def test_attention_counts_each_pair_of_tokens_once() -> None:
     """The sum over positions gives the same: a query at position i meets i keys, in two products."""
-    tokens = work.StepTokens(num_sequences=3, prompt=50, response=950)
+    tokens = StepTokens(num_sequences=3, prompt=50, response=950)
     layers, _ = work.forward_flops(SHAPE, tokens)
-    without, _ = work.forward_flops(SHAPE, work.StepTokens(tokens.total, prompt=1, response=0))
+    without, _ = work.forward_flops(SHAPE, StepTokens(tokens.total, prompt=1, response=0))
     pairs = 3 * sum(range(1, 1001))
     by_hand = 2 * 2 * SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_dim * pairs
     assert math.isclose(layers - without, by_hand, rel_tol=3e-3)
@@ -338,7 +339,7 @@ def test_kv_cache_of_a_server() -> None:
 
 def test_decoding_one_response_reads_the_weights_once_a_token() -> None:
     config = recipe("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "train.minibatches_per_step=1")
-    tokens = work.StepTokens.of(config, 100)
+    tokens = StepTokens.of(config, 100)
     seconds = decode_seconds(shaped(config, SHAPE), GPUS["h100"], server_memory(shaped(config, SHAPE), 80.0), tokens)
     assert math.isclose(seconds, 100 * model_parameters(SHAPE) * 2 / 4 / 3.35e12, rel_tol=0.01)
 
@@ -496,7 +497,7 @@ def test_what_goes_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensor_ranks_send_their_share_to_the_next_stage_with_sequence_parallelism() -> None:
-    tokens = work.StepTokens.of(recipe())
+    tokens = StepTokens.of(recipe())
     both = ["parallel.tensor=2", "parallel.pipeline=4", "parallel.data=2"]
     split, whole = (
         work.pipeline_parallel_bytes(shaped(recipe(*both, f"parallel.sequence={on}"), SHAPE), tokens, 1)
@@ -529,7 +530,7 @@ def test_tokens_travel_to_their_experts_and_back() -> None:
     """Over 8 ranks with tensor=2: each of a rank's rows goes to 8 experts, 7 of 8 of them on other ranks."""
     shape = model_shape(KNOWN_MODELS["Qwen3-30B-A3B"])
     config = recipe("parallel.tensor=2", "parallel.sequence=true", "parallel.expert=8", "train.recompute=false")
-    tokens = work.StepTokens.of(config)
+    tokens = StepTokens.of(config)
     p = config.parallel
     rows = tokens.total / (p.tensor * p.context * p.data)
     crossings = 48 * (2 * config.train.epochs_per_step + 1)  # layers, in each pass
@@ -603,7 +604,7 @@ def test_the_plan_has_room_for_likeliest_tokens_of_the_sampler() -> None:
     assert made.flops > without.flops
 
 
-def test_shared_prompts_are_planned_and_named_where_they_save_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_shared_where_that_saves_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
     """A group of 8 at prompt : response of 1 : 1 leaves 0.56 of the tokens in one update, and 0.83 dealt to 8."""
     given = ["data.max_prompt_tokens=1024", "rollout.max_response_tokens=1024", "rollout.samples_per_prompt=8"]
     given += ["train.max_tokens_per_microbatch=16384", "train.recompute=false"]
@@ -621,9 +622,14 @@ def test_shared_prompts_are_planned_and_named_where_they_save_a_tenth(capsys: py
     assert share_of("train.minibatches_per_step=8") == pytest.approx((5.25 + 8) / 16, abs=1e-3)
     assert share_of("train.minibatches_per_step=8", "train.deal=groups") == pytest.approx(9 / 16, abs=1e-3)
     files = ["recipes/r1-distill-qwen-7b-32k", "algorithms/bapo", "clusters/4x8-h100", "train.recompute=true"]
-    for one, is_named in ((given, True), ([*given, "data.max_prompt_tokens=64"], False)):
-        assert main(["plan", *files, *one]) == 0
-        assert ("train.share_prompts=true" in capsys.readouterr().out) == is_named
+    hybrid = model_shape(KNOWN_MODELS["Qwen3.5-9B"])
+    for one, saves in ((given, True), ([*given, "data.max_prompt_tokens=64"], False)):
+        assert shaped(recipe(*one), SHAPE).shares_prompts == saves
+        assert not shaped(recipe(*one, "parallel.context=2"), SHAPE).shares_prompts
+        assert not shaped(recipe(*one), hybrid).shares_prompts, "linear attention has copies"
+        for more, is_named in (((), False), (("train.share_prompts=false",), saves)):
+            assert main(["plan", *files, *one, *more]) == 0
+            assert ("train.share_prompts=true" in capsys.readouterr().out) == is_named
 
 
 BIG = ["recipes/qwen3-32b-64k", "algorithms/bapo", "clusters/16x8-h100"]
@@ -794,6 +800,6 @@ def test_the_environment_s_answers_are_part_of_the_longest_sequence() -> None:
     assert one.longest_trained == one.longest_sequence == 16 + 50
     assert turns.longest_trained == turns.longest_sequence == 16 + 50 + 4 * 100
     assert microbatch_tokens(turns) > microbatch_tokens(one)
-    assert work.StepTokens.of(turns).per_sequence == turns.longest_trained
+    assert StepTokens.of(turns).per_sequence == turns.longest_trained
     assert "turns      guess answers: at most 5 turns, answers of at most 100 tokens" in outline(resolve(turns))
     assert "turns " not in outline(resolve(one))

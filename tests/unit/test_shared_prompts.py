@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer import TransformerConfig
 from test_packing import build_batch, group
 from torch import Tensor
 
 from bapo_megatron.buffer.packing import Pass, Share, one_minibatch
-from bapo_megatron.learner.attention import PackedAttention
+from bapo_megatron.learner.attention import PackedAttention, sharing_problem
 from bapo_megatron.learner.packs import PackedSequences, place
 from bapo_megatron.tokens import TokenStream
 from bapo_megatron.types import Batch, MicroBatch, TokenCounts
@@ -177,6 +179,46 @@ def test_attention_over_shared_prompts_equals_one_sequence_at_a_time(seed: int) 
     got = torch.autograd.grad(sum((out_T1X[p] * weights[p]).sum() for p in parts), inputs)
     want = torch.autograd.grad(sum((w * weights[p]).sum() for p, w in zip(parts, wanted, strict=True)), inputs)
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+class _LosesGradients(PackedAttention):
+    """A kernel whose keys get no gradient if some are another sequence's."""
+
+    def forward(
+        self, q_T1ND: Tensor, k_T1KD: Tensor, *args: Any, packed_seq_params: PackedSequences, **_: Any
+    ) -> Tensor:
+        assert packed_seq_params.blocks is not None
+        is_shared = any(block.visible_S1QL is not None for block in packed_seq_params.blocks)
+        keys = k_T1KD.detach() + 0 * k_T1KD if is_shared else k_T1KD
+        return super().forward(q_T1ND, keys, *args, packed_seq_params=packed_seq_params)
+
+
+class _Refuses(PackedAttention):
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        raise ValueError("no backend for this mask")
+
+
+@pytest.mark.parametrize(
+    ("core", "ignores_prompts", "problem"),
+    [
+        (PackedAttention, False, None),
+        (PackedAttention, True, "its results differ by 1"),
+        (_LosesGradients, False, "its results differ by 1 from those of whole sequences"),
+        (_Refuses, False, "it fails with ValueError: no backend for this mask"),
+    ],
+    ids=["right", "no prompt", "no gradient", "refused"],
+)
+def test_attention_that_cannot_share_is_found(
+    core: type[PackedAttention], ignores_prompts: bool, problem: str | None
+) -> None:
+    def describe(*pack: Any) -> PackedSequences:
+        return PackedSequences.of(*pack[:3]) if ignores_prompts else PackedSequences.of(*pack)
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=48, num_attention_heads=6, num_query_groups=2, params_dtype=torch.float32
+    )
+    found = sharing_problem(core(config), describe, config)
+    assert found == problem or (problem and found and found.startswith(problem))
 
 
 def test_a_row_that_is_placed_several_times_gets_all_its_gradients() -> None:
