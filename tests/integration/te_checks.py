@@ -227,6 +227,11 @@ def check_shared_prompts(root: Path, **sections: Any) -> None:
             wanted = Outcome([exact.log_probs_T[rows_R] for rows_R in rows], of_rank, exact.grad_norm)
             found.append(check_near(f"shared prompts: {shares}", mine, wanted))
     assert all(mine <= 1.5 * other for mine, other in zip(found[1], found[0], strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "sharing_problem", lambda *_: "it fails")
+        with engine_learner(root / "qwen3", train=train | {"share_prompts": True}, **sections) as learner:
+            assert "it fails" in (learner.sharing_problem or "")
+            assert one_minibatch(batch, max_tokens=60, share=learner.share).counts.saved == 0
 
 
 def check_mixture(root: Path, **sections: Any) -> None:
