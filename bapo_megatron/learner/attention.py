@@ -165,8 +165,8 @@ _SHARING_LIMIT = 0.05  # far above rounding in bfloat16, and far below what a wr
 def sharing_problem(core: Module, describe: Callable[..., PackedSequences], config: TransformerConfig) -> str | None:
     """Return why `core` cannot compute a prompt once for two responses on this machine; None if it can.
 
-    Compares outputs and gradients of [prompt, a, b], where a and b follow the prompt, with those of two whole
-    sequences, [prompt, a] and [prompt, b].
+    Two whole sequences, [prompt, a] and [prompt, b], must have the same outputs and gradients as [prompt, a, b], where
+    a and b follow the prompt.
 
     Args:
         core: a layer's attention.
@@ -199,7 +199,7 @@ def sharing_problem(core: Module, describe: Callable[..., PackedSequences], conf
     except Exception as error:  # a kernel's library may refuse in its own way
         return f"it fails with {type(error).__name__}: {error}"
     distance = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(shared, copied, strict=True))
-    return None if distance < _SHARING_LIMIT else f"its results differ by {distance:.2g} from those of whole sequences"
+    return None if distance < _SHARING_LIMIT else f"whole sequences give other results: the difference is {distance:.2g}"
 
 
 def unrotated(core: type) -> type:

@@ -202,8 +202,8 @@ class _Refuses(PackedAttention):
     ("core", "ignores_prompts", "problem"),
     [
         (PackedAttention, False, None),
-        (PackedAttention, True, "its results differ by 1"),
-        (_LosesGradients, False, "its results differ by 1 from those of whole sequences"),
+        (PackedAttention, True, "whole sequences give other results"),
+        (_LosesGradients, False, "whole sequences give other results: the difference is 1"),
         (_Refuses, False, "it fails with ValueError: no backend for this mask"),
     ],
     ids=["right", "no prompt", "no gradient", "refused"],
