@@ -178,11 +178,12 @@ def sharing_problem(core: Module, describe: Callable[..., PackedSequences], conf
     kept_T = torch.cat([tokens_T[: prompt + a], tokens_T[prompt + a :] + prompt]).to(device())
     generator, tensor = torch.Generator().manual_seed(0), config.tensor_model_parallel_size
     num_heads = (config.num_attention_heads // tensor, *[config.num_query_groups // tensor] * 2)
-    shapes = [(len(tokens_T), 1, n, config.kv_channels) for n in num_heads]
-    drawn = [
-        torch.randn(shape, generator=generator).to(device(), config.params_dtype) for shape in (*shapes, shapes[0])
-    ]
-    *inputs, weights_T1ND = (x.requires_grad_() for x in drawn)
+
+    def drawn(num_heads: int) -> Tensor:
+        values = torch.randn(len(tokens_T), 1, num_heads, config.kv_channels, generator=generator)
+        return values.to(device(), config.params_dtype)
+
+    inputs, weights_T1ND = [drawn(n).requires_grad_() for n in num_heads], drawn(num_heads[0])
 
     def found(rows: Tensor | None, lengths: tuple[int, ...], follows: Tensor | None) -> tuple[Tensor, ...]:
         cu_seqlens_S1 = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -190,7 +191,7 @@ def sharing_problem(core: Module, describe: Callable[..., PackedSequences], conf
         qkv = inputs if rows is None else [x.index_select(0, rows) for x in inputs]
         out_T1X = core(*qkv, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=pack)
         out_T1X = out_T1X if rows is None else out_T1X.index_select(0, kept_T)
-        gradients = torch.autograd.grad(out_T1X, inputs, weights_T1ND.flatten(2).detach())
+        gradients = torch.autograd.grad(out_T1X, inputs, weights_T1ND.flatten(2))
         return out_T1X.detach(), *gradients
 
     try:
@@ -199,7 +200,9 @@ def sharing_problem(core: Module, describe: Callable[..., PackedSequences], conf
     except Exception as error:  # a kernel's library may refuse in its own way
         return f"it fails with {type(error).__name__}: {error}"
     distance = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(shared, copied, strict=True))
-    return None if distance < _SHARING_LIMIT else f"whole sequences give other results: the difference is {distance:.2g}"
+    if distance < _SHARING_LIMIT:
+        return None
+    return f"whole sequences give other results: the difference is {distance:.2g}"
 
 
 def unrotated(core: type) -> type:
