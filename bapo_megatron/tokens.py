@@ -7,7 +7,6 @@ every run has are typed attributes of `Segment`, `Batch` and `MicroBatch`, named
 model or a plugin are in `rows` and `extra`, with the stream as key.
 """
 
-import base64
 import binascii
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -147,8 +146,10 @@ class TokenStream:
         if isinstance(values, np.ndarray):
             return values
         if self.shape:
+            import pybase64  # late: plugins run without it
+
             try:
-                data = base64.b64decode(values, validate=True)
+                data = pybase64.b64decode(values, validate=True)
             except (TypeError, ValueError, binascii.Error):
                 raise ValueError(f"stream {self.name}: rows of shape {list(self.shape)} must be base64") from None
             if len(data) % max(self.row_bytes, 1):
@@ -268,7 +269,11 @@ class JoinedRows:
 
 def encoded_rows(rows: Array) -> list[Any] | str:
     """Encode rows losslessly for JSON: as numbers if each row is one number, otherwise as base64 of the bytes."""
-    return rows.tolist() if rows.ndim == 1 else base64.b64encode(rows.tobytes()).decode()
+    if rows.ndim == 1:
+        return rows.tolist()
+    import pybase64
+
+    return pybase64.b64encode_as_string(rows.tobytes())
 
 
 def read_only(array: Array) -> Array:

@@ -186,10 +186,13 @@ class Trajectory:
     """
 
     segments: tuple[Segment, ...]  # the first one is the prompt
+    num_tokens: int = field(init=False, compare=False, repr=False)  # rank 0 reads these often
+    num_sampled_tokens: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.segments)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum(len(s.token_ids) for s in self.segments))
+        num_sampled = sum(len(s.token_ids) for s in self.segments if isinstance(s.origin, Sampled))
+        object.__setattr__(self, "num_sampled_tokens", num_sampled)
 
     @property
     def token_ids(self) -> Array:
@@ -199,10 +202,6 @@ class Trajectory:
     @property
     def sampled_segments(self) -> list[tuple[Sampled, Segment]]:
         return [(s.origin, s) for s in self.segments if isinstance(s.origin, Sampled)]
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        return sum(s.num_tokens for _, s in self.sampled_segments)
 
     @property
     def num_shared_tokens(self) -> int:
@@ -379,7 +378,7 @@ class Sample:
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(s.num_tokens for _, s in self.sampled_segments)
+        return sum(t.num_sampled_tokens for t in self.trajectories)
 
     @property
     def num_given_tokens(self) -> int:

@@ -3,7 +3,6 @@
 Rank 0 reads every token of a step (benchmarks/replies.py). Start at `parse_reply`.
 """
 
-import base64
 import itertools
 import json
 import reprlib
@@ -14,6 +13,7 @@ from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
+import pybase64
 
 from bapo_megatron.engines.base import GenerateRequest, GenerateResult, TokenScores, VersionSpan
 from bapo_megatron.engines.transport import as_dict
@@ -234,7 +234,7 @@ def _own_routes(meta: dict[str, Any], stream: TokenStream, start: int, num_rows:
         )
     for first in range(0, len(given), _ROUTES_PIECE):
         try:
-            values = np.frombuffer(base64.b64decode(given[first : first + _ROUTES_PIECE], validate=True), "<i4")
+            values = np.frombuffer(pybase64.b64decode(given[first : first + _ROUTES_PIECE], validate=True), "<i4")
         except ValueError:
             raise BadReplyError("routed_experts is not base64") from None
         if (is_bad := (values < 0) | (values > most)).any():

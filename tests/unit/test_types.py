@@ -1,5 +1,6 @@
 """Groups keep every bit of every stream on their way through JSON and arrays, and segments join."""
 
+import base64
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -188,6 +189,27 @@ def test_each_sampled_token_is_trained_in_one_trajectory(
 def test_rows_that_do_not_fit_are_named(stream: TokenStream, values: Any, said: str) -> None:
     with pytest.raises(ValueError, match=f"stream {stream.name}: {said}"):
         stream.checked(values, 2)
+
+
+@given(st.binary(min_size=6, max_size=60).map(lambda data: data[: len(data) // 6 * 6]), st.data())
+def test_rows_in_base64_are_read_as_python_reads_them(data: bytes, draw: st.DataObject) -> None:
+    text = base64.b64encode(data).decode()
+    if draw.draw(st.booleans()):
+        place = draw.draw(st.integers(0, len(text) - 1))
+        text = text[:place] + draw.draw(st.sampled_from("Az0+/=- \n\0_é")) + text[place + 1 :]
+    num_rows = len(data) // ROUTES.row_bytes
+    try:
+        expected = base64.b64decode(text, validate=True)
+    except ValueError:
+        with pytest.raises(ValueError, match="stream routes: rows of shape"):
+            ROUTES.checked(text, num_rows)
+        return
+    if len(expected) == len(data):
+        assert ROUTES.checked(text, num_rows).tobytes() == expected
+        assert encoded_rows(ROUTES.checked(text, num_rows)) == base64.b64encode(expected).decode()
+    else:
+        with pytest.raises(ValueError, match="stream routes: "):
+            ROUTES.checked(text, num_rows)
 
 
 @given(
