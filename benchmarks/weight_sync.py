@@ -7,6 +7,9 @@ announces and broadcasts the weights, puts them in place, compares digests of bo
 and lets the engines continue. The raw broadcast sends buffers of the same sizes to the same processes in the same
 group; it is announced once, and the engines discard what they receive. The disk channel writes files that the engines
 read. Times are seconds.
+
+The last rows push from two and four pipeline stages: tensors of later stages travel to rank 0 ahead of their bucket, or
+one parameter after the other.
 """
 
 import asyncio
@@ -16,14 +19,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 import torch
+import torch.distributed as dist
 from aiohttp import web
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import SyncConfig
 from bapo_megatron.engines.connected import LoopThread
 from bapo_megatron.engines.embedded import server
@@ -32,13 +38,19 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.wire import TensorSpec
 from bapo_megatron.errors import plural
 from bapo_megatron.hf.shape import hf_tensors, model_shape
+from bapo_megatron.learner import exchange
+from bapo_megatron.learner.megatron import MegatronLearner
+from bapo_megatron.resolved import resolve
+from bapo_megatron.sync import open_channel
 from bapo_megatron.sync.broadcast import BroadcastChannel
 from bapo_megatron.sync.disk import DiskChannel
-from benchmarks.side_by_side import MIB, Rows, main, take_turns
+from benchmarks.ranks import Ranks
+from benchmarks.side_by_side import MIB, Row, Rows, main, take_turns
 from tests.engine_processes import start_engines
 
 TIMEOUT_S = 120.0
 PUSH, RAW, DISK = "push", "raw broadcast of the bytes", "push over the disk"
+IN_TURN = "one parameter after the other"
 MODEL = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -145,8 +157,44 @@ def ways(folder: Path, num_layers: int, num_engines: int) -> Iterator[tuple[int,
             process.end()
 
 
+def stages(folder: str, url: str, num_stages: int) -> Callable[[int], None]:
+    """Return a push from pipeline stages to an engine, on one of their ranks."""
+    config = load_config([], [f"model.path={folder}", f"parallel.pipeline={num_stages}", "sync.bucket_mib=16"])
+    learner = MegatronLearner(resolve(config, Path(folder)))
+    callees = None
+    if dist.get_rank() == 0:
+        callees = EnginePool([HttpEngine(url, request_timeout_s=TIMEOUT_S)]), LoopThread().submit
+    path = Path(folder)
+    channel = open_channel(config.sync, callees, channel="broadcast", folder=path / "weights", hf_path=path)
+    channel.connect(learner.weights())
+
+    def work(ahead_bytes: int) -> None:
+        exchange.AHEAD_BYTES = ahead_bytes
+        learner.version += 1
+        sent = channel.send(learner.weights())
+        assert sent.is_whole
+        channel.resume(sent)
+
+    return work
+
+
+def from_stages(num_stages: int, num_layers: int, num_turns: int) -> Row:
+    """Compare the two ways from stages to rank 0."""
+    with tempfile.TemporaryDirectory(prefix="weight-sync-") as name:
+        folder = Path(name)
+        write_model(folder, num_layers)
+        (engine,) = start_engines(folder, 1, "--max-running", "1", model=folder)
+        try:
+            with Ranks(num_stages, stages, name, engine.url, num_stages) as work:
+                sends = {"ahead": partial(work, exchange.AHEAD_BYTES), IN_TURN: partial(work, 1)}
+                turns = take_turns(sends, num_turns, clock=time.perf_counter)
+        finally:
+            engine.end()
+    return turns.row(f"push from {num_stages} stages, {num_layers} layers", IN_TURN, unit="s")
+
+
 def rows(quick: bool) -> Rows:
-    """Compare a push with the two other ways, with one engine and with two."""
+    """Compare a push with the two other ways, with one engine and with two; then pushes from pipeline stages."""
     num_layers, num_turns = (2, 7) if quick else (9, 15)
     for num_engines in (1,) if quick else (1, 2):
         with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
@@ -155,6 +203,8 @@ def rows(quick: bool) -> Rows:
             engines = plural(num_engines, "engine")
             for other in (RAW, DISK):
                 yield turns.row(f"{num_bytes / MIB:.0f} MiB to {engines}", other, unit="s")
+    for num_stages in (2,) if quick else (2, 4):
+        yield from_stages(num_stages, 4 if quick else 8, num_turns)
 
 
 if __name__ == "__main__":

@@ -659,6 +659,9 @@ class OptimizerConfig(Section):
 _FORWARDS_FIRST_SHARE = 0.1  # share of device memory that train.schedule = "auto" allows for an update's layer inputs
 
 
+AHEAD_BYTES = 64 * 2**20
+"""A push: the first rank of a later pipeline stage sends at most this much ahead of rank 0, and one tensor more."""
+
 MAX_KEYS_PER_TOKEN = 8
 """train.share_prompts: attention gathers at most this many keys for each token that a micro-batch may have."""
 

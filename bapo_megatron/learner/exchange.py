@@ -1,6 +1,8 @@
 """Exchange of weights between a Hugging Face folder and the tensor- and pipeline-parallel parts of a Megatron model."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,11 +12,12 @@ from torch.nn import Module, ModuleList, Parameter
 
 from bapo_megatron.checkpoint.folder import WEIGHT
 from bapo_megatron.checkpoint.shards import Piece
+from bapo_megatron.config.schema import AHEAD_BYTES
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.families import EMBEDDING, OUTPUT, VALUE_HEAD
 from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries
-from bapo_megatron.hf.splits import Entry, is_any, is_stored
+from bapo_megatron.hf.splits import Entry, Size, is_any, is_stored
 from bapo_megatron.learner.parallel import AxisRanks, ParallelLayout, device
 from bapo_megatron.learner.slicing import Slicer, canonical, from_shards, place_shard, to_shard
 from bapo_megatron.runtime.together import failing_together
@@ -114,9 +117,9 @@ def gather_weights(
     """Yield whole tensors by Hugging Face name, one by one, on global rank 0; an empty tensor on every other rank.
 
     For each parameter, the first set of ranks that split it on its pipeline stage gather the shards (the only holder
-    of an expert sends it to the first of them), and the first of them sends the whole to rank 0. Collective: every rank
-    must exhaust the iterator. Tied embeddings come once, as model.embed_tokens.weight. A tensor may alias the live
-    weight: use it before the next update, or copy it.
+    of an expert sends it to the first of them), and the first of them sends the whole to rank 0: see `_ToRankZero`.
+    Collective: every rank must exhaust the iterator. Tied embeddings come once, as model.embed_tokens.weight. A tensor
+    may alias the live weight: use it before the next update, or copy it.
 
     Args:
         model: this rank's chunks of the model.
@@ -133,24 +136,73 @@ def gather_weights(
     mine = (parameters[entry.megatron_name] for entry, _ in gathered if entry.megatron_name in parameters)
     if (first := next(mine, None)) is not None:
         read.dtype = read(first).dtype
+    to_rank_zero = _ToRankZero(layout, read.dtype)
+    if layout.pipeline_rank == 0:
+        led = ((entry.hf_shapes, _stage(entry, shape, layout)) for entry, axis in gathered if axis.is_first)
+        to_rank_zero.coming = ((sizes, stage) for sizes, stage in led if stage > 0)
     for entry, axis in gathered:
+        to_rank_zero.ask()
         stage, holder = _stage(entry, shape, layout), entry.holder(axis.size)
         is_mine = layout.pipeline_rank == stage and holder in (None, axis.rank)
         shard = read(parameters[entry.megatron_name]) if is_mine else None
         tensors: list[Tensor] = []
         if layout.pipeline_rank == stage and axis.is_first_copy:
             tensors = _joined(entry, axis, shard, read.dtype)
-        if stage > 0 and axis.is_first_copy and axis.rank == 0:
+        if stage > 0 and axis.is_first:
             if layout.pipeline_rank == stage:
-                for tensor in tensors:
-                    dist.send(tensor.contiguous(), dst=layout.pipeline_group_rank(0), group=layout.pipeline_group)
+                to_rank_zero.send(tensors)
             elif layout.pipeline_rank == 0:
-                tensors = [torch.empty(size, dtype=read.dtype, device=device()) for size in entry.hf_shapes]
-                for tensor in tensors:
-                    dist.recv(tensor, src=layout.pipeline_group_rank(stage), group=layout.pipeline_group)
+                tensors = to_rank_zero.next()
         for i, name in enumerate(entry.hf_names):
             yield name, tensors[i] if layout.rank == 0 else torch.empty(0)
+    to_rank_zero.end()
     read.end()
+
+
+class _ToRankZero:
+    """Tensors of later stages on their way to rank 0, in the order of the entries.
+
+    Rank 0 asks for them ahead, and the first rank of a stage sends without waiting: they travel while rank 0 reads its
+    own parameters and sends buckets to the engines. Each side holds `AHEAD_BYTES` of them, and one parameter more.
+    """
+
+    def __init__(self, layout: ParallelLayout, dtype: torch.dtype | None) -> None:
+        self.coming: Iterator[tuple[tuple[Size, ...], int]] = iter(())  # on rank 0: sizes and stage of each parameter
+        self._layout, self._dtype = layout, dtype
+        self._under_way: deque[tuple[list[Tensor], list[dist.Work]]] = deque()
+        self._num_bytes = 0
+
+    def ask(self) -> None:
+        """Ask for tensors until enough are on their way."""
+        while self._num_bytes < AHEAD_BYTES and (first := next(self.coming, None)):
+            sizes, stage = first
+            tensors = [torch.empty(size, dtype=self._dtype, device=device()) for size in sizes]
+            self._begin(tensors, partial(dist.irecv, src=self._layout.pipeline_group_rank(stage)))
+
+    def send(self, tensors: list[Tensor]) -> None:
+        """Send tensors; wait for the earliest if many are on their way."""
+        tensors = [tensor.contiguous() for tensor in tensors]
+        self._begin(tensors, partial(dist.isend, dst=self._layout.pipeline_group_rank(0)))
+        while self._num_bytes > AHEAD_BYTES:
+            self.next()
+
+    def next(self) -> list[Tensor]:
+        """Wait for the earliest tensors on their way, and return them."""
+        tensors, works = self._under_way.popleft()
+        for work in works:
+            work.wait()
+        self._num_bytes -= sum(tensor.nbytes for tensor in tensors)
+        return tensors
+
+    def end(self) -> None:
+        """Wait for all that is on its way."""
+        while self._under_way:
+            self.next()
+
+    def _begin(self, tensors: list[Tensor], travel: Callable[..., dist.Work | None]) -> None:
+        works = [travel(tensor, group=self._layout.pipeline_group) for tensor in tensors]
+        self._under_way.append((tensors, [work for work in works if work is not None]))
+        self._num_bytes += sum(tensor.nbytes for tensor in tensors)
 
 
 def _joined(entry: Entry, axis: AxisRanks, shard: Tensor | None, dtype: torch.dtype | None) -> list[Tensor]:

@@ -159,7 +159,7 @@ class MegatronLearner(TrainedModel):
             "optimizer/skipped": float(self.num_skipped_updates),
         }
         if self.share.shares_prompts:
-            metrics["perf/saved_token_share"] = saved / (counts[0] + saved)
+            metrics["perf/saved_token_share"] = saved / max(counts[0] + saved, 1)
         metrics |= self._route_metrics | self.guard.observe(grad_norm)
         metrics |= self._adapter_metrics(grad_norm, metrics)
         if self.reference is not None:

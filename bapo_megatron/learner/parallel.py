@@ -115,6 +115,11 @@ class AxisRanks:
     def is_first_copy(self) -> bool:
         return self.copies.rank() == 0
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first of all ranks that hold a part."""
+        return self.is_first_copy and self.rank == 0
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:

@@ -11,7 +11,7 @@ import bisect
 from dataclasses import dataclass
 
 from bapo_megatron.algorithms.chunks import chunk_rows
-from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN, Config
+from bapo_megatron.config.schema import AHEAD_BYTES, MAX_KEYS_PER_TOKEN, Config
 from bapo_megatron.hf.shape import RULE_CHUNK, Experts, LayerShape, LinearAttention, runs
 from bapo_megatron.hf.splits import is_kept, is_stored, is_trained
 from bapo_megatron.hf.streams import routes
@@ -247,17 +247,18 @@ def _tokens_of_update(config: Config) -> int:
 
 def _sync(run: Resolved, stage: int) -> int:
     """Estimate a weight sync: a weight merged with its adapters, and on rank 0 two buckets, and a tensor gathered from
-    its shards."""
+    its shards. With several stages, tensors on their way to rank 0."""
     if not run.engine.samples:
         return 0
     p, item = run.config.parallel, ITEM_BYTES[run.config.model.dtype]
     merging = largest_adapted(run.shape, p) * (MERGING_BYTES + item)
-    if stage > 0:
-        return merging
     largest = largest_tensor(run.shape) * item
+    under_way = AHEAD_BYTES + largest if p.pipeline > 1 else 0
+    if stage > 0:
+        return merging + under_way
     bucket = max(int(run.config.sync.bucket_mib * 2**20), largest)
     gathered = 0 if p.tensor * p.pipeline * p.expert == 1 else 2 * largest
-    return merging + 2 * bucket + gathered
+    return merging + 2 * bucket + gathered + under_way
 
 
 class _Activations:
