@@ -342,7 +342,7 @@ def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:
 def _together(shared: SharedGPU) -> Iterator[str]:
     """Yield the parts of a GPU that a trainer rank and a server share, as two columns and their sum."""
     t, s, rest = shared.trainer, shared.server, shared.rest
-    kept = t.reference + t.teacher + t.critic + t.fp8 + t.batch
+    kept = t.reference + t.teachers + t.critic + t.fp8 + t.batch
     parts = (
         ("weights", t.weights, s.weights),
         ("state", t.gradients + t.optimizer + kept, max(0, s.kv_cache) + s.state_cache),
@@ -392,7 +392,7 @@ def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
         ("gradients", memory.gradients, "float32"),
         ("optimizer", memory.optimizer, "Adam's moments and float32 weights"),
         *([("reference", memory.reference, "weights of the KL term's reference")] if memory.reference else []),
-        *([("teacher", memory.teacher, "its weights")] if memory.teacher else []),
+        *([("teachers", memory.teachers, "weights")] if memory.teachers else []),
         *([("critic", memory.critic, "its weights, gradients and optimizer")] if memory.critic else []),
         *([("FP8 operands", memory.fp8, "assumed")] if memory.fp8 else []),
         ("batch", memory.batch, "ids, log-probs and other values of its tokens"),

@@ -109,7 +109,7 @@ class Trainer:
 
     def offload(self) -> Offload:
         self.turns.trainer = moves = Offload(
-            self.learner, self.advantages.critic, self.learner.reference, self.learner.teacher
+            self.learner, self.advantages.critic, self.learner.reference, *self.learner.teachers
         )
         return moves
 
@@ -119,7 +119,7 @@ class Trainer:
         if self.advantages.critic is not None:
             batch = self.advantages.on(make_batch(), 0)
             found = batch.metrics
-        scorers = scorers_of(self.config, self.learner, self.learner.reference, self.learner.teacher)
+        scorers = scorers_of(self.config, self.learner, self.learner.reference, self.learner.teachers)
         batch = with_scores(batch, scorers, self.learner, self.config)
         minibatch = one_minibatch(batch, max_tokens=TOKENS, share=self.learner.share)
         self.learner.score(minibatch)
@@ -181,7 +181,7 @@ def check_updates(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
 
 
 def parameters(trainer: Trainer) -> Iterator[Tensor]:
-    for model in (*trainer.models.values(), trainer.learner.reference, trainer.learner.teacher):
+    for model in (*trainer.models.values(), trainer.learner.reference, *trainer.learner.teachers):
         yield from getattr(model, "model", torch.nn.Module()).parameters()
 
 

@@ -78,7 +78,7 @@ def check_advantages(rank: int, world_size: int, root: Path, layout: dict[str, A
             }
         )
         learner = MegatronLearner(resolve(config, root / "a"))
-        scorers = scorers_of(config, learner, learner.reference, learner.teacher)
+        scorers = scorers_of(config, learner, learner.reference, learner.teachers)
         batch = whole
         if name == "served":
             rows_T = TEACHER_LOGPROBS.new_tensor(whole.sampled_T.numel())

@@ -59,7 +59,7 @@ def check_steps(rank: int, world_size: int, root: Path, cases: list[dict[str, An
                 ValueAdvantages(resolve(config, root / "model"), learner),
                 BoundsFinder(config, learner),
             )
-            scorers, found = scorers_of(config, learner, learner.reference, learner.teacher), []
+            scorers, found = scorers_of(config, learner, learner.reference, learner.teachers), []
             for step, lengths in enumerate(LENGTHS):
                 whole = replace(random_batch(seq_lens=lengths), rewards_S=torch.linspace(0, 1, len(lengths)))
                 passes = advantages.passes(step) + policy_passes(config, step, learner, scorers)
