@@ -594,7 +594,8 @@ class TeacherConfig(Section):
     """Several teachers: the servers of the teacher for each of data.sources, by its name."""
     hint: Annotated[str, AfterValidator(_hint)] | None = None
     """Words of the user that tell more than the prompt, such as "{prompt} The answer is {answer}.", with the row's own:
-    after them, the policy's own weights score each sample that ends, on the run's servers."""
+    after them, the policy's own weights score each sample that ends, on the run's servers. In a conversation they take
+    the place of the user's last message."""
     api_key: PathText | None = None
     """urls, urls_by_source: as rollout.api_key."""
     timeout_s: Positive = 600.0

@@ -115,8 +115,13 @@ def messages(severity: str, **sections: Any) -> list[str]:
         ),
         (
             "error",
-            {"teacher": {"hint": "{prompt} 1"}, "environment": {"kind": "calculator"}, "loss": {"name": "grpo"}},
-            'teacher.hint replaces the words of a prompt, and environment.kind="calculator" answers what',
+            {
+                "teacher": {"hint": "{prompt} 1"},
+                "data": {"chat_template": True},
+                "environment": {"kind": "agent"},
+                "loss": {"name": "grpo"},
+            },
+            'teacher.hint replaces the words of a row, and with environment.kind="agent" a program writes the prompts',
         ),
         (
             "error",

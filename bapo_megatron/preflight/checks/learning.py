@@ -315,12 +315,11 @@ def check_teacher(config: Config) -> Iterator[Violation]:
         if table:
             sources = {one.name for one in config.data.sources}
             yield from _check_teacher_of_each(f"teacher.{name}_by_source", what, table, sources)
-    if teacher.hint is not None and config.environment.is_used:
+    if teacher.hint is not None and config.environment.is_agent:
         yield Violation(
             ("teacher.hint", "environment.kind"),
-            f'teacher.hint replaces the words of a prompt, and environment.kind="{config.environment.kind}" answers '
-            "what follows them",
-            "leave one of them out",
+            'teacher.hint replaces the words of a row, and with environment.kind="agent" a program writes the prompts',
+            "leave one of them out, or name a teacher by teacher.path or teacher.urls",
         )
 
 
