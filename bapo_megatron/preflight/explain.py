@@ -1,6 +1,7 @@
 """A run and its plan, as text for the terminal."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ def outline(run: Resolved) -> str:
             f"rollout    {engines}, {plural(r.groups_in_flight or r.prompts_per_step, 'group')} in flight, "
             f"partial rollout {partial}",
             *_turns(config),
+            *_teachers(config),
             *_clock(config),
         ]
     )
@@ -86,6 +88,15 @@ def _turns(config: Config) -> list[str]:
     one = config.environment
     limits = f"at most {plural(one.max_turns, 'turn')}, answers of at most {plural(one.max_answer_tokens, 'token')}"
     return [f"turns      {one.kind} answers: {limits}"] if one.is_used else []
+
+
+def _teachers(config: Config) -> list[str]:
+    """Return a line about several teachers in the trainer, if there are any."""
+    sources: dict[str, list[str]] = defaultdict(list)
+    for source, path in config.teacher.path_by_source.items():
+        sources[path].append(source)
+    each = (f"{path} for {', '.join(names)}" for path, names in sources.items())
+    return [f"teachers   {'; '.join(each)}"] if sources else []
 
 
 def _clock(config: Config) -> list[str]:

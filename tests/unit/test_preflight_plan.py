@@ -245,7 +245,9 @@ def test_several_teachers_each_count_with_their_size_and_their_share_of_the_work
     without = make_plan(resolve(recipe(sources), HF_CONFIG))
     for top_k in (0, 64):
         settings = (sources, by_source, f"teacher.top_k={top_k}")
-        both = make_plan(resolve(recipe(*settings), HF_CONFIG, {"models/32B": large, "models/7B": small}))
+        run = resolve(recipe(*settings), HF_CONFIG, {"models/32B": large, "models/7B": small})
+        assert "\nteachers   models/32B for a; models/7B for b, c" in outline(run)
+        both = make_plan(run)
         alone = [
             make_plan(resolve(recipe(sources, "teacher.path=x", f"teacher.top_k={top_k}"), HF_CONFIG, {"x": one}))
             for one in (large, small)
