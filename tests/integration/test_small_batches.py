@@ -27,8 +27,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": {"name": "gspo", "kl_coef": 0.1, "proximal": "learner", "max_drift": 0.5}},
     "m2po": {"loss": {"name": "m2po"}},
     "top_entropy": {"loss": {"name": "top_entropy", "share": 0.5}},
-    "grpo": {"loss": {"name": "grpo"}, "teacher": {"path": "teacher", "coef": 0.5}},
-    "teachers": {"loss": {"name": "grpo"}, "teacher": {"path_by_source": TEACHERS}},
+    "grpo": {"loss": {"name": "grpo"}, "teacher": {"path_by_source": TEACHERS, "coef": 0.5}},
     "likely": {"loss": {"name": "grpo"}, "teacher": {"path_by_source": TEACHERS, "top_k": 4}},
 }
 TOLERANCE = 1e-4
@@ -56,9 +55,7 @@ def check_steps(rank: int, world_size: int, root: Path, cases: list[dict[str, An
             )
             of = config.teacher
             by_source = {source: str(root / path) for source, path in of.path_by_source.items()}
-            path = None if of.path is None else str(root / of.path)
-            teacher = of.model_copy(update={"path": path, "path_by_source": by_source})
-            config = config.model_copy(update={"teacher": teacher})
+            config = config.model_copy(update={"teacher": of.model_copy(update={"path_by_source": by_source})})
             learner = MegatronLearner(resolve(config, root / "model"))
             advantages, finder = (
                 ValueAdvantages(resolve(config, root / "model"), learner),
