@@ -92,7 +92,7 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
         layout = learner.layout
         advantages = ValueAdvantages(run, learner)
         finder = BoundsFinder(config, learner)
-        scorers = scorers_of(config, learner, learner.reference, learner.teacher)
+        scorers = scorers_of(config, learner, learner.reference, learner.teachers)
         shares = BatchShares(layout.data_rank, layout.pipeline_rank, layout.layers_of_stage, config.parallel.timeout_s)
         first = first or connect()
         rollouts = SharedRollouts(config, first, recorder.keep_samples, shares)
@@ -100,7 +100,7 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
         HEARTBEAT.beat(TRAINER, "looking for a checkpoint")
         first_step = _restore(store.resume(models), learner, rollouts, finder)
     if turns:
-        turns.trainer = Offload(learner, advantages.critic, learner.reference, learner.teacher)
+        turns.trainer = Offload(learner, advantages.critic, learner.reference, *learner.teachers)
     engines = first.engines if first else None
     callees = (engines.pool, engines.loop.submit) if engines else None
     kind = partial(open_channel, config.sync, channel=config.sync_channel, folder=weights_folder(config, run_dir))
@@ -147,7 +147,7 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
                 batch = with_scores(batch, scorers, learner, config)
             for minibatch in policy_updates(config, step, learner.share).minibatches(batch):
                 with watch.span("score"):
-                    minibatch = with_likeliest(minibatch, learner.teacher, config.teacher.top_k)
+                    minibatch = with_likeliest(minibatch, batch, learner.teachers, config.teacher.top_k)
                     bounds = finder.find(minibatch)
                 with watch.span("train"):
                     result = learner.step(minibatch, bounds)

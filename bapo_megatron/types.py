@@ -523,6 +523,7 @@ class Batch:
     extra: Mapping[TokenStream, Tensor] = field(default_factory=dict)  # streams of models and plugins: [T, *shape]
     prompt_S: Tensor | None = None  # int64: a number for each prompt; None means that no two sequences share one
     shared_lens_S: Tensor | None = None  # int64: leading tokens that all sequences of a prompt share, rows included
+    teacher_S: Tensor | None = None  # int64: which of several teachers in the trainer scores each sequence
     here_S: Tensor | None = None  # bool: sequences whose rows this rank has, ascending; None means all
     metrics: dict[str, float] = field(default_factory=dict)  # from the rollout that made it
 
@@ -690,6 +691,7 @@ class MiniBatch:
     proximal_version: int | None = None  # weight version that computed the proximal log-probs; None without them
     counts: TokenCounts = TokenCounts()  # over all data ranks, without padding
     num_trained_responses: int = 0  # with a trained token, over all data ranks
+    sequences: tuple[Tensor, ...] = ()  # int64: the batch's sequences in each micro-batch
 
 
 @dataclass(frozen=True, slots=True)

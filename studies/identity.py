@@ -40,7 +40,7 @@ def inputs(config: Config) -> Iterator[tuple[str, Path]]:
         "model.path": config.model.path,
         "loss.reference_path": config.loss.reference_path,
         "critic.path": config.critic.path,
-        "teacher.path": config.teacher.path,
+        **config.teacher.paths,
         **config.prompt_files,
     }
     for setting, path in paths.items():

@@ -45,7 +45,7 @@ class BatchBuilder:
         a sampled token is left out. Tokens of a sample that is not trained (see `is_trained`) are masked. Both still
         count in their group's advantages. An invalid sample does not count in them either.
 
-        Raises UserError for a verdict that advantage.kind cannot use.
+        Raises UserError for a verdict that advantage.kind cannot use, and for a source without a teacher.
         """
         config, method = self._config, self._config.advantage
         _check_verdicts(groups, method, config.reward.weights)
@@ -84,6 +84,7 @@ class BatchBuilder:
         extra: dict[TokenStream, Tensor] = {}
         for stream in dict.fromkeys([TOKEN_IDS, BEHAVIOUR_LOGPROBS, *(stream for s in segments for stream in s.rows)]):
             (extra if stream not in CORE_STREAMS else core)[stream] = _on_tokens(stream, segments)
+        teacher_S = _teachers(samples, config)
         prompt_S, shared_lens_S = _prompts(groups, has_fed_rows=any(stream.on == "fed" for stream in extra))
         metrics = (
             batch_metrics(groups)
@@ -103,6 +104,7 @@ class BatchBuilder:
             rewards_S=rewards_S.float(),
             prompt_S=prompt_S,
             shared_lens_S=shared_lens_S,
+            teacher_S=None if teacher_S is None else teacher_S[places],
             extra=extra,
             metrics=metrics if config.reward.is_given else _without_rewards(metrics),
         )
@@ -132,6 +134,21 @@ def _prompts(groups: Sequence[Group], *, has_fed_rows: bool) -> tuple[Tensor, Te
                     numbers.append(number)
                     lengths.append(max(first.num_tokens - has_fed_rows, 0) if is_shared else 0)
     return torch.tensor(numbers, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
+
+
+def _teachers(samples: Sequence[Sample], config: Config) -> Tensor | None:
+    """Return which teacher in the trainer scores each sample, by its place in `TeacherConfig.paths`; None if all have
+    the same. Raises UserError for a source without one."""
+    paths, by_source = [*config.teacher.paths.values()], config.teacher.path_by_source
+    if len(paths) < 2:
+        return None
+    if unknown := sorted({sample.prompt.source for sample in samples} - by_source.keys()):
+        raise UserError(
+            f"teacher.path_by_source has no model for {unknown[0]}, the source of some prompts; name one: "
+            f"teacher.path_by_source.{unknown[0]}"
+        )
+    numbers = (paths.index(by_source[sample.prompt.source]) for sample in samples)
+    return torch.tensor([*numbers], dtype=torch.int64)
 
 
 def _check_verdicts(groups: Sequence[Group], method: AdvantageConfig, weights: Mapping[str, float]) -> None:

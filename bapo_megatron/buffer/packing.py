@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -67,12 +67,13 @@ class Pass:
     num_epochs: int = 1
     seed: int = 0
     by_prompt: bool = False  # all sequences of a prompt go into the same step
+    teacher: int | None = None  # if set, of each step only the sequences that this teacher scores
 
     def steps(self, batch: Batch) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
         """Yield the sequences of each optimizer step, and how they are split into each data rank's micro-batches.
 
         A batch may hold fewer sequences than there are steps. A step without a sequence, or with masked responses only,
-        is left out: an update would divide by zero. Reads lengths and masks.
+        is left out: an update would divide by zero. Reads lengths, masks and teachers.
         """
         num_trained_S = batch.count_S(batch.mask_T)
         for epoch in range(self.num_epochs):
@@ -80,6 +81,10 @@ class Pass:
             for part in self._parts(batch, generator):
                 if not num_trained_S[part].any():
                     continue
+                if self.teacher is not None:
+                    part = part[_is_of(self.teacher, batch)[part]]
+                    if not len(part):
+                        continue
                 max_tokens = self.max_tokens * self.share.context_size
                 units = make_units(batch, part, self.share, max_tokens)
                 shares = balanced_shares(units, self.share, max_tokens)
@@ -101,18 +106,45 @@ class Pass:
         share = self.share
         num_trained_S, num_sampled_S = batch.count_S(batch.mask_T), batch.num_sampled_S
         for part, shares in self.steps(batch):
-            mine = [Pieces.of(batch, s, share) for s in shares[share.data_rank]]
-            lengths = [max(int(round_up(one.lens_S, share.num_chunks).sum()), 1) for one in mine]
-            lengths = [round_up(n, share.pack_multiple) for n in lengths]
-            if share.equal_lengths:
-                lengths = [max(lengths)] * len(lengths)
+            mine = shares[share.data_rank]
             lens_S = batch.seq_lens_S[part]
             saved = [n for packs in shares for s in packs for n in copied_prompts(batch, s, share)]
             tokens, squares = int(lens_S.sum()) - sum(saved), int((lens_S**2).sum()) - sum(n**2 for n in saved)
             counts = TokenCounts(tokens, squares, int(num_sampled_S[part].sum()), sum(saved))
-            packs = [pack(batch, one, length, share) for one, length in zip(mine, lengths, strict=True)]
             num_tokens, num_responses = int(num_trained_S[part].sum()), int((num_trained_S[part] > 0).sum())
-            yield MiniBatch(tuple(packs), num_tokens, batch.proximal_version, counts, num_responses)
+            packs = packs_of(batch, mine, share)
+            yield MiniBatch(packs, num_tokens, batch.proximal_version, counts, num_responses, tuple(mine))
+
+
+def packs_of(batch: Batch, sequences: Sequence[Tensor], share: Share) -> tuple[MicroBatch, ...]:
+    """Return a rank's micro-batches of these sequences, padded as the layout needs them."""
+    mine = [Pieces.of(batch, s, share) for s in sequences]
+    lengths = [max(int(round_up(one.lens_S, share.num_chunks).sum()), 1) for one in mine]
+    lengths = [round_up(n, share.pack_multiple) for n in lengths]
+    if share.equal_lengths:
+        lengths = [max(lengths)] * len(lengths)
+    return tuple(pack(batch, one, length, share) for one, length in zip(mine, lengths, strict=True))
+
+
+def of_teacher(minibatch: MiniBatch, batch: Batch, teacher: int | None, share: Share) -> MiniBatch:
+    """Return the sequences that a teacher scores, in as many micro-batches, some of them perhaps without any.
+
+    Args:
+        batch: what the mini-batch is of.
+        teacher: None means that it scores all.
+        share: the teacher's, which may need them packed otherwise than the policy does.
+    """
+    sequences = minibatch.sequences
+    if teacher is not None:
+        is_mine_S = _is_of(teacher, batch)
+        sequences = tuple(s[is_mine_S[s]] for s in sequences)
+    return replace(minibatch, micro_batches=packs_of(batch, sequences, share), sequences=sequences)
+
+
+def _is_of(teacher: int, batch: Batch) -> Tensor:
+    """Return whether a teacher scores each sequence, bool [S]."""
+    assert batch.teacher_S is not None, "a batch of several teachers knows which one scores each sequence"
+    return batch.teacher_S == teacher
 
 
 def one_minibatch(batch: Batch, *, max_tokens: int, share: Share) -> MiniBatch:
@@ -122,7 +154,7 @@ def one_minibatch(batch: Batch, *, max_tokens: int, share: Share) -> MiniBatch:
 
 
 def sequences_of(passes: Sequence[Pass], batch: Batch, data_size: int) -> list[Tensor]:
-    """Return the sequences that each data rank needs in these passes, int64, ascending. Reads lengths and masks."""
+    """Return the sequences that each data rank needs in these passes, int64, ascending; see `Pass.steps`."""
     needed = [torch.zeros(batch.num_sequences, dtype=torch.bool) for _ in range(data_size)]
     for one in passes:
         for _, shares in one.steps(batch):

@@ -571,7 +571,7 @@ def _hint(text: str) -> str:
     return text
 
 
-TEACHERS = ("path", "urls", "urls_by_source", "hint")
+TEACHERS = ("path", "path_by_source", "urls", "urls_by_source", "hint")
 """Settings of [teacher] that name one."""
 
 
@@ -583,7 +583,10 @@ class TeacherConfig(Section):
 
     path: PathText | None = None
     """The Hugging Face folder, or name on the hub, of a frozen model that the trainer holds, split like the policy; it
-    has the policy's tokenizer. Without path, urls, urls_by_source and hint there is no teacher."""
+    has the policy's tokenizer. Without path, urls, their tables by source and hint there is no teacher."""
+    path_by_source: dict[EntryName, PathText] = Field(default_factory=dict)
+    """Several teachers: the model, as in path, for each of data.sources, by its name. The trainer holds each model
+    once, and each scores the samples of its sources."""
     urls: tuple[str, ...] = ()
     """Base URLs of servers of one teacher that score samples as they end, such as "http://127.0.0.1:30000": SGLang, or
     `bapo serve`."""
@@ -591,16 +594,17 @@ class TeacherConfig(Section):
     """Several teachers: the servers of the teacher for each of data.sources, by its name."""
     hint: Annotated[str, AfterValidator(_hint)] | None = None
     """Words of the user that tell more than the prompt, such as "{prompt} The answer is {answer}.", with the row's own:
-    after them, the policy's own weights score each sample that ends, on the run's servers."""
+    after them, the policy's own weights score each sample that ends, on the run's servers. In a conversation they take
+    the place of the user's last message."""
     api_key: PathText | None = None
     """urls, urls_by_source: as rollout.api_key."""
     timeout_s: Positive = 600.0
-    """Not path: deadline for the scores of a sample, which learns nothing from the teacher without them."""
+    """On servers: deadline for the scores of a sample, which learns nothing from the teacher without them."""
     coef: Positive = 1.0
     """Weight of the teacher's advantage; with top_k, of its divergence."""
     top_k: Whole = 0
-    """path: the loss of each update gets coef x the divergence on each token's top_k likeliest tokens and all others
-    together. 0: the teacher gives an advantage instead."""
+    """path, path_by_source: the loss of each update gets coef x the divergence on each token's top_k likeliest tokens
+    and all others together. 0: the teacher gives an advantage instead."""
     divergence: Divergence = "reverse"
     """forward: sum of q log(q / p), with q the teacher's and p the policy's probabilities; reverse: of p log(p / q)."""
 
@@ -615,6 +619,14 @@ class TeacherConfig(Section):
     def given(self) -> str:
         """The setting that names the teacher; "" without one."""
         return next((f"teacher.{name}" for name in TEACHERS if getattr(self, name)), "")
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The models that the trainer holds, each once, by the first setting that names it."""
+        named = {} if self.path is None else {"teacher.path": self.path}
+        named |= {f"teacher.path_by_source.{name}": path for name, path in self.path_by_source.items()}
+        first = {path: setting for setting, path in reversed(named.items())}
+        return {setting: path for setting, path in named.items() if first[path] == setting}
 
     @property
     def all_urls(self) -> tuple[str, ...]:

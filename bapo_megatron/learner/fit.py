@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.config.schema import Config, LoraConfig, ParallelConfig
@@ -42,14 +41,11 @@ OTHER_ADAPTERS = "set lora.init_from to another PEFT folder, or leave it out"
 OWN_FIELDS = dict.fromkeys(_OF_MODEL.split(), "the config.json of model.path") | _OF_LAYOUT
 """Fields of Megatron's TransformerConfig that follow from model and layout, and where to set them instead."""
 
-FrozenSetting = Literal["loss.reference_path", "teacher.path"]
-"""The settings that name a model which is held and never trained."""
-
 Problem = tuple[str, str, str]  # settings of [parallel], the one to change first; the problem; the remedy
 
 
 def check_frozen(
-    config: Config, setting: FrozenSetting, frozen: ModelFacts, policy: ModelFacts, machine: Machine | None
+    config: Config, setting: str, path: str | None, frozen: ModelFacts, policy: ModelFacts, machine: Machine | None
 ) -> Iterator[Violation]:
     """Check that a frozen model can be compared with the policy, split like it, and computed.
 
@@ -57,14 +53,16 @@ def check_frozen(
     `check_tokenizers`.
 
     Args:
+        setting: what names it: loss.reference_path, or one of `TeacherConfig.paths`.
+        path: the value of that setting.
         machine: see `check_precision`, which has checked the policy.
     """
-    section, key = setting.split(".")
-    settings = (setting, "loss.kl_coef") if setting == "loss.reference_path" else (setting,)
-    name = f"{setting}={getattr(getattr(config, section), key)!r}"
+    is_teacher = setting.startswith("teacher.")
+    settings = (setting,) if is_teacher else (setting, "loss.kl_coef")
+    name = f"{setting}={path!r}"
     size, needed = frozen.hf_config.get("vocab_size"), policy.hf_config.get("vocab_size")
     is_padded = isinstance(size, int) and isinstance(needed, int) and size > needed
-    if size != needed and not (is_padded and setting == "teacher.path"):
+    if size != needed and not (is_padded and is_teacher):
         yield Violation(
             (*settings, "model.path"),
             f"{name} has a vocabulary of {size} tokens, but the policy's has {needed}: log-probs of "
@@ -72,9 +70,7 @@ def check_frozen(
             "set it to a model of the policy's family, or leave it out",
         )
     elif is_padded and frozen.folder is not None and policy.folder is not None:
-        yield from check_tokenizers(config, frozen.folder, policy.folder, policy.own)
-    if setting == "teacher.path" and config.teacher.top_k and not policy.problems:
-        yield from _check_top_k(config, policy.shape)
+        yield from check_tokenizers(setting, path, frozen.folder, policy.folder, policy.own)
     for violation in check_split(config, frozen, setting):
         yield replace(violation, settings=(*settings, *violation.settings[1:]), problem=f"{name}: {violation.problem}")
     of_policy, shape = (None if model.problems else model.shape for model in (policy, frozen))
@@ -82,8 +78,8 @@ def check_frozen(
         yield from check_linear_attention(setting, shape, machine)
 
 
-def _check_top_k(config: Config, policy: ModelShape) -> Iterator[Violation]:
-    """Check that each rank of a tensor group has K rows of the vocabulary, and that other tokens are left."""
+def check_top_k(config: Config, policy: ModelShape) -> Iterator[Violation]:
+    """Check that each rank of a tensor group has `teacher.top_k` rows of the vocabulary, and that others are left."""
     top_k, tensor = config.teacher.top_k, config.parallel.tensor
     most = min(policy.padded_vocab_size(tensor) // tensor, policy.vocab_size - 1)
     if top_k > most:
@@ -96,16 +92,23 @@ def _check_top_k(config: Config, policy: ModelShape) -> Iterator[Violation]:
         )
 
 
-def check_tokenizers(config: Config, teacher: Path, policy: Path, own: Family | None) -> Iterator[Violation]:
-    """Check that the tokenizer of the teacher's folder is the policy's. Loads both, which takes seconds."""
+def check_tokenizers(
+    setting: str, path: str | None, teacher: Path, policy: Path, own: Family | None
+) -> Iterator[Violation]:
+    """Check that the tokenizer of a teacher's folder is the policy's. Loads both, which takes seconds.
+
+    Args:
+        setting: what names the teacher.
+        path: the value of that setting.
+    """
     try:
         problem = difference(load_tokenizer(teacher, own), load_tokenizer(policy, own))
     except Exception as error:  # transformers raises many kinds for a damaged file
         problem = f"its tokenizer cannot be compared with the policy's: {in_one_line(error)[:300]}"
     if problem:
         yield Violation(
-            ("teacher.path", "model.path"),
-            f"teacher.path={config.teacher.path!r}: {problem}",
+            (setting, "model.path"),
+            f"{setting}={path!r}: {problem}",
             "set it to a model with the policy's tokenizer: the teacher scores the policy's tokens by their numbers",
         )
 

@@ -31,7 +31,14 @@ from bapo_megatron.config.schema_loss import CenteredLoss
 from bapo_megatron.errors import UserError
 from bapo_megatron.learner.base import Scored, StepResult
 from bapo_megatron.learner.bounds import found_on_all_stages
-from bapo_megatron.learner.fit import check_adapters, check_extra, check_init_from, check_replay, check_split
+from bapo_megatron.learner.fit import (
+    check_adapters,
+    check_extra,
+    check_init_from,
+    check_replay,
+    check_split,
+    check_top_k,
+)
 from bapo_megatron.learner.gradient_guard import GradientGuard
 from bapo_megatron.learner.parallel import start_processes
 from bapo_megatron.learner.policy import PolicyModel
@@ -66,6 +73,7 @@ class MegatronLearner(TrainedModel):
         assert model is not None, "a learner begins with a model"
         fits = (check_split(config, model, "model.path"), check_replay(config, model), check_adapters(config, model))
         refuse([*check_extra(config), *chain(*fits), *check_init_from(config.lora)])
+        refuse(check_top_k(config, run.shape))
         check_machine(config, run.shape, this_machine())
         apply_cpu_compat()
         apply_engine_compat()
@@ -82,8 +90,7 @@ class MegatronLearner(TrainedModel):
         if config.loss.kl_coef:
             path = config.loss.reference_path
             self.reference = OwnReference(self) if run.uses_own_reference else frozen("loss.reference_path", path)
-        teacher = config.teacher.path
-        self.teacher = None if teacher is None else frozen("teacher.path", teacher)
+        self.teachers = [frozen(setting, path) for setting, path in config.teacher.paths.items()]
         self.kl_coefficient = KLCoefficient(config.loss)
         self.guard = GradientGuard(config)
         self._rule = update_rule(config.loss, config.bapo)

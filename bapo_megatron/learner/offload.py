@@ -2,7 +2,7 @@
 
     on the device in        training   pushing   sampling
     the policy's weights       yes       yes        no
-    everything else            yes       no         no      gradients, Adam's state, critic, reference, teacher
+    everything else            yes       no         no      gradients, Adam's state, critic, reference, teachers
 
 Whole storages move. An empty storage (`resize_(0)`) keeps its tensors and their views, such as `main_grad` and the
 shards of the distributed optimizer, so that nobody who holds one notices. Gradients are dropped, because an update
@@ -75,7 +75,7 @@ class Offload:
     """The models of one rank. Implements `sync.turns.TrainerMemory`."""
 
     def __init__(self, policy: TrainedModel, critic: TrainedModel | None, *frozen: object) -> None:
-        """Move reference and teacher too, the `frozen` models, unless the policy itself is the reference."""
+        """Move reference and teachers too, the `frozen` models, unless the policy itself is the reference."""
         own = policy.copies
         groups = [
             _Group("weights", lambda: _parameters(policy, trained=True), "copy", own),

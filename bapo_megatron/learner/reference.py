@@ -1,5 +1,5 @@
 """Policies that are never trained, and score what the policy has sampled: the reference of the KL term (`loss.kl_coef`)
-and a teacher (`teacher.path`). With LoRA, the reference may be the policy as its run began.
+and teachers (`TeacherConfig.paths`). With LoRA, the reference may be the policy as its run began.
 
 Every rank holds such a model's weights, without gradients or optimizer state. It is split like the learner, and may be
 any model with the same vocabulary; a teacher's may have more rows of padding. Each rollout batch costs one more scoring
@@ -17,7 +17,7 @@ from bapo_megatron.config.base import refuse
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.facts import ModelFacts
 from bapo_megatron.learner.exchange import load_weights
-from bapo_megatron.learner.fit import FrozenSetting, check_frozen
+from bapo_megatron.learner.fit import check_frozen
 from bapo_megatron.learner.lora import reference_adapters
 from bapo_megatron.learner.policy import PolicyModel
 from bapo_megatron.learner.precision import this_machine
@@ -42,10 +42,10 @@ class FrozenPolicy(SplitModel):
     """
 
     def __init__(
-        self, config: Config, setting: FrozenSetting, path: str | None, policy: ModelFacts, local_time: LocalTime
+        self, config: Config, setting: str, path: str | None, policy: ModelFacts, local_time: LocalTime
     ) -> None:
         model = policy if path is None else ModelFacts.of(resolve_model_path(path, setting=setting), policy.own)
-        refuse(check_frozen(config, setting, model, policy, this_machine()))
+        refuse(check_frozen(config, setting, path, model, policy, this_machine()))
         stored = model.shape
         super().__init__(config, replace(stored, vocab_size=policy.shape.vocab_size), PolicyModel)
         assert model.folder is not None, "the learner has loaded the policy from there"

@@ -1,6 +1,6 @@
 """What the learner computes for all sampled tokens of a rollout batch before a step's updates, on every rank.
 
-This covers values, log-probs of the proximal and the reference policy, a teacher's and the advantages that follow from
+This covers values, log-probs of the proximal and the reference policy, teachers' and the advantages that follow from
 them, and streams that a loss declares (`StepStream`). A teacher's likeliest tokens are computed for each update.
 """
 
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from bapo_megatron.algorithms.losses import outside_filter
 from bapo_megatron.algorithms.teacher import is_scored, teacher_advantages
-from bapo_megatron.buffer.packing import Pass, Share, one_minibatch
+from bapo_megatron.buffer.packing import Pass, Share, of_teacher
 from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.base import Learner
 from bapo_megatron.learner.parallel import device
 from bapo_megatron.learner.reference import FrozenPolicy, OwnReference
+from bapo_megatron.learner.schedule import Scores
 from bapo_megatron.learner.split_model import SplitModel
 from bapo_megatron.tokens import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TEACHER_LOGPROBS, TokenStream
-from bapo_megatron.types import Batch, MiniBatch
+from bapo_megatron.types import Batch, MicroBatch, MiniBatch
 
 ScoringPass = Callable[[MiniBatch], Sequence[Tensor]]
 """Computes [R, *shape] for each micro-batch, or none off the last stage. Collective."""
@@ -33,25 +34,33 @@ class Scorer:
     stream: TokenStream
     model: Learner | SplitModel  # its layout decides how the batch is packed
     scores: ScoringPass
+    teacher: int | None = None  # its number among several: it scores only its own sequences
+
+    def over(self, config: Config) -> Pass:
+        """Return the pass."""
+        return Pass(self.model.share, config.train.max_tokens_per_microbatch, teacher=self.teacher)
 
 
 def scorers_of(
     config: Config,
     policy: Learner,
     reference: FrozenPolicy | OwnReference | None,
-    teacher: FrozenPolicy | None = None,
+    teachers: Sequence[FrozenPolicy] = (),
 ) -> list[Scorer]:
     """Return the passes that a step makes before its first update. Call it once on every rank.
 
     Args:
         reference: the KL term's reference policy, or None.
+        teachers: those that the trainer holds, in the order of `TeacherConfig.paths`.
     """
     found = []
     if reference is not None and not config.train.rollout_only:
         packed_for = reference.policy if isinstance(reference, OwnReference) else reference
         found.append(Scorer(REFERENCE_LOGPROBS, packed_for, reference.log_probs))
-    if teacher is not None and not config.teacher.top_k and not config.train.rollout_only:
-        found.append(Scorer(TEACHER_LOGPROBS, teacher, teacher.log_probs))
+    if not config.teacher.top_k and not config.train.rollout_only:
+        are_several = len(teachers) > 1
+        for number, teacher in enumerate(teachers):
+            found.append(Scorer(TEACHER_LOGPROBS, teacher, teacher.log_probs, number if are_several else None))
     if config.loss.scores_proximal:
         found.append(proximal_scorer(policy))
     return [*found, *(Scorer(one.stream, policy, one.make(config, policy)) for one in config.loss.streams)]
@@ -75,37 +84,41 @@ def with_scores(batch: Batch, scorers: Sequence[Scorer], policy: Learner, config
         if not batch.num_trained_tokens:  # from the start, or once all are rejected
             break
         stream = scorer.stream
-        rows_T = of_batch(batch, scorer.scores, scorer.model, config, stream.shape)
-        rows_T = rows_T.to("cpu", getattr(torch, stream.dtype))
+        found_T = of_batch(batch, scorer.scores, scorer.model, config, stream.shape, scorer.teacher)
+        rows_T = found_T.to("cpu", getattr(torch, stream.dtype))
         rows_T[~batch.sampled_T] = stream.filler
-        batch = batch.having(stream, rows_T if stream.to == "every rank" else batch.here(rows_T))
+        rows_T = rows_T if stream.to == "every rank" else batch.here(rows_T)
+        if scorer.teacher is not None and stream in batch.extra:
+            assert batch.teacher_S is not None
+            of_token_T = batch.teacher_S.repeat_interleave(batch.seq_lens_S)
+            rows_T = torch.where(batch.here(of_token_T == scorer.teacher), rows_T, batch.extra[stream])
+        batch = batch.having(stream, rows_T)
         if stream == PROXIMAL_LOGPROBS:
             batch = without_rejected(replace(batch, proximal_version=policy.version), policy, config)
-    teacher = next((scorer.model for scorer in scorers if scorer.stream == TEACHER_LOGPROBS), None)
-    if teacher is None and config.teacher.is_served:
-        teacher = policy  # its sequences are dealt as the policy's
+    passes = [scorer.over(config) for scorer in scorers if scorer.stream == TEACHER_LOGPROBS]
+    if not passes and config.teacher.is_served:
+        passes = [_of_served(policy, config)]
         if TEACHER_LOGPROBS not in batch.extra:  # it has scored no sample at all
             batch = batch.having(TEACHER_LOGPROBS, TEACHER_LOGPROBS.new_tensor(batch.behaviour_logprobs_T.numel()))
-    return batch if teacher is None or not batch.num_trained_tokens else taught(batch, teacher, config)
+    return taught(batch, passes, policy, config) if passes and batch.num_trained_tokens else batch
 
 
-def taught(batch: Batch, dealt_for: Learner | SplitModel, config: Config) -> Batch:
+def taught(batch: Batch, passes: Sequence[Pass], policy: Learner, config: Config) -> Batch:
     """Add the teacher's advantages to the reward's, which are 0 with `advantage.kind = "teacher"`. Collective.
 
     Args:
         batch: has the teacher's log-probs, wherever they come from.
-        dealt_for: a model for which the batch's sequences are dealt, to count each token once.
+        passes: have each sequence once, and the batch's sequences are dealt for them.
     """
     coef = config.teacher.coef
     advantages_T = teacher_advantages(batch.extra[TEACHER_LOGPROBS], batch.behaviour_logprobs_T, coef)
     advantages_T[~batch.here(batch.sampled_T)] = 0
-    whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=dealt_for.share)
     sums = torch.zeros(3, dtype=torch.float64)
-    for part in whole.micro_batches:
+    for part in (part for one in passes for whole in one.minibatches(batch) for part in whole.micro_batches):
         teacher_R, mu_R = (values[part.mask_R] for values in (part.extra[TEACHER_LOGPROBS], part.behaviour_logprobs_R))
         trained_R = teacher_advantages(teacher_R, mu_R, coef)
         sums += torch.stack([trained_R.sum(), trained_R.square().sum(), is_scored(teacher_R).sum()])
-    total, squares, num_scored = dealt_for.sum_over_data_ranks(sums.to(device())).tolist()
+    total, squares, num_scored = policy.sum_over_data_ranks(sums.to(device())).tolist()
     mean, square = (x / num_scored if num_scored else math.nan for x in (total, squares))
     spread = math.sqrt(max(square - mean**2, 0.0))
     metrics = {"teacher/kl": -mean / coef, "teacher/advantage_std": spread}
@@ -113,26 +126,39 @@ def taught(batch: Batch, dealt_for: Learner | SplitModel, config: Config) -> Bat
     return replace(batch, advantages_T=advantages_T, metrics=batch.metrics | metrics)
 
 
-def with_likeliest(minibatch: MiniBatch, teacher: FrozenPolicy | None, top_k: int) -> MiniBatch:
-    """Add the teacher's `top_k` likeliest tokens to the micro-batches of an update. Collective.
+def with_likeliest(minibatch: MiniBatch, batch: Batch, teachers: Sequence[FrozenPolicy], top_k: int) -> MiniBatch:
+    """Add the `top_k` likeliest tokens of each sequence's teacher to the micro-batches of an update. Collective.
 
     They are of this rank's rows, and stay there, since K times a batch's tokens do not fit on every rank. Only the last
     stage, which computes the loss, has them.
+
+    Args:
+        batch: what the mini-batch is of.
     """
-    if teacher is None or not top_k:
+    if not teachers or not top_k:
         return minibatch
-    found = teacher.likeliest(minibatch, top_k)
-    pairs = zip(minibatch.micro_batches, found, strict=bool(found))
-    taught = [
-        replace(
-            batch,
-            likely_ids_RK=scores.likely_ids_RK,
-            likely_logprobs_RX=scores.class_RX,
-            extra={**batch.extra, TEACHER_LOGPROBS: scores.log_probs_R},
-        )
-        for batch, scores in pairs
-    ]
-    return replace(minibatch, micro_batches=tuple(taught or minibatch.micro_batches))
+    numbers = range(len(teachers)) if len(teachers) > 1 else [None]
+    parts = [of_teacher(minibatch, batch, n, one.share) for n, one in zip(numbers, teachers, strict=True)]
+    found = [one.likeliest(part, top_k) for one, part in zip(teachers, parts, strict=True)]
+    if not found[0]:
+        return minibatch
+    of_parts = zip(*(part.micro_batches for part in parts), strict=True)
+    taught = map(_with_scores, minibatch.micro_batches, of_parts, zip(*found, strict=True))
+    return replace(minibatch, micro_batches=tuple(taught))
+
+
+def _with_scores(whole: MicroBatch, parts: Sequence[MicroBatch], scores: Sequence[Scores]) -> MicroBatch:
+    """Return a micro-batch with the scores of its parts, which together have its rows, in any order."""
+    order_R = torch.cat([part.batch_rows_R for part in parts]).argsort()[whole.batch_rows_R.argsort().argsort()]
+    log_probs_R, _, classes_RX, ids_RK = (
+        torch.cat([x for x in of_parts if x is not None])[order_R] for of_parts in zip(*scores, strict=True)
+    )
+    return replace(
+        whole,
+        likely_ids_RK=ids_RK,
+        likely_logprobs_RX=classes_RX,
+        extra={**whole.extra, TEACHER_LOGPROBS: log_probs_R},
+    )
 
 
 def without_rejected(batch: Batch, policy: Learner, config: Config) -> Batch:
@@ -160,17 +186,21 @@ def of_batch(
     model: Learner | SplitModel,
     config: Config,
     shape: tuple[int, ...] = (),
+    teacher: int | None = None,
 ) -> Tensor:
     """Return the score of every sampled token, float64 [T, *shape], 0 on other tokens. Collective.
 
     Makes one pass and one all-reduce. Every rank gets all values, since each pass over the batch may give a sequence to
     another rank. The batch must have a trained token.
+
+    Args:
+        teacher: see `Pass.teacher`; other tokens have 0.
     """
-    whole = one_minibatch(batch, max_tokens=config.train.max_tokens_per_microbatch, share=model.share)
-    scores = score(whole)
     mine_T = torch.zeros(batch.sampled_T.numel(), *shape, dtype=torch.float64)
-    for micro_batch, scores_R in zip(whole.micro_batches, scores, strict=bool(scores)):
-        mine_T[micro_batch.batch_rows_R] = scores_R.to(mine_T)
+    for whole in Pass(model.share, config.train.max_tokens_per_microbatch, teacher=teacher).minibatches(batch):
+        scores = score(whole)
+        for micro_batch, scores_R in zip(whole.micro_batches, scores, strict=bool(scores)):
+            mine_T[micro_batch.batch_rows_R] = scores_R.to(mine_T)
     return model.sum_over_data_ranks(mine_T)
 
 
@@ -188,9 +218,14 @@ def update_pass(config: Config, step: int, share: Share, num_epochs: int) -> Pas
 
 def policy_passes(config: Config, step: int, policy: Learner, scorers: Sequence[Scorer]) -> list[Pass]:
     """Return a step's passes that score a batch, and those that train the policy."""
-    shares = [scorer.model.share for scorer in scorers] + ([policy.share] if config.teacher.is_served else [])
-    passes = [Pass(share, config.train.max_tokens_per_microbatch) for share in shares]
-    return [*passes, policy_updates(config, step, policy.share)]
+    passes = [scorer.over(config) for scorer in scorers]
+    served = [_of_served(policy, config)] if config.teacher.is_served else []
+    return [*passes, *served, policy_updates(config, step, policy.share)]
+
+
+def _of_served(policy: Learner, config: Config) -> Pass:
+    """Return the pass that counts the tokens which teachers on servers have scored."""
+    return Pass(policy.share, config.train.max_tokens_per_microbatch)
 
 
 def policy_updates(config: Config, step: int, share: Share) -> Pass:

@@ -60,7 +60,7 @@ class TrainerMemory:
     gradients: int
     optimizer: int
     reference: int  # weights of the KL term's reference policy, or the adapters that it computes with
-    teacher: int  # its weights
+    teachers: int  # their weights
     critic: int  # its weights, gradients and optimizer
     fp8: int  # the layers' weights as FP8 operands
     batch: int
@@ -78,7 +78,7 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """The peak of a step."""
-        always = self.weights + self.gradients + self.optimizer + self.reference + self.teacher + self.critic
+        always = self.weights + self.gradients + self.optimizer + self.reference + self.teachers + self.critic
         always += self.fp8 + self.batch + self.context
         return always + max(self.activations + self.working + self.logits, self.update, self.sync)
 
@@ -102,10 +102,9 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
     of_model = rank_parameters(run.shape, p, stage, is_stored).total
     state = MASTER_BYTES * (2 if item == MASTER_BYTES else 3)  # float32 weights need no master copy
     reference = _of_reference(run, of_model, trained.total) * item
-    of_teacher = run.teacher_shape
-    teacher = 0 if of_teacher is None else rank_parameters(of_teacher, p, stage, is_stored).total * item
+    teachers = sum(rank_parameters(shape, p, stage, is_stored).total for shape, _ in run.held_teachers) * item
     moved, frozen = count * item + owned * state, (count - trained.total) * item
-    moved, frozen = moved + reference + teacher, frozen + reference + teacher
+    moved, frozen = moved + reference + teachers, frozen + reference + teachers
     critic = 0
     if not run.config.advantage.compares_responses:
         num_values = rank_parameters(run.critic_shape, p, stage).total
@@ -130,7 +129,7 @@ def trainer_memory(run: Resolved, *, stage: int = 0, gpu_bytes: int | None = Non
         gradients=trained.total * MASTER_BYTES,
         optimizer=owned * state,
         reference=reference,
-        teacher=teacher,
+        teachers=teachers,
         critic=critic,
         fp8=FP8_BYTES * of_model if run.config.precision.uses_fp8 and not run.config.precision.fp8_params else 0,
         batch=_tokens_of_update(run.config) * of_token,

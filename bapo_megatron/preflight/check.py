@@ -57,7 +57,8 @@ from bapo_megatron.runtime.files import located
 _LAYOUT = (
     *RANKS,
     *("parallel.virtual_pipeline", "parallel.last_stage_layers", "parallel.expert", "parallel.sequence"),
-    *("train.minibatches_per_step", "model.path", "model.family", "teacher.path", "cluster", "slurm.rollout_nodes"),
+    *("train.minibatches_per_step", "model.path", "model.family", "teacher.path", "teacher.path_by_source"),
+    *("cluster", "slurm.rollout_nodes"),
 )
 _ENOUGH_GPUS = 1_000_000  # no limit: the number of ranks does not change
 
@@ -187,7 +188,7 @@ def violations_of(
     hf_config = known or _hf_config(model or _incomplete(config.model.path), "model.path", found)
     critic = None if config.advantage.compares_responses else config.critic.path
     reference = config.loss.reference_path if config.loss.kl_coef else None
-    others = {"critic.path": critic, "loss.reference_path": reference, "teacher.path": config.teacher.path}
+    others = {"critic.path": critic, "loss.reference_path": reference, **config.teacher.paths}
     run = resolve(config, hf_config)
     folders = {
         setting: _model(path, setting, found, config_only=not memory)
@@ -204,7 +205,8 @@ def violations_of(
             else known_config(path)
         )
     }
-    run = replace(run, teacher=facts.get("teacher.path"))
+    paths = config.teacher.paths
+    run = replace(run, teachers={path: facts[setting] for setting, path in paths.items() if setting in facts})
     num_gpus = nodes * config.cluster.gpus_per_node if elsewhere else num_visible_gpus()
     if has_gpu_driver() and not (elsewhere or num_gpus):
         found += (outdated := [*_check_driver(config)])
@@ -227,7 +229,6 @@ def violations_of(
             lambda: check_settings(
                 run,
                 reference=facts.get("loss.reference_path"),
-                teacher=facts.get("teacher.path"),
                 critic=facts.get("critic.path"),
                 num_gpus=num_gpus,
                 starts_here=starts_here and nodes == 1,
@@ -239,8 +240,8 @@ def violations_of(
         Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: read_inputs(run, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
         Check(
-            lambda: _check_teacher(run, folders.get("teacher.path"), model) if memory else (),
-            needs=("teacher.path", "model"),
+            lambda: _check_teachers(run, folders, model) if memory else (),
+            needs=("teacher.path", "teacher.path_by_source", "model"),
         ),
         Check(
             lambda: (
@@ -302,19 +303,23 @@ def _check_resume(run: Resolved) -> Iterator[Violation]:
         yield warning(named, str(error))
 
 
-def _check_teacher(run: Resolved, teacher: Path | None, policy: Path | None) -> Iterator[Violation]:
-    """Check the teacher's tokenizer against the policy's; warn of a teacher that is the policy."""
-    if teacher is None or policy is None:
-        return
-    if teacher.resolve() == policy.resolve():
-        yield warning(
-            ("teacher.path", "model.path"),
-            f"teacher.path={run.config.teacher.path!r} is the model that the run starts from: it teaches the policy to "
-            "stay as it is",
-            "set it to a better model with the same tokenizer",
-        )
-    elif run.model is not None and run.model.has_family:
-        yield from check_tokenizers(run.config, teacher, policy, run.own)
+def _check_teachers(run: Resolved, folders: Mapping[str, Path | None], policy: Path | None) -> Iterator[Violation]:
+    """Check the tokenizer of each teacher in the trainer against the policy's; warn of one that is the policy.
+
+    Args:
+        folders: models by setting; None or absent if they are not on this machine.
+    """
+    for setting, path in run.config.teacher.paths.items():
+        if (teacher := folders.get(setting)) is None or policy is None:
+            continue
+        if teacher.resolve() == policy.resolve():
+            yield warning(
+                (setting, "model.path"),
+                f"{setting}={path!r} is the model that the run starts from: it teaches the policy to stay as it is",
+                "set it to a better model with the same tokenizer",
+            )
+        elif run.model is not None and run.model.has_family:
+            yield from check_tokenizers(setting, path, teacher, policy, run.own)
 
 
 def _check_driver(config: Config) -> Iterator[Violation]:

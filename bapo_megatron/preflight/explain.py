@@ -1,6 +1,7 @@
 """A run and its plan, as text for the terminal."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ def outline(run: Resolved) -> str:
             f"rollout    {engines}, {plural(r.groups_in_flight or r.prompts_per_step, 'group')} in flight, "
             f"partial rollout {partial}",
             *_turns(config),
+            *_teachers(config),
             *_clock(config),
         ]
     )
@@ -86,6 +88,15 @@ def _turns(config: Config) -> list[str]:
     one = config.environment
     limits = f"at most {plural(one.max_turns, 'turn')}, answers of at most {plural(one.max_answer_tokens, 'token')}"
     return [f"turns      {one.kind} answers: {limits}"] if one.is_used else []
+
+
+def _teachers(config: Config) -> list[str]:
+    """Return a line about several teachers in the trainer, if there are any."""
+    sources: dict[str, list[str]] = defaultdict(list)
+    for source, path in config.teacher.path_by_source.items():
+        sources[path].append(source)
+    each = (f"{path} for {', '.join(names)}" for path, names in sources.items())
+    return [f"teachers   {'; '.join(each)}"] if sources else []
 
 
 def _clock(config: Config) -> list[str]:
@@ -342,7 +353,7 @@ def _lines(run: Resolved, plan: RunPlan) -> Iterator[str]:
 def _together(shared: SharedGPU) -> Iterator[str]:
     """Yield the parts of a GPU that a trainer rank and a server share, as two columns and their sum."""
     t, s, rest = shared.trainer, shared.server, shared.rest
-    kept = t.reference + t.teacher + t.critic + t.fp8 + t.batch
+    kept = t.reference + t.teachers + t.critic + t.fp8 + t.batch
     parts = (
         ("weights", t.weights, s.weights),
         ("state", t.gradients + t.optimizer + kept, max(0, s.kv_cache) + s.state_cache),
@@ -392,7 +403,7 @@ def memory_parts(memory: TrainerMemory) -> list[tuple[str, int, str]]:
         ("gradients", memory.gradients, "float32"),
         ("optimizer", memory.optimizer, "Adam's moments and float32 weights"),
         *([("reference", memory.reference, "weights of the KL term's reference")] if memory.reference else []),
-        *([("teacher", memory.teacher, "its weights")] if memory.teacher else []),
+        *([("teachers", memory.teachers, "weights")] if memory.teachers else []),
         *([("critic", memory.critic, "its weights, gradients and optimizer")] if memory.critic else []),
         *([("FP8 operands", memory.fp8, "assumed")] if memory.fp8 else []),
         ("batch", memory.batch, "ids, log-probs and other values of its tokens"),

@@ -202,12 +202,8 @@ def decided(config: Config) -> Config:
 
 def planned(config: Config) -> Resolved:
     """Resolve a run whose models need not be on this machine. Raises UserError: see `resolve` and `planned_config`."""
-    teacher = config.teacher.path
-    return resolve(
-        config,
-        planned_config(config.model.path),
-        None if teacher is None else planned_config(teacher, "teacher.path"),
-    )
+    teachers = {path: planned_config(path, setting) for setting, path in config.teacher.paths.items()}
+    return resolve(config, planned_config(config.model.path), teachers)
 
 
 def with_choices(run: Resolved) -> Resolved:
@@ -391,7 +387,7 @@ def _sharing_problem(run: Resolved, shared: SharedGPU) -> Violation:
     In turns, it is the phase that needs most.
     """
     t, s, response = shared.trainer, shared.server, run.config.longest_sequence * shared.server.kv_bytes_per_token
-    model = t.weights + t.gradients + t.optimizer + t.reference + t.teacher + t.critic + t.fp8
+    model = t.weights + t.gradients + t.optimizer + t.reference + t.teachers + t.critic + t.fp8
     trainer = {"weights and their state": model, "context": t.context, "a step": t.total - model - t.context}
     server = {"weights": s.weights, "one response": response, "graphs, work and context": shared.rest.total}
     update = t.update if t.update > t.activations + t.working + t.logits else 0

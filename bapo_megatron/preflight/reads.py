@@ -24,7 +24,7 @@ _FACTS = {
     "engine": ("rollout.engine",),
     "own": ("model.family",),
     "model": ("model.path", "model.family"),
-    "teacher": ("teacher.path",),
+    "teachers": ("teacher.path", "teacher.path_by_source"),
 }
 
 
@@ -41,7 +41,7 @@ def reads(run: Resolved, compute: Callable[[Resolved], object], *, first: tuple[
             return noting(run.changed(config))
 
     def noting(one: Resolved) -> Resolved:
-        return NotingRun(_noting(one.config, "", read.add), one.engine, one.own, one.model, one.teacher)
+        return NotingRun(_noting(one.config, "", read.add), one.engine, one.own, one.model, one.teachers)
 
     compute(noting(run))
     return (*first, *sorted(read.difference(first)))

@@ -34,9 +34,10 @@ def check_served_teacher(run: Resolved, model: Path | None, *, here: bool, asks:
     if teacher.hint is not None:
         with contextlib.suppress(UserError):  # read_inputs tells what is wrong with prompts
             prompts = prompts_of(config, tokenizer)
-            first = prompts.next()
+            first, hint = prompts.next(), Hint(teacher.hint, prompts)
             try:
-                Hint(teacher.hint, prompts)(first)
+                hint.check()
+                hint(first)
             except UserError as error:
                 yield Violation(("teacher.hint", "data.source", "data.sources"), str(error))
     elif asks:

@@ -38,7 +38,7 @@ def model_flops(run: Resolved, tokens: StepTokens) -> float:
 
 
 def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: float) -> float:
-    """Count the FLOPs of all ranks: scoring passes, the teacher's too, forward, backward and recomputation."""
+    """Count the FLOPs of all ranks: scoring passes, the teachers' too, forward, backward and recomputation."""
     layers, output = forward_flops(run.shape, tokens)
     epochs = run.config.train.epochs_per_step
     update, again = run.shape.passes_of_update, recomputed_share(run, tokens)
@@ -47,11 +47,11 @@ def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: float) -> floa
     critic = 0.0
     if not run.config.advantage.compares_responses:  # the critic scores values, then updates; its head is one row
         critic = (1 + run.config.critic.epochs_per_step * (3 + again)) * layers  # a backward pass takes two
-    teacher = 0.0
-    if run.teacher_shape is not None:
-        of_layers, logits = forward_flops(run.teacher_shape, tokens)
-        teacher = epochs * (of_layers + 2 * logits) if run.config.teacher.top_k else of_layers + logits
-    return trained + scoring_passes * (layers + output) + critic + teacher
+    teachers = 0.0
+    for shape, share in run.held_teachers:
+        of_layers, logits = forward_flops(shape, tokens)
+        teachers += share * (epochs * (of_layers + 2 * logits) if run.config.teacher.top_k else of_layers + logits)
+    return trained + scoring_passes * (layers + output) + critic + teachers
 
 
 def recomputed_share(run: Resolved, tokens: StepTokens) -> float:
@@ -76,11 +76,10 @@ def num_scoring_passes(config: Config, forwards_first: bool) -> int:
 
 
 def teacher_passes(run: Resolved) -> float:
-    """Return the teacher's passes, in passes of the policy that send as much: by layers and hidden size."""
-    if (teacher := run.teacher_shape) is None:
-        return 0.0
+    """Return the teachers' passes, in passes of the policy that send as much: by layers and hidden size."""
     number = run.config.train.epochs_per_step if run.config.teacher.top_k else 1
-    return number * teacher.num_layers * teacher.hidden_size / (run.shape.num_layers * run.shape.hidden_size)
+    sizes = sum(share * shape.num_layers * shape.hidden_size for shape, share in run.held_teachers)
+    return number * sizes / (run.shape.num_layers * run.shape.hidden_size)
 
 
 def bubble(config: Config, num_microbatches: int) -> float:

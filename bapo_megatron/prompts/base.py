@@ -1,6 +1,7 @@
 """Prompt sources: indexable lists of questions that depend only on settings and seed."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NotRequired, Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -44,6 +45,20 @@ class Question:
         if system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": system_prompt})
         return [{**message} for message in messages]
+
+    def reworded(self, words: Callable[[str], str]) -> "Question":
+        """Return the question with other words in the user's last message. Raises DataError without such a message.
+
+        Args:
+            words: maps the message's own words to the new ones.
+        """
+        if not self.messages:
+            return replace(self, text=words(self.text))
+        place = max((i for i, one in enumerate(self.messages) if one["role"] == "user"), default=None)
+        if place is None:
+            raise DataError(f"{self.where}: no message of the conversation is the user's")
+        changed: Message = {**self.messages[place], "content": words(self.messages[place]["content"])}
+        return replace(self, messages=(*self.messages[:place], changed, *self.messages[place + 1 :]))
 
 
 class PromptSource(Protocol):

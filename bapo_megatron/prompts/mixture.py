@@ -6,7 +6,9 @@ The order of the sources depends only on the weights; only the order of each sou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Discriminator, Tag
@@ -15,6 +17,7 @@ from typing_extensions import TypedDict
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.prompts import build_source
+from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.stream import PromptStream, StreamState
 from bapo_megatron.types import Prompt
 
@@ -67,9 +70,13 @@ class PromptMixture:
         prompt = self._streams[name].next()
         return Prompt(prompt_id, prompt.token_ids, prompt.text, prompt.answer, name)
 
-    def reworded(self, prompt: Prompt, text: str) -> list[int]:
+    def reworded(self, prompt: Prompt, words: Callable[[str], str]) -> list[int]:
         """Return the tokens of a prompt with other words; see `PromptStream.reworded`."""
-        return self._streams[prompt.source].reworded(prompt, text)
+        return self._streams[prompt.source].reworded(prompt, words)
+
+    def checked(self) -> Iterator[Question]:
+        """Yield the rows of every source; see `PromptStream.checked`."""
+        return chain.from_iterable(stream.checked() for stream in self._streams.values())
 
     def check(self) -> None:
         """Find bad prompts of every source before a run starts; see `PromptStream.check`."""

@@ -7,8 +7,9 @@ import json
 import math
 import random
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NotRequired
 
 from typing_extensions import TypedDict
@@ -154,22 +155,46 @@ class PromptStream:
             "refused by the chat template)"
         )
 
-    def reworded(self, prompt: Prompt, text: str) -> list[int]:
-        """Return the tokens of a prompt of this stream with other words of the user.
+    def reworded(self, prompt: Prompt, words: Callable[[str], str]) -> list[int]:
+        """Return the tokens of a prompt of this stream with other words in the user's last message.
 
-        Raises DataError if it is a conversation or has tools of its own, which a `Prompt` does not tell.
+        A `Prompt` does not tell the messages and tools of its row, which is found by the tokens that it gives.
+
+        Args:
+            words: maps the message's own words to the new ones.
+
+        Raises DataError if no row gives these tokens, or like `Question.reworded`.
         """
 
-        def tokens(words: str) -> list[int]:
-            question = Question(words, prompt.answer, f"prompt {prompt.prompt_id} of {prompt.source}")
-            return question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, self._tools)
+        def tokens(question: Question) -> list[int]:
+            tools = self._tools_of(question)
+            return question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, tools)
 
-        if tokens(prompt.text) != [*prompt.token_ids]:
-            raise DataError(
-                f"prompt {prompt.prompt_id} of {prompt.source} is a conversation or has tools of its own, and so its "
-                "words alone cannot be replaced"
-            )
-        return tokens(text)
+        where = f"prompt {prompt.prompt_id} of {prompt.source}"
+        rows = (self.source[i] for i in self._conversations.get(prompt.text, ()))
+        for question in (*rows, Question(prompt.text, prompt.answer, where)):
+            if tokens(question) == [*prompt.token_ids]:
+                return tokens(question.reworded(words))
+        raise DataError(f"no row gives the tokens of {where}, whose words are to be replaced; has the data changed?")
+
+    def checked(self) -> Iterator[Question]:
+        """Yield all rows, or a sample of a procedural source."""
+        return (self.source[i] for i in self._checked_places)
+
+    @property
+    def _checked_places(self) -> range:
+        size = len(self.source)
+        return range(0, size, 1 if self.data.has_rows else math.ceil(size / NUM_CHECKED))
+
+    @cached_property
+    def _conversations(self) -> dict[str, list[int]]:
+        """The places of rows with messages or tools of their own, by text."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for i in range(len(self.source)) if self.data.has_rows else ():
+            question = self.source[i]
+            if question.messages or question.tools:
+                found[question.text].append(i)
+        return found
 
     def check(self, places: Iterable[int] | None = None) -> list[str]:
         """Look for bad prompts before a run starts: in all rows, or in a sample of a procedural source.
@@ -182,13 +207,11 @@ class PromptStream:
         Raises DataError with the first bad prompts and the number of all, if data.on_bad_prompt = "error" or all are
         bad; or if a prompt is a conversation or has tools, and this run cannot show them.
         """
-        every = range(len(self.source))
-        for i in every if self.data.has_rows else ():
+        for i in range(len(self.source)) if self.data.has_rows else ():
             self._tools_of(self.source[i])
         if self.data.on_bad_prompt == "skip" and places is None:
             return []
-        step = 1 if self.data.has_rows else math.ceil(len(self.source) / NUM_CHECKED)
-        read = [*(every[::step] if places is None else places)]
+        read = [*(self._checked_places if places is None else places)]
         tokenised = (self._tokenise(self.source[i]) for i in read)
         found = [(bool(token_ids), problem) for token_ids, problem in tokenised if problem is not None]
         problems = [f"{problem:.{MAX_PROBLEM_CHARS}}" for _, problem in found]

@@ -6,7 +6,8 @@ they need: a shape, a placement, a section of the configuration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ class Resolved:
     engine: EngineKind
     own: Family | None  # the user's own family (`model.family`)
     model: ModelFacts | None = None  # of model.path; None if it is unknown, as before it is downloaded
-    teacher: ModelFacts | None = None  # of teacher.path; None without one, or if it is unknown
+    teachers: Mapping[str, ModelFacts] = field(default_factory=dict)  # by path: those in the trainer that are known
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -55,13 +56,22 @@ class Resolved:
         return self.model.shape.with_value_head()
 
     @cached_property
-    def teacher_shape(self) -> ModelShape | None:
-        """The teacher's, with the policy's vocabulary, or the policy's own if it is unknown; None without a teacher."""
-        if self.config.teacher.path is None:
-            return None
-        assert self.model is not None, "only for runs whose model is known"
-        teacher = self.model if self.teacher is None or self.teacher.problems else self.teacher
-        return replace(teacher.shape, vocab_size=self.model.shape.vocab_size)
+    def held_teachers(self) -> list[tuple[ModelShape, float]]:
+        """The shape of each teacher in the trainer, with the policy's vocabulary, or the policy's own if it is unknown;
+        and its share of the prompts."""
+        teacher, model = self.config.teacher, self.model
+        assert model is not None, "only for runs whose model is known"
+        weights = {one.name: one.weight for one in self.config.data.sources}
+
+        def share_of(path: str) -> float:
+            of_path = (weights.get(name, 0.0) for name, one in teacher.path_by_source.items() if one == path)
+            return sum(of_path) / sum(weights.values()) if teacher.path is None and weights else 1.0
+
+        def shape_of(path: str) -> ModelShape:
+            facts = self.teachers.get(path, model)
+            return replace((model if facts.problems else facts).shape, vocab_size=model.shape.vocab_size)
+
+        return [(shape_of(path), share_of(path)) for path in teacher.paths.values()]
 
     @cached_property
     def shares_prompts(self) -> bool:
@@ -111,31 +121,31 @@ class Resolved:
 def resolve(
     config: Config,
     model: str | Path | dict[str, Any] | None = None,
-    teacher: str | Path | dict[str, Any] | None = None,
+    teachers: Mapping[str, str | Path | dict[str, Any]] | None = None,
 ) -> Resolved:
     """Resolve a run's facts.
 
     Args:
         model: the folder of model.path, or only its config.json; None if neither is known.
-        teacher: the same of teacher.path.
+        teachers: the same of the teachers that the trainer holds, by path; without those that are not known.
 
     Raises:
         UserError: rollout.engine or model.family names something that cannot be loaded.
         CheckpointError: a folder has no readable config.json.
     """
     own = own_family(config.model.family)
-    facts = (
-        None if one is None else ModelFacts(one, own) if isinstance(one, dict) else ModelFacts.of(one, own)
-        for one in (model, teacher)
-    )
-    return Resolved(config, engine_kind(config.rollout.engine), own, *facts)
+
+    def facts(one: str | Path | dict[str, Any]) -> ModelFacts:
+        return ModelFacts(one, own) if isinstance(one, dict) else ModelFacts.of(one, own)
+
+    held = {path: facts(one) for path, one in (teachers or {}).items()}
+    kind = engine_kind(config.rollout.engine)
+    return Resolved(config, kind, own, None if model is None else facts(model), held)
 
 
 def resolve_here(config: Config) -> Resolved:
     """Resolve a run whose models are on this machine, or on the hub. Raises like `resolve` and `resolve_model_path`."""
-    teacher = config.teacher.path
-    return resolve(
-        config,
-        resolve_model_path(config.model.path),
-        None if teacher is None else resolve_model_path(teacher, setting="teacher.path", weights=False),
-    )
+    teachers = {
+        path: resolve_model_path(path, setting=setting, weights=False) for setting, path in config.teacher.paths.items()
+    }
+    return resolve(config, resolve_model_path(config.model.path), teachers)

@@ -18,6 +18,13 @@ from bapo_megatron.tokens import CORE_STREAMS, TOKEN_IDS, VERSIONS, TokenStream
 from bapo_megatron.types import Batch
 
 _SENT_AS = {TOKEN_IDS: "int32", VERSIONS: "int32"}  # every id and every version fits in half of its bytes
+_OF_SEQUENCES = {
+    "rewards_S": torch.float32,
+    "prompt_S": torch.int64,
+    "shared_lens_S": torch.int64,
+    "teacher_S": torch.int64,
+}
+"""What a batch may have for each sequence: all ranks get it."""
 
 SharePlan = Callable[[Batch], Sequence[Tensor]]
 """The sequences that each data rank needs, int64, ascending: the same on every rank, from lengths and masks alone."""
@@ -29,8 +36,7 @@ def header_of(batch: Batch) -> dict[str, Any]:
         "metrics": batch.metrics,
         "num_sequences": batch.num_sequences,
         "num_tokens": batch.sampled_T.numel(),
-        "has_rewards": batch.rewards_S is not None,
-        "has_prompts": batch.prompt_S is not None,
+        "of_sequences": [name for name in _OF_SEQUENCES if getattr(batch, name) is not None],
         "streams": [asdict(stream) for stream in batch.values],
     }
 
@@ -71,21 +77,19 @@ class BatchShares:
         streams = [TokenStream(**{**stream, "shape": tuple(stream["shape"])}) for stream in header["streams"]]
         num_sequences, num_tokens = header["num_sequences"], header["num_tokens"]
         seq_lens_S = batch.seq_lens_S if batch else torch.empty(num_sequences, dtype=torch.int64)
-        rewards_S = batch.rewards_S if batch else torch.empty(num_sequences) if header["has_rewards"] else None
-        prompt_S, shared_lens_S = (batch.prompt_S, batch.shared_lens_S) if batch else (None, None)
-        if not batch and header["has_prompts"]:
-            prompt_S, shared_lens_S = torch.empty_like(seq_lens_S), torch.empty_like(seq_lens_S)
+        of_all: dict[str, Any] = {
+            name: getattr(batch, name) if batch else torch.empty(num_sequences, dtype=_OF_SEQUENCES[name])
+            for name in header["of_sequences"]
+        }
         everywhere = {
             stream: batch.values[stream] if batch else stream.new_tensor(num_tokens)
             for stream in streams
             if stream.to == "every rank"
         }
-        for tensor in (seq_lens_S, rewards_S, prompt_S, shared_lens_S, *everywhere.values()):
-            if tensor is not None:
-                _broadcast(tensor)
+        for tensor in (seq_lens_S, *of_all.values(), *everywhere.values()):
+            _broadcast(tensor)
         of_owners = [stream for stream in streams if stream.to != "every rank"]
         lengths = _batch(everywhere | {stream: stream.new_tensor(0) for stream in of_owners}, seq_lens_S)
-        of_all: dict[str, Any] = {"rewards_S": rewards_S, "prompt_S": prompt_S, "shared_lens_S": shared_lens_S}
         lengths = replace(lengths, **of_all, metrics=header["metrics"])
         rank = dist.get_rank()
         for needed, ranks in zip(plan(lengths), self._ranks.values(), strict=True):

@@ -13,6 +13,7 @@ import json
 import string
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,6 +71,9 @@ class Teacher:
     async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> tuple[Array, int]:
         """Return the log-probs of the sampled tokens, and the weight version."""
         begin, *others = trajectory.segments
+        assert np.array_equal(begin.token_ids, prompt.token_ids) or self.context is None, (
+            "a hint replaces the row's prompt"
+        )
         token_ids = [*(begin.token_ids.tolist() if self.context is None else self.context(prompt))]
         first, is_sampled = len(token_ids), np.array([isinstance(s.origin, Sampled) for s in others])
         token_ids += [token_id for segment in others for token_id in segment.token_ids.tolist()]
@@ -232,21 +236,30 @@ class _Words(string.Formatter):
 
 @dataclass(frozen=True)
 class Hint:
-    """Prompts that tell more: teacher.hint in the place of the user's words."""
+    """Prompts that tell more: teacher.hint in the place of the user's last words."""
 
     words: str
     prompts: PromptStream | PromptMixture
 
     def __call__(self, prompt: Prompt) -> Sequence[int]:
         """Return the tokens. Raises UserError for a prompt that cannot have them."""
-        if prompt.answer is None and "{answer" in self.words:
-            raise UserError(f"teacher.hint has {{answer}}, and prompt {prompt.prompt_id} of {prompt.source} has none")
+        where = f"prompt {prompt.prompt_id} of {prompt.source}"
+        return self.prompts.reworded(prompt, partial(self._filled, answer=prompt.answer, where=where))
+
+    def check(self) -> None:
+        """Raise UserError for the first row that cannot have them, or of the sample that a procedural source gives."""
+        for one in self.prompts.checked():
+            one.reworded(partial(self._filled, answer=one.answer, where=one.where))
+
+    def _filled(self, words: str, *, answer: Any, where: str) -> str:
+        """Return the hint for the user's words in a prompt."""
+        if answer is None and "{answer" in self.words:
+            raise UserError(f"teacher.hint has {{answer}}, and {where} has none")
         try:
-            text = _Words().format(self.words, prompt=prompt.text, answer=prompt.answer)
+            return _Words().format(self.words, prompt=words, answer=answer)
         except (LookupError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise UserError(f"teacher.hint does not fit the answer of prompt {prompt.prompt_id}: {what}") from error
-        return self.prompts.reworded(prompt, text)
+            raise UserError(f"teacher.hint does not fit the answer of {where}: {what}") from error
 
 
 def hinted_teacher(

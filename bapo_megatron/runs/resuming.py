@@ -134,21 +134,34 @@ def with_pins(config: Config) -> Config:
         earlier = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a new run, or a bad folder, which RunDir.open will report
         earlier = {}
-    changed = {}
+
+    def pinned(value: str, before: Any, setting: str) -> str:
+        if not hub.is_hub_name(value) or hub.is_pinned(value):
+            return value
+        return hub.pin(before if str(before).startswith(f"{value}@") else value, setting=setting)
+
     for section, key in (("model", "path"), ("loss", "reference_path"), ("critic", "path"), ("teacher", "path")):
         value = getattr(getattr(config, section), key, None)
-        if value is None or not hub.is_hub_name(value) or hub.is_pinned(value):
-            continue
-        before = earlier.get(section, {}).get(key, "")
-        pinned = hub.pin(before if before.startswith(f"{value}@") else value, setting=f"{section}.{key}")
-        changed[section] = getattr(config, section).model_copy(update={key: pinned})
-    config = config.model_copy(update=changed)
+        if value is not None:
+            found = pinned(value, earlier.get(section, {}).get(key), f"{section}.{key}")
+            config = _with(config, section, key, found)
+    before = earlier.get("teacher", {}).get("path_by_source", {})
+    teachers = {
+        name: pinned(value, before.get(name), f"teacher.path_by_source.{name}")
+        for name, value in config.teacher.path_by_source.items()
+    }
+    config = _with(config, "teacher", "path_by_source", teachers)
     if not config.data.chat_template or config.data.template_time is not None:
         return config
     now = earlier.get("data", {}).get("template_time")
     if now is None and not has_results(path) and reads_clock(model_folder(config.model.path)):
         now = datetime.now().isoformat(timespec="seconds")
     return config.model_copy(update={"data": config.data.model_copy(update={"template_time": now})})
+
+
+def _with(config: Config, section: str, key: str, value: Any) -> Config:
+    """Return the configuration with another value of a setting."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

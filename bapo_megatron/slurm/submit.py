@@ -211,7 +211,7 @@ def mounts(config: Config) -> list[str]:
         config.model.path,
         config.critic.path,
         config.loss.reference_path,
-        config.teacher.path,
+        *config.teacher.paths.values(),
         config.lora.init_from,
         *config.prompt_files.values(),
         config.rollout.recorded_from,

@@ -735,18 +735,20 @@ def test_scores_are_of_the_weights_in_use_and_leave_requests_alone(servers: Serv
 
 
 def test_a_policy_with_a_hint_scores_a_sample_as_after_the_hinted_prompt(servers: Servers) -> None:
-    """Its rows are log-probs within 1e-5 nats, and carry the version of the weights."""
-    hinted, output = [4, 44, *PROMPT, 17], [3, 41, 2, 66, 5, 90, 33]
+    """Its rows are log-probs of two turns within 1e-5 nats, and carry the version of the weights."""
+    hinted, turns, answer = [4, 44, *PROMPT, 17], ([3, 41, 2, 66], [5, 90, 33]), [8, 70, 12]
     teacher = Teacher(OwnServers(servers.pool).score, HANG_S, lambda prompt: hinted, servers.max_context)
     prompt = Prompt(1, tuple(PROMPT), "", "", "test")
     ended = Ended("stop", 1.0)
-    sample = Sample.of("1.0", prompt, [Segment.sampled(0, 0, output, [-1.0] * len(output))], ended)
+    first, second = (Segment.sampled(0, 0, turn, [-1.0] * len(turn)) for turn in turns)
+    sample = Sample.of("1.0", prompt, [first, Segment.given("environment", answer), second], ended)
     for model in "ab":
         version = servers.push(model)
         rows = servers.loop.run(teacher.rows(sample))
-        expected = reference_logprobs(servers.models[model], hinted, output)
+        in_turn = [(hinted, turns[0]), ([*hinted, *turns[0], *answer], turns[1])]
+        expected = torch.cat([reference_logprobs(servers.models[model], before, turn) for before, turn in in_turn])
         torch.testing.assert_close(torch.tensor(rows[TEACHER_LOGPROBS]), expected, atol=1e-5, rtol=0)
-        assert rows[TEACHER_VERSIONS].tolist() == [version] * len(output)
+        assert rows[TEACHER_VERSIONS].tolist() == [version] * len(expected)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])

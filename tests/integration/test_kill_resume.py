@@ -132,14 +132,16 @@ def test_a_synchronous_run_is_repeated_bit_for_bit(reference: Path, tmp_path: Pa
 SHARED_OUT = ("parallel.tensor=1", "parallel.data=2", "parallel.expert=2")
 EXPERTS = ("model.path=moe", *SHARED_OUT)
 CENTERED = ("lora.rank=8", "loss.name=cispo", "loss.center_top_k=8", "train.share_prompts=true", "train.deal=groups")
-TAUGHT = ("advantage.kind=teacher", "teacher.path=study", "reward.kind=none", "bapo.scope=fixed")
+SOURCES = 'data.sources=[{name="a",source="chains"},{name="b",source="chains",weight=2}]'
+BY_SOURCE = 'teacher.path_by_source={a="study",b="hybrid"}'
+TAUGHT = ("advantage.kind=teacher", SOURCES, BY_SOURCE, "reward.kind=none", "bapo.scope=fixed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings", "seed"), [("moe", EXPERTS, 86), ("demo", CENTERED, 52), ("demo", TAUGHT, 17)]
 )
-def test_experts_that_ranks_share_out_centered_adapters_and_a_teacher_are_repeated_bit_for_bit(
+def test_experts_that_ranks_share_out_centered_adapters_and_teachers_are_repeated_bit_for_bit(
     tmp_path: Path, model: str, settings: tuple[str, ...], seed: int
 ) -> None:
     check_repeated(tmp_path, shipped_model_path(model), settings, seed, num_kills=3)

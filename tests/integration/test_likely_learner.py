@@ -1,6 +1,7 @@
 """The divergence from a teacher in the learner's loss, on real models, at any layout and split."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from bapo_megatron.learner.whole_batch import scorers_of, with_likeliest
 from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from tests.distributed import run_distributed
-from tests.integration.learner_reference import TEMPERATURE, VOCAB_SIZE, load_float64, save_random_model
+from tests.integration.learner_reference import (
+    HYBRID,
+    TEMPERATURE,
+    VOCAB_SIZE,
+    forest_batch,
+    load_float64,
+    save_random_model,
+)
 from tests.integration.test_mean_over_learner import config_of, mean_of
 from tests.integration.test_rivals_learner import ONE_PROCESS, TOLERANCE, TWO_PROCESSES, Case, batch_of_outcomes
 from tests.integration.test_schedule import SMALL
@@ -27,21 +35,23 @@ from tests.integration.test_teacher_learner import FAMILY, NUM_PADDING, save_tok
 COEF = 0.7
 # mean_over, divergence, top_k
 TERMS = [("tokens", "forward", 5), ("responses", "reverse", 1), ("budget", "reverse", 16)]
+TEACHERS = ("teacher", "other", "policy")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a policy with tied embeddings, and a teacher with rows of padding."""
+    """Save a policy with tied embeddings, and two teachers with rows of padding."""
     root = tmp_path_factory.mktemp("likely")
     save_random_model(FAMILY, root / "policy")
-    teacher = load_float64(root / "policy")
-    torch.manual_seed(1)
-    teacher.resize_token_embeddings(VOCAB_SIZE + NUM_PADDING, mean_resizing=False)
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
-    teacher.float().save_pretrained(root / "teacher")
-    for name in ("policy", "teacher"):
+    for seed, name in enumerate(TEACHERS[:2], start=1):
+        teacher = load_float64(root / "policy")
+        torch.manual_seed(seed)
+        teacher.resize_token_embeddings(VOCAB_SIZE + NUM_PADDING, mean_resizing=False)
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+        teacher.float().save_pretrained(root / name)
+    for name in TEACHERS:
         save_tokenizer(root / name, [f"w{i}" for i in range(VOCAB_SIZE - 1)])
     return root
 
@@ -61,6 +71,7 @@ def check_layout(
     max_tokens: int,
     term: tuple[str, str, int],
     loss: str = "grpo",
+    teachers: Sequence[str] = TEACHERS[:1],
     **train: Any,
 ) -> None:
     """Check metrics and gradient against transformers in float64; a loss other than grpo has advantages of 0."""
@@ -68,18 +79,22 @@ def check_layout(
     config: Config = config_of(
         LOSS_SECTIONS[loss].model_validate({"name": loss, "mean_over": mean_over}), layout, max_tokens, **train
     )
-    teacher = config.teacher.model_copy(
-        update={"path": str(root / "teacher"), "coef": COEF, "top_k": top_k, "divergence": kind}
-    )
+    paths = [str(root / name) for name in teachers]
+    named = {"path": paths[0]} if len(paths) == 1 else {"path_by_source": dict(zip("abc", paths, strict=True))}
+    teacher = config.teacher.model_copy(update={"coef": COEF, "top_k": top_k, "divergence": kind, **named})
     config = config.model_copy(update={"teacher": teacher})
     batch = batch_of_outcomes()
+    teacher_S = torch.arange(batch.num_sequences) % len(teachers)
+    if len(teachers) > 1:
+        batch = dataclasses.replace(batch, teacher_S=teacher_S)
     if loss != "grpo":
         batch = dataclasses.replace(batch, advantages_T=torch.zeros_like(batch.advantages_T))
 
     model = load_float64(root / "policy")
     log_p_TV = log_softmax_TV(model, batch)
     with torch.no_grad():
-        log_q_TV = log_softmax_TV(load_float64(root / "teacher"), batch)
+        of_each = torch.stack([log_softmax_TV(load_float64(root / name), batch) for name in teachers])
+        log_q_TV = of_each[teacher_S.repeat_interleave(batch.seq_lens_S), torch.arange(len(batch.mask_T))]
     ids_TK = log_q_TV.argsort(dim=1, descending=True)[:, :top_k]
     is_other_TV = torch.ones_like(log_q_TV).scatter_(1, ids_TK, 0.0)
     p_TX, q_TX = (
@@ -96,9 +111,9 @@ def check_layout(
     gaps_T = batch.behaviour_logprobs_T.double() - teachers_T
 
     learner = MegatronLearner(resolve(config, root / "policy"))
-    assert scorers_of(config, learner, None, learner.teacher) == [], "no rank gets a stream of the teacher's"
+    assert scorers_of(config, learner, None, learner.teachers) == [], "no rank gets a stream of a teacher's"
     packed = one_minibatch(batch, max_tokens=max_tokens, share=learner.share)
-    minibatch = with_likeliest(packed, learner.teacher, config.teacher.top_k)
+    minibatch = with_likeliest(packed, batch, learner.teachers, config.teacher.top_k)
     for one in minibatch.micro_batches:
         if learner.layout.is_last_stage:
             assert one.likely_ids_RK is not None
@@ -130,6 +145,7 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
     for layout, max_tokens in cases:
         for term in TERMS:
             check_layout(root, layout, max_tokens, term)
+        check_layout(root, layout, max_tokens, TERMS[0], teachers=TEACHERS)
     if world_size == 1:
         for schedule in ("forwards_first", "interleaved"):
             check_layout(root, {}, SMALL, TERMS[1], "bapo", schedule=schedule)
@@ -137,6 +153,31 @@ def check_layouts(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
 
 def test_a_term_of_the_loss(folder: Path) -> None:
     run_distributed(check_one, 1, folder)
+
+
+def check_unlike_packs(rank: int, world_size: int, root: Path) -> None:
+    """A policy shares prompts, which linear attention cannot: such a teacher reads whole sequences."""
+    batch, found = forest_batch(), []
+    for shares in (False, True):
+        train = {"share_prompts": shares, "max_tokens_per_microbatch": 200}
+        config = Config.model_validate({"teacher": {"path": str(root / "hybrid"), "top_k": 4}, "train": train})
+        learner = MegatronLearner(resolve(config, root / "policy"))
+        minibatch = one_minibatch(batch, max_tokens=200, share=learner.share)
+        assert any(one.follows_S is not None for one in minibatch.micro_batches) == shares
+        rows_TX = torch.zeros(len(batch.mask_T), 5)
+        for one in with_likeliest(minibatch, batch, learner.teachers, 4).micro_batches:
+            assert one.likely_logprobs_RX is not None
+            rows_TX[one.batch_rows_R] = one.likely_logprobs_RX
+        found.append(rows_TX)
+        parallel_state.destroy_model_parallel()
+    torch.testing.assert_close(*found, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_teacher_reads_packs_of_its_own(folder: Path) -> None:
+    save_random_model(HYBRID, folder / "hybrid")
+    save_tokenizer(folder / "hybrid", [f"w{i}" for i in range(VOCAB_SIZE - 1)])
+    run_distributed(check_unlike_packs, 1, folder)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,7 @@ from tests.integration.learner_updates import TOKENS, make_config
 from tests.integration.test_critic import make_batch
 
 MIB, NUM_UPDATES = 2**20, 2
+TEACHERS = ("qwen2", "qwen3")
 LORA: dict[str, Any] = {"rank": ADAPTERS.rank, "alpha": ADAPTERS.alpha}
 Values = dict[tuple[str, str, str, tuple[int, ...]], Tensor]  # by model, part, name and start
 
@@ -66,7 +67,7 @@ class Case:
         if self.init:
             settings["lora"] = LORA | {"init_from": str(root / "adapters")}
         if self.is_taught:
-            settings["teacher"] = {"path": str(root / "qwen2")}
+            settings["teacher"] = {"path_by_source": {name: str(root / name) for name in TEACHERS}}
         return make_config(**settings)
 
 
@@ -109,7 +110,7 @@ class Trainer:
 
     def offload(self) -> Offload:
         self.turns.trainer = moves = Offload(
-            self.learner, self.advantages.critic, self.learner.reference, self.learner.teacher
+            self.learner, self.advantages.critic, self.learner.reference, *self.learner.teachers
         )
         return moves
 
@@ -119,7 +120,9 @@ class Trainer:
         if self.advantages.critic is not None:
             batch = self.advantages.on(make_batch(), 0)
             found = batch.metrics
-        scorers = scorers_of(self.config, self.learner, self.learner.reference, self.learner.teacher)
+        if self.learner.teachers:
+            batch = replace(batch, teacher_S=torch.arange(batch.num_sequences) % len(TEACHERS))
+        scorers = scorers_of(self.config, self.learner, self.learner.reference, self.learner.teachers)
         batch = with_scores(batch, scorers, self.learner, self.config)
         minibatch = one_minibatch(batch, max_tokens=TOKENS, share=self.learner.share)
         self.learner.score(minibatch)
@@ -181,7 +184,7 @@ def check_updates(rank: int, world_size: int, root: Path, cases: list[Case]) -> 
 
 
 def parameters(trainer: Trainer) -> Iterator[Tensor]:
-    for model in (*trainer.models.values(), trainer.learner.reference, trainer.learner.teacher):
+    for model in (*trainer.models.values(), trainer.learner.reference, *trainer.learner.teachers):
         yield from getattr(model, "model", torch.nn.Module()).parameters()
 
 
@@ -329,7 +332,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in ("qwen3", "qwen2", MIXTURE):
         save_random_model(family, root / family)
     save_adapters(root / "qwen3", ADAPTERS, root / "adapters")
-    (root / "qwen2" / "tokenizer.json").write_text("{}")  # a teacher is a complete model folder
+    for family in TEACHERS:
+        (root / family / "tokenizer.json").write_text("{}")  # a teacher is a complete model folder
     return root
 
 

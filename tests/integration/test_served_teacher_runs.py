@@ -11,9 +11,10 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from bapo_megatron.assets import shipped_model_path
+from bapo_megatron.assets import demo_model_path, shipped_model_path
 from bapo_megatron.buffer.packing import sequences_of
 from bapo_megatron.config.schema import Config
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.whole_batch import policy_passes, scorers_of, with_scores
 from bapo_megatron.resolved import resolve
@@ -21,10 +22,10 @@ from bapo_megatron.rollout.group_files import group_from_json
 from bapo_megatron.rollout.teacher import Teacher, TeacherServers
 from bapo_megatron.runtime.files import read_jsonl
 from bapo_megatron.tokens import TEACHER_LOGPROBS, TEACHER_STREAMS, TEACHER_VERSIONS
-from bapo_megatron.types import Batch, Ended, Prompt, Sample, Segment
+from bapo_megatron.types import Batch, Ended, Prompt, Sample, Sampled, Segment
 from tests.distributed import HANG_S, run_distributed
 from tests.integration.killable import Attempt, Engine, checkpoint_of, metrics_of, small_run, surviving
-from tests.integration.learner_reference import random_batch
+from tests.integration.learner_reference import load_float64, random_batch
 from tests.integration.test_small_batches import dealt
 from tests.rollout_servers import KEY, LAUNCHERS, MAX_CONTEXT, VOCAB_SIZE, EventLoop, tiny_model
 
@@ -78,7 +79,7 @@ def check_advantages(rank: int, world_size: int, root: Path, layout: dict[str, A
             }
         )
         learner = MegatronLearner(resolve(config, root / "a"))
-        scorers = scorers_of(config, learner, learner.reference, learner.teacher)
+        scorers = scorers_of(config, learner, learner.reference, learner.teachers)
         batch = whole
         if name == "served":
             rows_T = TEACHER_LOGPROBS.new_tensor(whole.sampled_T.numel())
@@ -126,6 +127,11 @@ def test_a_server_scores_as_the_learner_does(kind: str, tmp_path: Path) -> None:
 
 ALONE = ("advantage.kind=teacher", "reward.kind=none", "loss.name=grpo", "parallel.tensor=1", "train.num_steps=3")
 HINT = "{answer},{prompt}"
+TURNS = (
+    *(setting for setting in ALONE if "reward.kind" not in setting),
+    "environment.kind=tests.unit.step_functions:talk",
+    'environment.stop_tokens=["0","1","2","3"]',
+)
 
 
 def hang_in_scoring(flag: Path, number: int) -> None:
@@ -151,16 +157,19 @@ def engines(folder: Path, kind: str) -> Iterator[tuple[Engine, Engine | None, tu
     with contextlib.ExitStack() as stack:
         engine = Engine(folder / "engine")
         stack.callback(engine.kill)
-        if kind == "hint":
-            yield engine, None, (*ALONE, f"teacher.hint={HINT}")
+        if kind in ("hint", "hint in turns"):
+            yield engine, None, (*(ALONE if kind == "hint" else TURNS), f"teacher.hint={HINT}")
             return
         teacher = Engine(folder / "teacher", "--model-path", str(shipped_model_path("study")))
         stack.callback(teacher.kill)
         yield engine, teacher, (*ALONE, f'teacher.urls=["{teacher.url}"]')
 
 
+VERSIONS = {"urls": {-1}, "hint": {0, 2, 4}, "hint in turns": {0, 2}}  # short turns end a step earlier
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["urls", "hint"])
+@pytest.mark.parametrize("kind", VERSIONS)
 def test_a_run_that_was_killed_while_its_teacher_scores_is_repeated_bit_for_bit(kind: str, tmp_path: Path) -> None:
     with engines(tmp_path, kind) as (engine, _, settings):
         with Attempt(small_run(tmp_path, "alone", *settings), engine) as attempt:
@@ -182,7 +191,31 @@ def test_a_run_that_was_killed_while_its_teacher_scores_is_repeated_bit_for_bit(
     scored = [segment for sample in samples for _, segment in sample.sampled_segments]
     assert all(bool((segment.rows[TEACHER_LOGPROBS] <= 0).all()) for segment in scored)
     versions = {int(version) for segment in scored for version in segment.rows[TEACHER_VERSIONS]}
-    assert versions == ({0, 2, 4} if kind == "hint" else {-1}), "the policy's at the end of each sample"
+    assert versions == VERSIONS[kind], "the policy's at the end of each sample"
+    if kind != "urls":
+        check_hinted(samples, are_several=kind == "hint in turns")
+
+
+def check_hinted(samples: Sequence[Sample], *, are_several: bool) -> None:
+    """Compare the scores by the first weights with transformers', after the hinted prompts."""
+    model = load_float64(demo_model_path())
+    tokenizer, num_turns = load_tokenizer(demo_model_path()), []
+    for sample in samples:
+        (trajectory,) = sample.trajectories
+        hinted = tokenizer.encode(HINT.format(answer=sample.prompt.answer, prompt=sample.prompt.text))
+        later = trajectory.token_ids[trajectory.segments[0].num_tokens :].tolist()
+        sampled = [segment.origin for segment in trajectory.segments[1:] for _ in range(segment.num_tokens)]
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([[*hinted, *later]])).logits[0, len(hinted) - 1 : -1]
+        wanted_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(later)[:, None])[:, 0]
+        wanted_R = wanted_T[[isinstance(origin, Sampled) for origin in sampled]]
+        rows = [segment.rows for _, segment in trajectory.sampled_segments]
+        found_R, versions_R = (torch.cat([torch.tensor(row[stream]) for row in rows]) for stream in TEACHER_STREAMS)
+        if not versions_R.any():
+            torch.testing.assert_close(found_R.double(), wanted_R, atol=TOLERANCE, rtol=0)
+            num_turns.append(len(trajectory.turns))
+    assert len(num_turns) > 10
+    assert (max(num_turns) > 1) == are_several
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.learner.bounds import BoundsFinder
 from bapo_megatron.learner.megatron import MegatronLearner
 from bapo_megatron.learner.values import ValueAdvantages
-from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, scorers_of, with_scores
+from bapo_megatron.learner.whole_batch import policy_passes, policy_updates, scorers_of, with_likeliest, with_scores
 from bapo_megatron.resolved import resolve
 from bapo_megatron.types import Batch
 from tests.distributed import HANG_S, run_distributed
@@ -21,12 +21,14 @@ from tests.integration.learner_reference import ADAM_EPS, LR, random_batch, save
 
 NUM_MINIBATCHES = 4
 LENGTHS = ([7, 12, 5], [9])  # fewer than 2 ranks x 4 mini-batches
+TEACHERS = {"a": "model", "b": "teacher"}
 LOSSES: dict[str, dict[str, Any]] = {
     "bapo": {"bapo": {"scope": "exact"}, "advantage": {"kind": "gae"}, "critic": {"epochs_per_step": 2}},
     "gspo": {"loss": {"name": "gspo", "kl_coef": 0.1, "proximal": "learner", "max_drift": 0.5}},
     "m2po": {"loss": {"name": "m2po"}},
     "top_entropy": {"loss": {"name": "top_entropy", "share": 0.5}},
-    "grpo": {"loss": {"name": "grpo"}, "teacher": {"path": "teacher", "coef": 0.5}},
+    "grpo": {"loss": {"name": "grpo"}, "teacher": {"path_by_source": TEACHERS, "coef": 0.5}},
+    "likely": {"loss": {"name": "grpo"}, "teacher": {"path_by_source": TEACHERS, "top_k": 4}},
 }
 TOLERANCE = 1e-4
 
@@ -51,24 +53,26 @@ def check_steps(rank: int, world_size: int, root: Path, cases: list[dict[str, An
                     **settings,
                 }
             )
-            if config.teacher.path is not None:
-                teacher = config.teacher.model_copy(update={"path": str(root / config.teacher.path)})
-                config = config.model_copy(update={"teacher": teacher})
+            of = config.teacher
+            by_source = {source: str(root / path) for source, path in of.path_by_source.items()}
+            config = config.model_copy(update={"teacher": of.model_copy(update={"path_by_source": by_source})})
             learner = MegatronLearner(resolve(config, root / "model"))
             advantages, finder = (
                 ValueAdvantages(resolve(config, root / "model"), learner),
                 BoundsFinder(config, learner),
             )
-            scorers, found = scorers_of(config, learner, learner.reference, learner.teacher), []
+            scorers, found = scorers_of(config, learner, learner.reference, learner.teachers), []
             for step, lengths in enumerate(LENGTHS):
                 whole = replace(random_batch(seq_lens=lengths), rewards_S=torch.linspace(0, 1, len(lengths)))
+                whole = replace(whole, teacher_S=torch.arange(len(lengths)) % 2 if by_source else None)
                 passes = advantages.passes(step) + policy_passes(config, step, learner, scorers)
                 needed = sequences_of(passes, whole, learner.layout.data_size)
                 batch = advantages.on(dealt(whole, needed, learner.layout.data_rank), step)
                 found.append({n: x for n, x in batch.metrics.items() if n.startswith("critic/")})
                 batch = with_scores(batch, scorers, learner, config)
                 found.append({n: x for n, x in batch.metrics.items() if n.startswith("teacher/")})
-                for minibatch in policy_updates(config, step, learner.share).minibatches(batch):
+                for one in policy_updates(config, step, learner.share).minibatches(batch):
+                    minibatch = with_likeliest(one, batch, learner.teachers, config.teacher.top_k)
                     result = learner.step(minibatch, bounds := finder.find(minibatch))
                     finder.observe(minibatch, result.log_probs)
                     found.append({"low": bounds.low, "high": bounds.high} | result.metrics)
@@ -96,7 +100,8 @@ def compare(path: Path, found: list[dict[str, float]], weights: dict[str, torch.
 def test_fewer_sequences_than_ranks_and_minibatches(tmp_path: Path) -> None:
     save_random_model("qwen3", tmp_path / "model")
     save_random_model("qwen2", tmp_path / "teacher")
-    (tmp_path / "teacher" / "tokenizer.json").write_text("{}")  # a teacher is a complete model folder
+    for name in TEACHERS.values():
+        (tmp_path / name / "tokenizer.json").write_text("{}")  # a teacher is a complete model folder
     run_distributed(check_steps, 1, tmp_path, [{}])
     run_distributed(check_steps, 2, tmp_path, [{"data": 2}, {"pipeline": 2}, {"context": 2}])
     run_distributed(check_steps, 4, tmp_path, [{"data": 2, "pipeline": 2, "virtual_pipeline": 2}, {"data": 4}])

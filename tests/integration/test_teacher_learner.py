@@ -1,6 +1,7 @@
 """A teacher in the learner: its scores, and the advantages that follow, on real models in every layout."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from tests.integration.test_small_batches import dealt
 
 FAMILY = "qwen2"
 NUM_PADDING = 6  # rows of the teacher's vocabulary beyond the policy's
+TEACHERS = ("teacher", "reference", "policy")
+"""Of three sources: one with rows of padding, and two that have other parts, too."""
 COEF = 0.7
 
 
@@ -66,22 +69,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def config_of(root: Path, layout: dict[str, Any], teacher: str, **sections: Any) -> Config:
+def config_of(root: Path, layout: dict[str, Any], *teachers: str) -> Config:
     config = make_config(layout, max_tokens_per_microbatch=60)
     loss = config.loss.model_copy(update={"kl_coef": 0.1, "reference_path": str(root / "reference")})
-    section = config.teacher.model_copy(update={"path": str(root / teacher), "coef": COEF})
-    return config.model_copy(update={"loss": loss, "teacher": section, **sections})
+    paths = [str(root / teacher) for teacher in teachers]
+    named = {"path": paths[0]} if len(paths) == 1 else {"path_by_source": dict(zip("abc", paths, strict=False))}
+    section = config.teacher.model_copy(update={"coef": COEF, **named})
+    return config.model_copy(update={"loss": loss, "teacher": section})
 
 
-def check_layout(root: Path, layout: dict[str, Any]) -> None:
-    """Check the scores of three models, and the advantages, against transformers in float64."""
-    config = config_of(root, layout, "teacher")
+def check_layout(root: Path, layout: dict[str, Any], *teachers: str) -> None:
+    """Check the scores of three models, and the advantages, against transformers in float64; each sequence has one of
+    the teachers."""
+    config = config_of(root, layout, *teachers)
     learner = MegatronLearner(resolve(config, root / "policy"))
-    scorers = scorers_of(config, learner, learner.reference, learner.teacher)
+    scorers = scorers_of(config, learner, learner.reference, learner.teachers)
     whole = random_batch()
+    teacher_S = torch.arange(whole.num_sequences) % len(teachers)
+    if len(teachers) > 1:
+        whole = replace(whole, teacher_S=teacher_S)
     needed = sequences_of(policy_passes(config, 0, learner, scorers), whole, learner.layout.data_size)
     batch = with_scores(dealt(whole, needed, learner.layout.data_rank), scorers, learner, config)
     wanted: dict[str, Tensor] = torch.load(root / "scores.pt", weights_only=True)
+    means = [round(float(scores_T[whole.sampled_T].mean()), 3) for scores_T in wanted.values()]
+    assert len({*means}) == 3, f"policy, reference and teacher are three models: {means}"
+    of_each = torch.stack([wanted[name] for name in teachers])
+    wanted["teacher"] = of_each.gather(0, teacher_S.repeat_interleave(whole.seq_lens_S)[None])[0]
     is_here = batch.here(whole.sampled_T)
     assert batch.reference_logprobs_T is not None
     found = {"reference": batch.reference_logprobs_T, "teacher": batch.extra[TEACHER_LOGPROBS]}
@@ -92,8 +105,6 @@ def check_layout(root: Path, layout: dict[str, Any]) -> None:
     trained = gap_T[whole.mask_T]
     assert batch.metrics["teacher/kl"] == pytest.approx(-float(trained.mean()) / COEF, abs=1e-5)
     assert batch.metrics["teacher/advantage_std"] == pytest.approx(float(trained.std(correction=0)), abs=1e-5)
-    means = [round(float(scores_T[whole.sampled_T].mean()), 3) for scores_T in wanted.values()]
-    assert len({*means}) == 3, f"policy, reference and teacher are three models: {means}"
     parallel_state.destroy_model_parallel()
 
 
@@ -104,13 +115,16 @@ def check_refusals(root: Path) -> None:
         "policy's",
     }
     for teacher, problem in cases.items():
-        with pytest.raises(ConfigError, match=problem):
-            MegatronLearner(resolve(config_of(root, {}, teacher), root / "policy"))
-        parallel_state.destroy_model_parallel()
+        for teachers in ((teacher,), ("teacher", teacher)):
+            named = problem if len(teachers) == 1 else problem.replace("path", "path_by_source.b")
+            with pytest.raises(ConfigError, match=named):
+                MegatronLearner(resolve(config_of(root, {}, *teachers), root / "policy"))
+            parallel_state.destroy_model_parallel()
 
 
 def check_one_process(rank: int, world_size: int, root: Path) -> None:
-    check_layout(root, {})
+    check_layout(root, {}, "teacher")
+    check_layout(root, {}, *TEACHERS)
     check_refusals(root)
 
 
@@ -122,7 +136,8 @@ def check_two_processes(rank: int, world_size: int, root: Path) -> None:
         {"data": 2, "distributed": True},
         {"context": 2},
     ):
-        check_layout(root, layout)
+        check_layout(root, layout, "teacher")
+        check_layout(root, layout, *TEACHERS)
 
 
 def test_one_process(folder: Path) -> None:

@@ -32,6 +32,10 @@ COMPARED = (
 )
 
 
+SOURCES = 'data.sources=[{name="a",source="chains"},{name="b",source="chains",weight=2}]'
+BY_SOURCE = 'teacher.path_by_source={a="study",b="hybrid"}'
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "advantage",
@@ -39,7 +43,7 @@ COMPARED = (
         "advantage.kind=dr_grpo advantage.whiten_batch=true",
         "advantage.kind=reinforce_plus_plus advantage.gamma=0.99",
         "advantage.kind=dr_grpo teacher.path=study teacher.coef=0.3",
-        "advantage.kind=dr_grpo teacher.path=study teacher.top_k=8 teacher.divergence=reverse",
+        f"{SOURCES} {BY_SOURCE} advantage.kind=dr_grpo teacher.top_k=8 teacher.divergence=reverse",
     ],
 )
 def test_a_resumed_run_goes_on_exactly(forked_engine: Engine, tmp_path: Path, advantage: str) -> None:

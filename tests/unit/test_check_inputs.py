@@ -110,8 +110,8 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
             "teacher.path='tool': its tokenizer is another one: token 3 is '0' there, and ' ' in the policy's",
         ),
         (
-            ["advantage.kind=teacher", "loss.name=grpo", "teacher.path=demo"],
-            "warning: teacher.path='demo' is the model that the run starts from",
+            ["loss.name=grpo", 'data.sources=[{name="a",source="chains"}]', 'teacher.path_by_source={a="demo"}'],
+            "warning: teacher.path_by_source.a='demo' is the model that the run starts from",
         ),
         (
             ["loss.name=grpo", 'teacher.urls=["http://127.0.0.1:9"]'],
@@ -124,7 +124,7 @@ def test_a_folder_is_no_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFi
         ),
         (["loss.name=grpo", "teacher.hint={solution}"], "teacher.hint must hold {prompt} and more words"),
         (["loss.name=grpo", "teacher.hint={prompt} {"], "teacher.hint must have its braces in pairs: write one that"),
-        (["loss.name=grpo", "teacher.hint={prompt}{answer[x]}"], "teacher.hint does not fit the answer of prompt 0"),
+        (["loss.name=grpo", "teacher.hint={prompt}{answer[x]}"], "teacher.hint does not fit the answer of chains"),
         (
             ["reward.kind=none"],
             'reward.kind="none" gives no reward, and advantage.kind="grpo" learns from rewards; name a judge, or set',

@@ -115,8 +115,13 @@ def messages(severity: str, **sections: Any) -> list[str]:
         ),
         (
             "error",
-            {"teacher": {"hint": "{prompt} 1"}, "environment": {"kind": "calculator"}, "loss": {"name": "grpo"}},
-            'teacher.hint replaces the words of a prompt, and environment.kind="calculator" answers what',
+            {
+                "teacher": {"hint": "{prompt} 1"},
+                "data": {"chat_template": True},
+                "environment": {"kind": "agent"},
+                "loss": {"name": "grpo"},
+            },
+            'teacher.hint replaces the words of a row, and with environment.kind="agent" a program writes the prompts',
         ),
         (
             "error",
@@ -150,6 +155,20 @@ def messages(severity: str, **sections: Any) -> list[str]:
                 "loss": {"name": "grpo"},
             },
             "teacher.urls_by_source has no server for words of data.sources; name one: teacher.urls_by_source.words",
+        ),
+        (
+            "error",
+            {"teacher": {"path_by_source": {"sums": "x"}}, "loss": {"name": "grpo"}},
+            "teacher.path_by_source names models for entries of data.sources, and there are none; set teacher.path",
+        ),
+        (
+            "error",
+            {
+                "data": {"sources": [{"name": "sums", "source": "chains"}, {"name": "words", "source": "chains"}]},
+                "teacher": {"path_by_source": {"sums": "x"}},
+                "loss": {"name": "grpo"},
+            },
+            "teacher.path_by_source has no model for words of data.sources; name one: teacher.path_by_source.words",
         ),
         (
             "error",
@@ -256,11 +275,14 @@ def test_a_reference_needs_the_vocabulary_of_the_policy_and_fits_its_layout() ->
 )
 def test_a_model_that_scores_needs_positions_for_the_longest_sequence(scorer: str, settings: dict[str, Any]) -> None:
     policy = json.loads((demo_model_path() / "config.json").read_text()) | {"max_position_embeddings": 4096}
-    run = resolve(Config.model_validate(settings), policy)
+    config = Config.model_validate(settings)
 
     def found(positions: int) -> list[str]:
-        model: dict[str, Any] = {scorer: ModelFacts(policy | {"max_position_embeddings": positions})}
-        return [v.message for v in check_settings(run, **model) if v.severity == "error"]
+        model = policy | {"max_position_embeddings": positions}
+        others: dict[str, Any] = {} if scorer == "teacher" else {scorer: ModelFacts(model)}
+        return [
+            v.message for v in check_settings(resolve(config, policy, {"x": model}), **others) if v.severity == "error"
+        ]
 
     assert found(1024) == []
     (short,) = found(1023)
@@ -296,8 +318,8 @@ def test_a_model_that_scores_needs_positions_for_the_longest_sequence(scorer: st
 def test_score_centering_needs_the_samplers_own_distribution(settings: dict[str, Any], message: str | None) -> None:
     policy = json.loads((demo_model_path() / "config.json").read_text()) | {"vocab_size": 1001}
     loss = {"name": "cispo", "center_top_k": 8} | settings.get("loss", {})
-    run = resolve(Config.model_validate(settings | {"loss": loss}), policy)
-    found = [v.message for v in check_settings(run, teacher=ModelFacts(policy)) if "center_top_k" in v.message]
+    run = resolve(Config.model_validate(settings | {"loss": loss}), policy, {"x": policy})
+    found = [v.message for v in check_settings(run) if "center_top_k" in v.message]
     assert found == ([message] if message else [])
 
 
@@ -311,8 +333,8 @@ def test_a_teachers_likeliest_tokens_are_on_one_rank_and_leave_others() -> None:
             "parallel": {"tensor": tensor},
             "rollout": {"top_p": 0.9, "max_response_tokens": 64},
         }
-        run = resolve(Config.model_validate(settings), policy)
-        return [v.message for v in check_settings(run, teacher=ModelFacts(policy))]
+        run = resolve(Config.model_validate(settings), policy, {"x": policy})
+        return [v.message for v in check_settings(run)]
 
     fitting = found(500, 2)
     assert found(1000, 1) == found(501, 2) == fitting
@@ -335,12 +357,30 @@ def test_a_teacher_may_have_more_rows_than_the_policy_and_not_fewer() -> None:
     )
 
     def found(teacher: dict[str, Any]) -> list[str]:
-        return [v.message for v in check_settings(resolve(config, policy), teacher=ModelFacts(teacher))]
+        return [v.message for v in check_settings(resolve(config, policy, {"x": teacher}))]
 
     assert found(policy) == found(policy | {"vocab_size": 1000}) == []
     small, heads = found(policy | {"vocab_size": 7, "num_key_value_heads": 1})
     assert small.startswith("teacher.path='x' has a vocabulary of 7 tokens, but the policy's has")
     assert heads.startswith("teacher.path='x': parallel.tensor=2 does not divide 1 key-value head")
+
+
+def test_each_teacher_is_checked_by_the_setting_that_names_it() -> None:
+    """Two sources have one teacher, which is checked once; a top_k that no rank has is one message for all."""
+    policy = json.loads((demo_model_path() / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    names = {"a": "good", "b": "small", "c": "short", "d": "small"}
+    config = Config.model_validate(
+        {
+            "data": {"sources": [{"name": name, "source": "chains"} for name in names]},
+            "teacher": {"path_by_source": names, "top_k": 99},
+            "loss": {"name": "grpo"},
+        }
+    )
+    teachers = {"good": policy, "small": policy | {"vocab_size": 7}, "short": policy | {"max_position_embeddings": 99}}
+    short, small, top_k = [v.message for v in check_settings(resolve(config, policy, teachers))]
+    assert short.startswith("teacher.path_by_source.c='short' has max_position_embeddings=99, and the longest")
+    assert small.startswith("teacher.path_by_source.b='small' has a vocabulary of 7 tokens, but the policy's has")
+    assert top_k.startswith("teacher.top_k=99, but of the vocabulary of 16 tokens at most 15 can be chosen")
 
 
 def test_a_critic_needs_a_vocabulary_like_the_policys_and_fits_the_layout() -> None:

@@ -113,7 +113,8 @@ MISTAKES = (
     mistake("advantage.kind=gae critic.path=/nope", "critic.path"),
     mistake("advantage.n_step=5", "advantage.n_step advantage.kind"),
     mistake("critic.lr=1e-4", "critic.lr advantage.kind", not_with="critic.path"),  # a critic has a learning rate
-    mistake("teacher.coef=2", "teacher.coef teacher.path teacher.urls teacher.urls_by_source teacher.hint"),
+    mistake("teacher.coef=2", "teacher.coef teacher.path teacher.path_by_source teacher.urls teacher.urls_by_source "
+            "teacher.hint"),
     mistake("loss.kl_coef=0.1 loss.reference_path=/nope", "loss.reference_path"),
     mistake("loss.kl_target=0.1", "loss.kl_coef loss.kl_target", not_with="loss.reference_path"),
     mistake("loss.importance_cap=3", "loss.importance_cap loss.proximal"),

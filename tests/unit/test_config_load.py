@@ -360,6 +360,7 @@ def test_an_empty_table_empties_the_files_table(tmp_path: Path, setting: str) ->
         "weights": "{a = 2.0}",
         "environment": '{A = "1"}',
         "urls_by_source": '{a = ["b"]}',
+        "path_by_source": '{a = "b"}',
     }.get(key, "{a = 1}")
     file = write(tmp_path, f"[{section}]\n{key} = {value}")
     assert getattr(getattr(load_config([file]), section), key) != {}

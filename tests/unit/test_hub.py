@@ -18,7 +18,8 @@ PINNED = """
 from bapo_megatron.config.load import dump_config, load_config
 from bapo_megatron.runs.folder import RunDir
 from bapo_megatron.runs.resuming import with_pins
-config = with_pins(load_config(["demo"], ["teacher.path=acme/tiny", "model.path=acme/tiny"]))
+named = ("teacher.path_by_source.a", "loss.reference_path", "model.path")
+config = with_pins(load_config(["demo"], [*(f"{setting}=acme/tiny" for setting in named), "run.name=demo"]))
 with RunDir.open(config):
     print(config.model.path)
 """
@@ -80,11 +81,11 @@ def test_a_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
     assert (code, first) == (0, f"{NAME}@{'a' * 40}\n"), progress
     assert "100%" in progress
     written = (tmp_path / "runs" / "demo" / "config.toml").read_text()
-    assert written.count(f'path = "{NAME}@{"a" * 40}"') == 2, "the policy's and the teacher's"
+    assert written.count(f'= "{NAME}@{"a" * 40}"') == 3, "the policy's, the reference's and the teacher's"
     hub.commit = "b" * 40
     assert run(["-c", PINNED], tmp_path, HF_ENDPOINT=hub.url)[1] == first  # resumed
     assert run(["-c", PINNED], tmp_path, HF_HUB_OFFLINE="1")[1] == first
-    other_run = PINNED.replace('tiny"', 'tiny", "run.name=other"')
+    other_run = PINNED.replace("name=demo", "name=other")
     other = run(["-c", other_run], tmp_path, HF_ENDPOINT=hub.url)
     assert other[1] == f"{NAME}@{'b' * 40}\n", other[2]
 

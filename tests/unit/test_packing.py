@@ -20,6 +20,7 @@ from bapo_megatron.buffer.packing import (
     balanced_shares,
     context_tokens,
     longest_first,
+    of_teacher,
     one_minibatch,
     sequences_of,
     single_units,
@@ -124,6 +125,38 @@ def test_a_batch_can_be_masked_as_a_whole() -> None:
     assert (batch.num_sequences, batch.num_trained_tokens) == (2, 0)
     scorer = Scorer(PROXIMAL_LOGPROBS, None, None)
     assert with_scores(batch, [scorer], None, Config()) is batch, "there is nothing to score"
+
+
+NAMES = ("batch_rows_R", "targets_R")
+
+
+@pytest.mark.parametrize(("context_size", "shares_prompts"), [(1, False), (1, True), (2, False)])
+def test_each_sequence_is_scored_by_its_teacher_where_it_is_trained(context_size: int, shares_prompts: bool) -> None:
+    """Three teachers, of which the last scores nothing: passes over the batch have each sequence once, and the parts of
+    an update have its rows of each rank."""
+    draw = random.Random(context_size)
+    groups = [group(i, draw.randint(1, 9), [draw.randint(1, 30) for _ in range(3)]) for i in range(5)]
+    batch = build_batch(groups)
+    teacher_S = torch.tensor([0, 1, 0, 1, 1]).repeat_interleave(3)
+    batch = replace(batch, teacher_S=teacher_S)
+    of_row = teacher_S.repeat_interleave(batch.seq_lens_S)
+    scored: list[int] = []
+    for data_rank, context_rank in itertools.product(range(2), range(context_size)):
+        share = Share(data_rank, 2, context_rank, context_size, shares_prompts=shares_prompts)
+        for teacher in range(3):
+            for whole in Pass(share, 40, teacher=teacher).minibatches(batch):
+                rows_R = torch.cat([one.batch_rows_R for one in whole.micro_batches])
+                assert (of_row[rows_R] == teacher).all()
+                scored += rows_R.tolist()
+        for update in Pass(share, 40, num_minibatches=3, seed=1).minibatches(batch):
+            parts = [of_teacher(update, batch, teacher, replace(share, shares_prompts=False)) for teacher in range(3)]
+            for teacher, part in enumerate(parts):
+                assert all((of_row[one.batch_rows_R] == teacher).all() for one in part.micro_batches)
+            for one, *mine in zip(update.micro_batches, *(part.micro_batches for part in parts), strict=True):
+                rows_R, targets_R = (torch.cat([getattr(x, name) for x in mine]) for name in NAMES)
+                assert rows_R.sort().values.equal(one.batch_rows_R.sort().values)
+                assert targets_R.equal(batch.token_ids_T[rows_R])
+    assert sorted(scored) == batch.sampled_T.nonzero().flatten().tolist()
 
 
 def rows(mb: MicroBatch) -> list[tuple]:

@@ -247,7 +247,7 @@ def test_the_host_holds_weights_and_state_of_every_rank(layout: str, distributed
     asynchronous = run.config.checkpoint.model_copy(update={"asynchronous": True})
     assert host_bytes(run.changed(run.config.model_copy(update={"checkpoint": asynchronous}))) == in_all
     for one in stages:
-        frozen = one.reference + one.teacher
+        frozen = one.reference + one.teachers
         kept = one.weights + one.optimizer + frozen
         assert kept <= one.moved <= kept + one.critic, "a critic's gradients are dropped, too"
         assert (one.moved == kept) == (one.critic == 0)

@@ -218,20 +218,47 @@ def test_a_teacher_counts_with_its_own_size() -> None:
     """The recipe's 7B learns from a 32B of the same family; an unknown teacher counts as the policy does."""
     large = KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-32B"]
     without = make_plan(resolve(recipe(), HF_CONFIG))
-    taught = make_plan(resolve(recipe("teacher.path=models/32B"), HF_CONFIG, large))
+    taught = make_plan(resolve(recipe("teacher.path=models/32B"), HF_CONFIG, {"models/32B": large}))
     unknown = make_plan(resolve(recipe("teacher.path=models/other"), HF_CONFIG))
-    assert without.trainer.teacher == 0
+    assert without.trainer.teachers == 0
     on_rank = model_parameters(model_shape(large)) / 4  # tensor=4; the rows of norms are on each
-    assert taught.trainer.teacher == pytest.approx(2 * on_rank, rel=1e-3)
-    assert unknown.trainer.teacher == without.trainer.weights
-    extra = taught.trainer.teacher
+    assert taught.trainer.teachers == pytest.approx(2 * on_rank, rel=1e-3)
+    assert unknown.trainer.teachers == without.trainer.weights
+    extra = taught.trainer.teachers
     assert taught.trainer.total - without.trainer.total == taught.trainer.moved - without.trainer.moved == extra
     assert taught.trainer.frozen - without.trainer.frozen == extra
-    assert ("teacher", extra, "its weights") in memory_parts(taught.trainer)
+    assert ("teachers", extra, "weights") in memory_parts(taught.trainer)
     layers, output = work.forward_flops(replace(model_shape(large), vocab_size=SHAPE.vocab_size), without.tokens)
     assert taught.flops - without.flops == pytest.approx(layers + output, rel=1e-9)
     assert unknown.flops - without.flops == pytest.approx(sum(work.forward_flops(SHAPE, without.tokens)), rel=1e-9)
     assert taught.train.least > unknown.train.least > without.train.least
+
+
+WEIGHTS = {"a": 1, "b": 2, "c": 5}
+
+
+def test_several_teachers_each_count_with_their_size_and_their_share_of_the_work() -> None:
+    """Of three sources with the weights 1, 2 and 5, the last two have one teacher, which is held once."""
+    large, small = KNOWN_MODELS["DeepSeek-R1-Distill-Qwen-32B"], HF_CONFIG
+    weights = ", ".join(f'{{name = "{name}", source = "chains", weight = {n}}}' for name, n in WEIGHTS.items())
+    by_source = 'teacher.path_by_source={a = "models/32B", b = "models/7B", c = "models/7B"}'
+    sources = f"data.sources=[{weights}]"
+    without = make_plan(resolve(recipe(sources), HF_CONFIG))
+    for top_k in (0, 64):
+        settings = (sources, by_source, f"teacher.top_k={top_k}")
+        run = resolve(recipe(*settings), HF_CONFIG, {"models/32B": large, "models/7B": small})
+        assert "\nteachers   models/32B for a; models/7B for b, c" in outline(run)
+        both = make_plan(run)
+        alone = [
+            make_plan(resolve(recipe(sources, "teacher.path=x", f"teacher.top_k={top_k}"), HF_CONFIG, {"x": one}))
+            for one in (large, small)
+        ]
+        assert both.trainer.teachers == sum(one.trainer.teachers for one in alone)
+        assert both.trainer.moved - without.trainer.moved == both.trainer.teachers
+        of_each = [one.flops - without.flops for one in alone]
+        more = without.flops + of_each[0] / 8 + of_each[1] * 7 / 8
+        assert both.flops == pytest.approx(more, rel=1e-9)
+        assert alone[1].train.least < both.train.least < alone[0].train.least
 
 
 def test_a_teachers_likeliest_tokens_cost_memory_and_passes() -> None:
@@ -269,8 +296,8 @@ def test_servers_score_after_a_hint_and_a_teacher_on_servers_costs_nothing() -> 
 
 def test_a_plan_finds_the_teacher_among_known_models() -> None:
     run = planned(recipe("teacher.path=models/DeepSeek-R1-Distill-Qwen-32B"))
-    assert run.teacher_shape is not None
-    assert run.teacher_shape.num_layers == 64
+    ((shape, share),) = run.held_teachers
+    assert (shape.num_layers, share) == (64, 1.0)
     with pytest.raises(CheckpointError, match=r"teacher\.path = 'models/nothing': there is no folder"):
         planned(recipe("teacher.path=models/nothing"))
 

@@ -24,11 +24,13 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.errors import EngineError, RequestRefusedError, UserError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.prompts.mixture import prompts_of
+from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.rollout.annotators import Annotators
 from bapo_megatron.rollout.teacher import Hint, OwnServers, Teacher, TeacherServers
 from bapo_megatron.tokens import TEACHER_LOGPROBS, TEACHER_VERSIONS, Rows
 from bapo_megatron.types import Ended, Prompt, Sample, Segment, Trajectory
+from tests.unit.test_continuation import tokenizer_of
 from tests.unit.test_scheduler import run_on_clock
 
 PROMPT = Prompt(7, (1, 2), "3+5=", "8", "chains")
@@ -309,8 +311,8 @@ def test_words_and_answer_of_the_row_stand_in_the_hint() -> None:
     ("words", "change", "reason"),
     [
         ("{prompt}{answer}", {"answer": None}, "teacher.hint has {answer}, and prompt 0 of chains has none"),
-        ("{prompt}{answer[x]}", {"answer": {"y": 1}}, "does not fit the answer of prompt 0: KeyError: 'x'"),
-        ("1{prompt}", {"token_ids": (3, 4)}, "prompt 0 of chains is a conversation or has tools of its own"),
+        ("{prompt}{answer[x]}", {"answer": {"y": 1}}, "does not fit the answer of prompt 0 of chains: KeyError"),
+        ("1{prompt}", {"token_ids": (3, 4)}, "no row gives the tokens of prompt 0 of chains, whose words are to be"),
     ],
 )
 def test_a_prompt_without_room_for_the_hint_is_one_message(words: str, change: dict[str, Any], reason: str) -> None:
@@ -318,19 +320,82 @@ def test_a_prompt_without_room_for_the_hint_is_one_message(words: str, change: d
         hinted(words, lambda prompt: replace(prompt, **change))
 
 
-def test_conversations_are_refused_and_single_messages_are_not(tmp_path: Path) -> None:
-    one = {"role": "user", "content": "3+5="}
-    rows = tmp_path / "prompts.jsonl"
-    for messages, is_one in (([one], True), ([one, {"role": "assistant", "content": "8"}, one], False)):
-        rows.write_text(json.dumps({"messages": messages, "answer": "2"}) + "\n")
-        config = load_config(["demo"], ["data.source=jsonl", f"data.path={rows}", "data.chat_template=true"])
-        tokenizer = load_tokenizer(demo_model_path())
-        tokenizer.chat_template = "{% for m in messages %}{{ m.content }},{% endfor %}1"
-        prompts = prompts_of(config, tokenizer)
-        prompt = prompts.next()
-        if is_one:
-            text = tokenizer.decode(Hint("{prompt}{answer}", prompts)(prompt))
-            assert (tokenizer.decode(prompt.token_ids), text) == ("3+5=,1", "3+5=2,1")
-        else:
-            with pytest.raises(UserError, match="prompt 0 of jsonl is a conversation"):
-                Hint("{prompt}{answer}", prompts)(prompt)
+USER: dict[str, Any] = {"role": "user", "content": "3 + 5?"}
+ASKS = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 3, "b": 5}}}]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ROWS: list[dict[str, Any]] = [
+    {"messages": [{"role": "system", "content": "Be brief."}, USER]},
+    {"messages": [{**USER, "content": "2 + 2?"}, {"role": "assistant", "content": "4"}, USER]},
+    {"messages": [{**USER, "content": "2 + 1?"}, {"role": "assistant", "content": "3"}, USER]},
+    {"messages": [USER], "tools": [TOOL]},
+    {
+        "messages": [USER, ASKS, {"role": "tool", "content": "8"}],
+        "tools": [TOOL],
+    },
+    {"messages": [USER]},
+]
+
+
+def prompts_of_rows(folder: Path, rows: Sequence[dict[str, Any]], *settings: str) -> tuple[Any, PromptStream]:
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ("data.source=jsonl", f"data.path={file}", "data.chat_template=true", "data.max_prompt_tokens=600")
+    tokenizer = tokenizer_of("qwen3")
+    prompts = prompts_of(load_config(["demo"], [*data, *settings]), tokenizer)
+    assert isinstance(prompts, PromptStream)
+    return tokenizer, prompts
+
+
+def test_a_hint_stands_in_the_users_last_message_and_all_else_stays(tmp_path: Path) -> None:
+    """Rows are told apart by their tokens, also if their last messages are the same."""
+    rows = [{"answer": f"8.{number}"} | row for number, row in enumerate(ROWS)]
+    tokenizer, prompts = prompts_of_rows(tmp_path, rows)
+    hint, found = Hint("{prompt} It is {answer}.", prompts), set()
+    hint.check()
+    for prompt in (prompts.next() for _ in rows):
+        text, with_hint = tokenizer.decode(prompt.token_ids), tokenizer.decode(hint(prompt))
+        assert text.count("3 + 5?") == 1
+        assert with_hint == text.replace("3 + 5?", f"3 + 5? It is {prompt.answer}.")
+        found.add(with_hint)
+    assert len(found) == len(rows)
+    assert any("<tool_response>" in text for text in found), "a conversation may end with a tool's message"
+
+
+def test_a_row_that_a_hint_does_not_fit_is_told_before_the_run(tmp_path: Path) -> None:
+    """The rows before it do fit."""
+    cases = {
+        r"prompts\.jsonl:3: no message of the conversation is the user's": {
+            "messages": [{"role": "system", "content": "Add."}, ASKS, {"role": "tool", "content": "8"}],
+            "answer": {"of": "8"},
+        },
+        r"teacher\.hint does not fit the answer of .*prompts\.jsonl:3: KeyError: 'of'": {
+            "messages": [USER],
+            "answer": {"is": "8"},
+        },
+    }
+    for reason, last in cases.items():
+        rows = [{"messages": ROWS[i]["messages"], "answer": {"of": "8"}} for i in range(2)]
+        _, prompts = prompts_of_rows(tmp_path, [*rows, last])
+        with pytest.raises(UserError, match=reason):
+            Hint("{prompt} It is {answer[of]}.", prompts).check()
+
+
+def test_what_tools_and_turns_have_added_stays_behind_a_hinted_prompt(tmp_path: Path) -> None:
+    """An environment's tools are in the hinted prompt, and its answers in the sample stay as they are."""
+    environment = ("environment.kind=tools", 'environment.options={tools=["calculator"]}')
+    row = {"prompt": "3 + 5?", "answer": "8"}
+    tokenizer, prompts = prompts_of_rows(tmp_path, [row], *environment)
+    prompt = prompts.next()
+    assert "calculator" in tokenizer.decode(prompt.token_ids)
+    hint = Hint("{prompt} It is {answer}.", prompts)
+    assert tokenizer.decode(hint(prompt)) == tokenizer.decode(prompt.token_ids).replace("5?", "5? It is 8.")
+    answer, asked = Segment.given("environment", (9, 9)), list[list[int]]()
+
+    async def score(_: Prompt, token_ids: Sequence[int], first: int) -> TokenScores:
+        asked.append([*token_ids])
+        return await by_place(prompt, token_ids, first)
+
+    segments = [sampled(3, 4), answer, sampled(5), answer]
+    rows = asyncio.run(Teacher(score, 5.0, hint).rows(Sample.of("0.0", prompt, segments, Ended("stop", 1.0))))
+    assert asked == [[*hint(prompt), 3, 4, 9, 9, 5]]
+    assert len(rows[TEACHER_LOGPROBS]) == 3

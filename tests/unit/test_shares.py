@@ -41,6 +41,7 @@ def make_batch(num_sequences: int, *streams: TokenStream) -> Batch:
         versions_T=torch.where(sampled_T, torch.arange(num_tokens), -1),
         mask_T=sampled_T & (values_T > -1),
         rewards_S=torch.rand(num_sequences, generator=generator),
+        teacher_S=torch.arange(num_sequences) % 2,
         extra={stream: rows(stream) for stream in streams},
         metrics={"reward/mean": 0.1},
     )
@@ -48,7 +49,12 @@ def make_batch(num_sequences: int, *streams: TokenStream) -> Batch:
 
 def passes_of(share: Share, num_epochs: int = 2) -> list[Pass]:
     other = replace(share, pair_cost=0.1)  # for another model
-    return [Pass(share, 40), Pass(other, 40), Pass(share, 40, num_minibatches=2, num_epochs=num_epochs, seed=5)]
+    return [
+        Pass(share, 40),
+        Pass(other, 40),
+        Pass(share, 40, teacher=1),
+        Pass(share, 40, num_minibatches=2, num_epochs=num_epochs, seed=5),
+    ]
 
 
 def layers_of(stage: int, num_layers: int) -> list[int]:
@@ -67,6 +73,7 @@ def packs_on_every_rank(rank: int, world_size: int) -> None:
     assert batch.rewards_S is not None
     assert whole.rewards_S is not None
     assert torch.equal(batch.rewards_S, whole.rewards_S)
+    assert batch.prompt_S is None
     for one in passes:
         for got, want in zip(one.minibatches(batch), one.minibatches(whole), strict=True):
             assert (got.num_trained_tokens, got.counts) == (want.num_trained_tokens, want.counts)
@@ -118,7 +125,7 @@ def test_a_token_takes_20_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Id, version, advantage and log-prob of four bytes each, once; what all four ranks need is two bytes, twice."""
     batch = make_batch(256)
     sent = sent_by_rank_0(monkeypatch, batch, 2, [Pass(Share(0, 2), 200)])
-    assert sent == (4 * 4 + 2 * 2) * batch.sampled_T.numel() + 2 * 256 * (8 + 4)  # and lengths and rewards
+    assert sent == (4 * 4 + 2 * 2) * batch.sampled_T.numel() + 2 * 256 * (8 + 4 + 8)  # and lengths, rewards, teachers
 
 
 @pytest.mark.parametrize("data_size", [2, 4, 8])

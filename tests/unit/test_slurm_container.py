@@ -14,6 +14,7 @@ READ = {
     "critic.path": "critic",
     "loss.reference_path": "reference",
     "teacher.path": "teacher",
+    "teacher.path_by_source.a": "teacher-of-a",
     "lora.init_from": "adapters",
     "rollout.recorded_from": "rollouts",
     "data.path": "train/prompts.jsonl",

@@ -14,11 +14,11 @@ import torch
 
 from bapo_megatron.algorithms.teacher import teacher_advantages
 from bapo_megatron.buffer.batch import BatchBuilder
-from bapo_megatron.buffer.packing import Share
+from bapo_megatron.buffer.packing import Pass, Share
 from bapo_megatron.cli import main
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import Config
-from bapo_megatron.errors import DataError
+from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.learner.whole_batch import Scorer, taught, with_scores
 from bapo_megatron.metrics import METRICS
 from bapo_megatron.prompts import build_source
@@ -75,7 +75,7 @@ def test_advantages_and_metrics_equal_the_formula(kind: str) -> None:
         gaps = [coef * (t - m) for t, m in zip(teacher, mu, strict=True)]
         exact_T = teacher_advantages(batch.extra[TEACHER_LOGPROBS], batch.behaviour_logprobs_T, coef)
         assert exact_T.tolist() == pytest.approx(gaps, abs=1e-9)
-        got = taught(batch, ONE_RANK, config)
+        got = taught(batch, [Pass(Share(), config.train.max_tokens_per_microbatch)], ONE_RANK, config)
         expected = [
             before + gap if is_sampled else 0.0
             for before, gap, is_sampled in zip(batch.advantages_T.tolist(), gaps, batch.sampled_T.tolist(), strict=True)
@@ -118,7 +118,7 @@ def test_tokens_that_were_given_have_no_advantage_whatever_their_rows_hold() -> 
     batch = batch_of(1, kind="teacher")
     for stream_T in (batch.extra[TEACHER_LOGPROBS], batch.behaviour_logprobs_T):
         stream_T[~batch.sampled_T] = math.nan
-    advantages_T = taught(batch, ONE_RANK, Config()).advantages_T
+    advantages_T = taught(batch, [Pass(Share(), 1000)], ONE_RANK, Config()).advantages_T
     assert advantages_T[batch.sampled_T].isfinite().all()
     assert not advantages_T[~batch.sampled_T].any()
 
@@ -162,6 +162,28 @@ def test_a_teacher_alone_takes_no_advantage_from_rewards(kind: str, rewards: lis
     assert {*batch.metrics} & of_rewards == (set() if kind == "none" else of_rewards)
     assert batch.metrics["rollout/num_samples"] == 3.0
     assert {*batch.metrics} <= {*METRICS}
+
+
+def test_each_sequence_has_the_teacher_of_its_source() -> None:
+    """Two of three sources share a teacher; a sequence without a sampled token is left out, as elsewhere."""
+    sources = [{"name": name, "source": "chains"} for name in "abc"]
+    settings: dict[str, Any] = {"data": {"sources": sources}, "loss": {"name": "grpo"}}
+
+    def built(by_source: dict[str, str], names: Sequence[str]) -> list[int] | None:
+        config = Config.model_validate(settings | {"teacher": {"path_by_source": by_source}})
+        groups = []
+        for name in names:
+            one, prompt = group([0.0, 1.0, 0.5]), replace(PROMPT, source=name)
+            empty = Sample.of("3.9", prompt, (), Ended("stop", 0.0))
+            samples = (empty, *(replace(sample, prompt=prompt) for sample in one.samples))
+            groups.append(Group(prompt, samples))
+        batch = BatchBuilder(config).build(groups, {})
+        return None if batch.teacher_S is None else batch.teacher_S.tolist()
+
+    assert built({"a": "x", "b": "y", "c": "x"}, "cba") == [0] * 3 + [1] * 3 + [0] * 3
+    assert built({"a": "x", "b": "x", "c": "x"}, "cba") is None
+    with pytest.raises(UserError, match=r"teacher\.path_by_source has no model for other, the source of some prompts"):
+        built({"a": "x", "b": "y"}, ["a", "other"])
 
 
 def test_nobody_judges() -> None:

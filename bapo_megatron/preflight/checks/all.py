@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from bapo_megatron.config.base import Violation
 from bapo_megatron.hf.facts import ModelFacts
-from bapo_megatron.learner.fit import check_critic_model, check_frozen
+from bapo_megatron.learner.fit import check_critic_model, check_frozen, check_top_k
 from bapo_megatron.learner.precision import Machine, check_precision
 from bapo_megatron.preflight.checks.data import check_data
 from bapo_megatron.preflight.checks.environment import check_environment
@@ -35,7 +35,6 @@ def check_settings(
     run: Resolved,
     *,
     reference: ModelFacts | None = None,
-    teacher: ModelFacts | None = None,
     critic: ModelFacts | None = None,
     num_gpus: int = 0,
     starts_here: bool = False,
@@ -47,7 +46,6 @@ def check_settings(
     Args:
         run: without its model, the model's own limits are not checked.
         reference: the model of `loss.reference_path`, if the KL term has one.
-        teacher: the model of `teacher.path`.
         critic: the model of `critic.path`, if there is a critic with weights of its own.
         num_gpus: GPUs of this machine that a run may use; 0 means a run on CPUs.
         starts_here: whether the run starts on this machine, which must then have the GPUs that the run needs.
@@ -86,18 +84,18 @@ def check_settings(
     ]
     if model is not None:
         found += check_policy(run)
-        scoring = (
+        frozen = [
             ("loss.reference_path", config.loss.reference_path, reference),
-            ("teacher.path", config.teacher.path, teacher),
-            ("critic.path", config.critic.path, critic),
-        )
-        for setting, path, scorer in scoring:
+            *((setting, path, run.teachers.get(path)) for setting, path in config.teacher.paths.items()),
+        ]
+        for setting, path, scorer in (*frozen, ("critic.path", config.critic.path, critic)):
             if scorer is not None and path is not None:
                 found += check_positions(config, setting, path, scorer)
-        if reference is not None:
-            found += check_frozen(config, "loss.reference_path", reference, model, machine)
-        if teacher is not None:
-            found += check_frozen(config, "teacher.path", teacher, model, machine)
+        for setting, path, scorer in frozen:
+            if scorer is not None:
+                found += check_frozen(config, setting, path, scorer, model, machine)
+        if shape is not None:
+            found += check_top_k(config, shape)
         if critic is not None:
             found += check_critic_model(config, critic, model)
     return [*found, *check_dtype(config, num_gpus, starts_here=starts_here)]

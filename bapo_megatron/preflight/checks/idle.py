@@ -15,7 +15,7 @@ from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.resolved import Resolved
 
 _SERVED = "teacher.urls teacher.urls_by_source"
-_TEACHER = f"teacher.path {_SERVED} teacher.hint"
+_TEACHER = f"teacher.path teacher.path_by_source {_SERVED} teacher.hint"
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,20 +207,22 @@ def check_critic(config: Config) -> Iterator[Violation]:
         )
 
 
-def _check_teacher_of_each(named: Mapping[str, Sequence[str]], sources: Set[str]) -> Iterator[Violation]:
-    settings = ("teacher.urls_by_source", "data.sources")
+def _check_teacher_of_each(
+    table: str, what: str, named: Mapping[str, Sequence[str]], sources: Set[str]
+) -> Iterator[Violation]:
+    settings = (table, "data.sources")
     if not sources:
         yield Violation(
             settings,
-            "teacher.urls_by_source names servers for entries of data.sources, and there are none",
-            "set teacher.urls instead",
+            f"{table} names {what}s for entries of data.sources, and there are none",
+            f"set {table.removesuffix('_by_source')} instead",
         )
         return
-    if lacking := sorted(sources - {name for name, urls in named.items() if urls}):
-        problem = f"teacher.urls_by_source has no server for {lacking[0]} of data.sources"
-        yield Violation(settings, problem, f"name one: teacher.urls_by_source.{lacking[0]}")
+    if lacking := sorted(sources - {name for name, values in named.items() if values}):
+        problem = f"{table} has no {what} for {lacking[0]} of data.sources"
+        yield Violation(settings, problem, f"name one: {table}.{lacking[0]}")
     if unknown := sorted(named.keys() - sources):
-        problem = f"teacher.urls_by_source has {unknown[0]}, which data.sources does not name"
+        problem = f"{table} has {unknown[0]}, which data.sources does not name"
         yield Violation(settings, problem, f"leave it out; the sources are {', '.join(sorted(sources))}")
 
 
@@ -263,9 +265,9 @@ def check_centering(config: Config, vocab_size: int | None) -> Iterator[Violatio
 def check_teacher(config: Config) -> Iterator[Violation]:
     """Check that a teacher is there where it must be, and what its advantages or its divergence mean for the update."""
     advantage, teacher = config.advantage, config.teacher
-    if teacher.top_k and teacher.path is None:
+    if teacher.top_k and not teacher.paths:
         yield Violation(
-            ("teacher.path", "teacher.top_k"),
+            ("teacher.path", "teacher.path_by_source", "teacher.top_k"),
             f"teacher.top_k={teacher.top_k} needs teacher.path: the trainer finds the teacher's likeliest tokens",
             "set it, or leave teacher.top_k out",
         )
@@ -308,14 +310,16 @@ def check_teacher(config: Config) -> Iterator[Violation]:
             "whatever they are asked for, and the sampler's log-probs are at the run's",
             "set rollout.temperature=1, or let the trainer hold the teacher (teacher.path)",
         )
-    if teacher.urls_by_source:
-        yield from _check_teacher_of_each(teacher.urls_by_source, {one.name for one in config.data.sources})
-    if teacher.hint is not None and config.environment.is_used:
+    tables = (("path", "model", teacher.path_by_source), ("urls", "server", teacher.urls_by_source))
+    for name, what, table in tables:
+        if table:
+            sources = {one.name for one in config.data.sources}
+            yield from _check_teacher_of_each(f"teacher.{name}_by_source", what, table, sources)
+    if teacher.hint is not None and config.environment.is_agent:
         yield Violation(
             ("teacher.hint", "environment.kind"),
-            f'teacher.hint replaces the words of a prompt, and environment.kind="{config.environment.kind}" answers '
-            "what follows them",
-            "leave one of them out",
+            'teacher.hint replaces the words of a row, and with environment.kind="agent" a program writes the prompts',
+            "leave one of them out, or name a teacher by teacher.path or teacher.urls",
         )
 
 
