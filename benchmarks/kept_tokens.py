@@ -49,9 +49,8 @@ def main(folder: str) -> None:
         num_kept_R = (sums_RV < top_p).sum(-1) + 1.0
         median, most = (float(num_kept_R.quantile(q)) for q in (0.5, 0.99))
         mean = float(num_kept_R.mean())
-        print(
-            f"top_p {top_p}: mean {mean:.0f}, median {median:.0f}, of 99 % at most {most:.0f}; {ID_BYTES * mean:.0f} bytes"
-        )
+        kept = f"mean {mean:.0f}, median {median:.0f}, of 99 % at most {most:.0f}"
+        print(f"top_p {top_p}: {kept}; {ID_BYTES * mean:.0f} bytes")
 
 
 if __name__ == "__main__":
