@@ -138,10 +138,12 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
         copying, copied = "checkpoint.asynchronous", "checkpoint.asynchronous=true copies"
         less = "set checkpoint.asynchronous=false"
     top_k = run.config.loss.sampler_top_k
-    keeping = "model.replay_routes=true" if run.config.model.replay_routes else f"loss.center_top_k={top_k}"
+    keeping = {"model.replay_routes=true": run.config.model.replay_routes, f"loss.center_top_k={top_k}": top_k}
+    keepers = [setting for setting, keeps in keeping.items() if keeps]
+    keep = f"{' and '.join(keepers)} keep{'s' * (len(keepers) == 1)}"
     what = {
         f"{copied} {copies / GIB:.2f} GiB to the memory of each node that trains": copies,
-        f"{keeping} keeps {rows / GIB:.2f} GiB in the memory of trainer rank 0's node": rows,
+        f"{keep} {rows / GIB:.2f} GiB in the memory of trainer rank 0's node": rows,
         f"two versions of the weights take {weights / GIB:.2f} GiB in {MEMORY}": weights,
     }
     remedies = {

@@ -326,6 +326,11 @@ def test_routes_fit_the_memory(monkeypatch) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 39, "SC_PAGE_SIZE": 4096}.__getitem__)
     (found,) = machine.check_host_memory(resolve(config, mixture), starts_here=True)
     assert "model.replay_routes=true keeps 0.00 GiB in the memory of trainer rank 0's node, and this" in found.problem
+    centered = load_config(
+        ["demo"], ["model.path=moe", "model.replay_routes=true", "loss.name=cispo", "loss.center_top_k=4"]
+    )
+    (more,) = machine.check_host_memory(resolve(centered, mixture), starts_here=True)
+    assert "model.replay_routes=true and loss.center_top_k=4 keep 0.00 GiB" in more.problem
     both = config.model_copy(update={"checkpoint": CheckpointConfig(asynchronous=True)})
     (found,) = machine.check_host_memory(resolve(both, mixture), starts_here=True)
     assert found.problem.startswith("checkpoint.asynchronous=true copies 0.00 GiB to the memory of each node that")
