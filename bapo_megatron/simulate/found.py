@@ -47,6 +47,7 @@ class Found:
             "planned_step_s": self.planned_s,
             "trainer_idle": result.trainer_idle,
             "servers_idle": result.servers_idle,
+            "servers_prefilling": result.servers_prefilling,
             "tokens_per_s_and_gpu": self._rate(result.trained_tokens),
             "generated_per_s_and_gpu": self._rate(result.generated_tokens),
             "response_tokens": result.trained_tokens / result.num_responses,
@@ -79,7 +80,10 @@ class Found:
             f"step       {time_text(self.step_s)} on average, {time_text(steps['p10'])} to {time_text(steps['p90'])}; "
             f"the plan has {time_text(self.planned_s)}"
         )
-        yield f"idle       trainer {result.trainer_idle:.0%}, servers {result.servers_idle:.0%}"
+        yield (
+            f"idle       trainer {result.trainer_idle:.0%}, servers {result.servers_idle:.0%}; prefills take "
+            f"{result.servers_prefilling:.0%} of the servers' time"
+        )
         yield (
             f"tokens     {self._rate(result.trained_tokens):,.0f} trained and "
             f"{self._rate(result.generated_tokens):,.0f} sampled per second and GPU; "

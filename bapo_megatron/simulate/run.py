@@ -23,6 +23,7 @@ class Simulated:
     steps_s: tuple[float, ...]
     trainer_idle: float  # share of the time
     servers_idle: float
+    servers_prefilling: float
     trained_tokens: int  # sampled ones
     generated_tokens: int
     num_responses: int  # trained
@@ -119,6 +120,7 @@ class _Simulation:
             steps_s=tuple(steps_s),
             trainer_idle=1 - trained_s / total_s,
             servers_idle=1 - counted["busy"] / total_s / world.num_servers,
+            servers_prefilling=counted["prefilled"] / total_s / world.num_servers,
             trained_tokens=round(num_tokens * world.unit),
             generated_tokens=round(counted["generated"] * world.unit),
             num_responses=round(num_responses),
@@ -181,8 +183,11 @@ class _Simulation:
 
     def _totals(self) -> dict[str, float]:
         """Return what is counted since the beginning."""
+        for server in self._servers:
+            server.count()
         return {
-            "busy": sum(server.busy_until_now_s() for server in self._servers),
+            "busy": sum(server.busy_s for server in self._servers),
+            "prefilled": sum(server.prefilled_s for server in self._servers),
             "generated": self._scheduler.ledger.num_tokens["generated"],
             **{f"rank 0 {name}": seconds for name, seconds in self._rank_zero.busy_s.items()},
         }

@@ -25,7 +25,7 @@ _IDS = read_only(np.zeros(_LONGEST, np.int64))
 _LOGPROBS = read_only(np.zeros(_LONGEST, np.float32))
 _GROWTH = 0.125  # by which contexts grow until the speed is computed again
 _ADMITTED = 0.9  # share of the cache to which new responses may fill it; SGLang keeps some room to grow, too
-_CLOSE = 1e-6  # of a token: rounding
+_CLOSE = 1e-6  # rounding, in tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class _Request:
     rid: str
     sample_id: str
     prompt_id: str
-    context: int  # tokens, those of finished spans included
+    context: int  # tokens, including finished spans
     left: int  # tokens until it ends
     stops: bool  # at its own end, not at the request's limit
     done: asyncio.Future[GenerateResult]
@@ -48,6 +48,7 @@ class SimulatedServer:
     def __init__(self, url: str, world: World, rank_zero: RankZero) -> None:
         self.url = url
         self.busy_s = 0.0
+        self.prefilled_s = 0.0  # of it
         self._world = world
         self._rank_zero = rank_zero
         self._version = 0
@@ -61,14 +62,13 @@ class SimulatedServer:
         self._prefill_s = 0.0  # left to do before decoding continues
         self._num_cached = 0.0  # tokens of running responses
         self._prefixes: dict[str, int] = {}  # cached tokens by sample or prompt; a push empties the cache
+        self._read_at_s = 0.0  # when all calls so far are read
         self._timer: asyncio.TimerHandle | None = None
 
     # what the scheduler calls
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
-        self._check()
-        self._advance()
-        self._prefill_s += self._world.call_s + self._world.request_s * len(requests)
+        await self._receive(len(requests))
         new = [self._new(request) for request in requests]
         self._waiting += new
         self._continue()
@@ -80,8 +80,7 @@ class SimulatedServer:
         return list(results)
 
     async def abort(self, rid: str | None = None) -> None:
-        self._check()
-        self._advance()
+        await self._receive(0)
         for request in [*self._running.values(), *self._waiting]:
             if rid in (None, request.rid):
                 self._stop(request)
@@ -130,13 +129,26 @@ class SimulatedServer:
     def is_up(self) -> bool:
         return self._is_up
 
-    def busy_until_now_s(self) -> float:
-        """Return the seconds of prefills and decoding so far."""
+    def count(self) -> None:
+        """Count the seconds until now."""
         self._advance()
         self._continue()
-        return self.busy_s
 
     # continuous batching
+
+    async def _receive(self, num_requests: int) -> None:
+        """Wait until a call is read, after all earlier ones; reading holds up decoding."""
+        self._check()
+        cost_s = self._world.call_s + self._world.request_s * num_requests
+        now_s = asyncio.get_running_loop().time()
+        if cost_s:
+            self._read_at_s = max(now_s, self._read_at_s) + cost_s
+            self._advance()
+            self._prefill_s += cost_s if self._running else 0.0
+            self._continue()
+            await asyncio.sleep(self._read_at_s - now_s)
+        self._check()
+        self._advance()
 
     def _check(self) -> None:
         if not self._is_up:
@@ -172,6 +184,7 @@ class SimulatedServer:
         self.busy_s += gone_s
         prefilled_s = min(gone_s, self._prefill_s)
         self._prefill_s -= prefilled_s
+        self.prefilled_s += prefilled_s
         grown = (gone_s - prefilled_s) / self._token_s()
         self._clock += grown
         self._num_cached += grown * len(self._running)
@@ -179,7 +192,10 @@ class SimulatedServer:
     def _token_s(self) -> float:
         """Return the seconds in which every running response grows by one simulated token."""
         num, unit = len(self._running), self._world.unit
-        return self._world.step_s(num, self._num_cached * unit / num) * unit
+        context = self._num_cached / num
+        if self._world.pads:
+            context = max(one.context + self._clock - one.began for one in self._running.values())
+        return self._world.step_s(num, context * unit) * unit
 
     def _continue(self) -> None:
         """End, retract and admit what is due, and look again when the next of these is."""

@@ -66,7 +66,7 @@ def read_settings(texts: Sequence[str]) -> Simulation:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not equals or name not in Simulation.model_fields:
             near = did_you_mean(*closest(name, Simulation.model_fields))
-            advice = near or f"its settings are {', '.join(Simulation.model_fields)}; those of the run come before it"
+            advice = near or f"its settings are {', '.join(Simulation.model_fields)}; other settings come before it"
             found.append(f"--simulate {escaped(text)}: not KEY=VALUE with a setting of the simulation; {advice}")
             continue
         try:

@@ -26,7 +26,7 @@ from bapo_megatron.simulate.world import (
     standard_normal,
 )
 
-_MOST_RESPONSES = 50_000  # of a simulation without `slices`: about half a minute
+_MOST_RESPONSES = 50_000  # in a simulation without `slices`: about half a minute
 _UNITS = 24  # simulated tokens of a response of mean length, at least
 
 
@@ -36,8 +36,8 @@ class Slice:
 
     world: World
     num_slices: int
-    num_gpus: int  # of the whole run
-    mean_tokens: float  # of a response
+    num_gpus: int  # in the whole run
+    mean_tokens: float  # in a response
 
 
 def make_slice(run: Resolved, plan: RunPlan, settings: Simulation) -> Slice:

@@ -92,13 +92,14 @@ class Curve:
 class World:
     """Everything that a simulation needs besides the product's own code. Contexts and lengths are in tokens."""
 
-    rollout: RolloutConfig  # of the slice; its limits in simulated tokens, see `in_units`
+    rollout: RolloutConfig  # the slice's; its limits in simulated tokens, see `in_units`
     num_servers: int
     step_s: Callable[[int, float], float]  # a decode step, by the number of responses and their mean context
     lengths: Callable[[str], int]  # a sample's tokens
-    train_s: Callable[[int], float]  # of a batch with this many sampled tokens
+    train_s: Callable[[int], float]  # training on this many sampled tokens
     push_s: float
     updates_per_step: int = 1
+    pads: bool = False  # a decode step's time depends on the longest context, not on the mean, as the embedded engine's
     unit: int = 1  # tokens that one simulated token stands for
     prompt_tokens: int = 1  # simulated ones, as all that follow
     max_running: int = 256  # responses

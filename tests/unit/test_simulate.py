@@ -16,7 +16,7 @@ from bapo_megatron.simulate.run import simulate
 from bapo_megatron.simulate.world import Curve, LogNormal, Recorded, World
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 
-STEP_S = 0.01  # of a decode step, whatever its batch
+STEP_S = 0.01  # a decode step takes this long, whatever its batch
 LENGTHS = {"0": 40, "1": 100, "2": 60, "3": 80}  # by place in the group
 ALONE = ["parallel.num_ranks=4", "parallel.tensor=1", "parallel.data=4", "parallel.sequence=false"]
 PLAN = ["plan", "recipes/r1-distill-qwen-7b-8k", "algorithms/bapo", "clusters/1x8-h100"]
@@ -71,9 +71,17 @@ def test_the_speed_follows_the_batch_and_the_contexts() -> None:
     assert simulate(alone, 1, 0).steps_s == pytest.approx([decoding_s + 3.5], rel=0.07)
 
 
+def test_a_server_that_pads_is_as_slow_as_its_longest_response() -> None:
+    usual = world(OVERLAP, step_s=lambda num, context: 1e-3 * context, train_s=lambda num_tokens: 0.1)
+    mean, padded = (simulate(replace(usual, pads=pads), 10, 5) for pads in (False, True))
+    assert padded.seconds > 1.1 * mean.seconds
+
+
 def test_prefills_requests_and_pieces_cost_time() -> None:
     prefilled = world(prefill_s=0.002, prompt_tokens=10)
-    assert simulate(prefilled, 1, 0).steps_s == pytest.approx([1.0 + 0.02 + 3.5])  # each server has one prompt, once
+    found = simulate(prefilled, 1, 0)
+    assert found.steps_s == pytest.approx([1.0 + 0.02 + 3.5])  # each server has one prompt, once
+    assert found.servers_prefilling == pytest.approx(0.02 / 4.52)
     asked = world(call_s=0.2, request_s=0.01)
     assert simulate(asked, 1, 0).steps_s == pytest.approx([1.0 + 0.2 + 0.04 + 3.5])
     pieces = world({"tokens_per_round": 50}, call_s=0.2)  # the second call finds its prefixes cached
