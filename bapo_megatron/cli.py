@@ -236,6 +236,14 @@ VERBS = (
                 "current layout is",
             ),
             argument("-o", "--output", type=Path, metavar="FILE", help="with --best: new file, to be merged last"),
+            argument(
+                "--simulate",
+                nargs="*",
+                metavar="KEY=VALUE",
+                help="instead: run the scheduler in simulated time and print step times, idle shares, ages of tokens "
+                "and costs; such as steps=50 spread=0.9 usd_per_gpu_hour=2.5; see docs/scale.md",
+            ),
+            argument("--json", action="store_true", help="with --simulate: print JSON"),
         ),
         description="Needs neither GPUs nor weights, and for a published model no network. See docs/recipes.md.",
     ),

@@ -132,14 +132,34 @@ def plan(options: Namespace) -> int:
     from bapo_megatron.preflight.plan import planned
 
     if options.best:
+        if options.simulate is not None:
+            raise UserError("--best chooses a layout and --simulate runs one; write it with -o, then simulate the file")
         return _plan_best(options)
     if options.output:
         raise UserError("-o writes the layout that --best finds; add --best, or leave it out")
+    if options.simulate is not None:
+        return _simulate(options)
+    if options.json:
+        raise UserError("--json prints what --simulate finds; add --simulate, or leave it out")
     run = planned(load_checked(with_model(_given(options)), elsewhere=True, memory=False))
     explanation = explain_plan(run, options.response_tokens)
     print(f"{explanation.verdict}\n\n{outline(run)}\n{explanation.needs}")
     if explanation.problems:
         raise ConfigError("\n".join(explanation.problems))
+    return 0
+
+
+def _simulate(options: Namespace) -> int:
+    from bapo_megatron.preflight.check import load_checked
+    from bapo_megatron.preflight.known_models import with_model
+    from bapo_megatron.preflight.plan import planned
+    from bapo_megatron.simulate.found import simulated
+    from bapo_megatron.simulate.settings import read_settings
+
+    settings = read_settings(options.simulate)
+    run = planned(load_checked(with_model(_given(options)), elsewhere=True, memory=False))
+    found = simulated(run, settings, options.response_tokens)
+    print(found.to_json() if options.json else found.text)
     return 0
 
 

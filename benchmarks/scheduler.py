@@ -31,10 +31,11 @@ from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
 from bapo_megatron.runtime import starting
+from bapo_megatron.simulate.clock import run_on_clock
 from bapo_megatron.types import Ended
 from benchmarks.side_by_side import DisagreementError, Rows, Turns, main
 from tests.unit.plain_scheduler import make_plain
-from tests.unit.test_scheduler import CountingPrompts, run_on_clock
+from tests.unit.test_scheduler import CountingPrompts
 
 NUM_ACTIVE = (100, 1_000, 10_000)
 SAMPLES_PER_PROMPT = 10

@@ -7,6 +7,7 @@ matrix products.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from bapo_megatron.config.schema import Config
 from bapo_megatron.hf.shape import ModelShape
@@ -184,18 +185,30 @@ def decode_steps(config: Config, memory: ServerMemory, tokens: StepTokens) -> fl
     return waves * tokens.response
 
 
-def decode_seconds(run: Resolved, gpu: GPU, memory: ServerMemory, tokens: StepTokens) -> float:
-    """Bound the decoding time from below: each token reads the weights once for all responses, and its own cache."""
-    concurrency = concurrent_responses(run.config, memory, tokens.per_sequence)
+def decode_step(run: Resolved, gpu: GPU, memory: ServerMemory) -> Callable[[float, float], float]:
+    """Return the function that bounds a decode step from below, given the number of responses and their mean context.
+
+    A step reads the weights once for all responses, and the cache of each.
+    """
     r, item = run.config.rollout, ITEM_BYTES[run.config.model.dtype]
     parameters, active = (
         count(run.shape) / r.server_tensor_parallel for count in (model_parameters, active_parameters)
     )
-    cached = (tokens.prompt + tokens.response / 2) * memory.kv_bytes_per_token
-    cached += 2 * memory.state_bytes  # read and written
-    reading = (parameters * item + concurrency * cached) / gpu.memory_bytes_per_s
-    multiplying = 2 * active * concurrency / gpu.flops(run.config.model.dtype)
-    return decode_steps(run.config, memory, tokens) * max(reading, multiplying)
+    of_states = 2 * memory.state_bytes  # read and written
+    flops = gpu.flops(run.config.model.dtype)
+
+    def seconds(num_rows: float, context: float) -> float:
+        cached = num_rows * (context * memory.kv_bytes_per_token + of_states)
+        return max((parameters * item + cached) / gpu.memory_bytes_per_s, 2 * active * num_rows / flops)
+
+    return seconds
+
+
+def decode_seconds(run: Resolved, gpu: GPU, memory: ServerMemory, tokens: StepTokens) -> float:
+    """Bound the decoding time of a step from below."""
+    concurrency = concurrent_responses(run.config, memory, tokens.per_sequence)
+    of_step = decode_step(run, gpu, memory)(concurrency, tokens.prompt + tokens.response / 2)
+    return decode_steps(run.config, memory, tokens) * of_step
 
 
 def hint_seconds(run: Resolved, gpu: GPU, tokens: StepTokens) -> float:
@@ -208,8 +221,12 @@ def hint_seconds(run: Resolved, gpu: GPU, tokens: StepTokens) -> float:
 ALL_REDUCE_S = 10e-6  # assumed, for a small message between the GPUs of one server over NVLink
 
 
+def decode_step_messages_seconds(run: Resolved) -> float:
+    """Estimate the time for messages between a server's GPUs in a decode step: two all-reduces for each layer."""
+    return 0.0 if run.config.rollout.server_tensor_parallel == 1 else 2 * run.shape.num_layers * ALL_REDUCE_S
+
+
 def decode_messages_seconds(run: Resolved, memory: ServerMemory, tokens: StepTokens) -> float:
-    """Estimate the time for messages between a server's GPUs: two all-reduces for each layer and token."""
-    if run.config.rollout.server_tensor_parallel == 1:
-        return 0.0
-    return decode_steps(run.config, memory, tokens) * 2 * run.shape.num_layers * ALL_REDUCE_S
+    """Estimate the time for messages between a server's GPUs in a step."""
+    of_step = decode_step_messages_seconds(run)
+    return decode_steps(run.config, memory, tokens) * of_step if of_step else 0.0

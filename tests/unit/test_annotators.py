@@ -20,9 +20,10 @@ from bapo_megatron.rollout.annotators import Annotators
 from bapo_megatron.rollout.book import groups_of
 from bapo_megatron.rollout.group_files import group_to_json
 from bapo_megatron.rollout.recorded import read_groups, write_groups
+from bapo_megatron.simulate.clock import run_on_clock
 from bapo_megatron.tokens import TokenStream, encoded_rows
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment, Trajectory
-from tests.unit.test_scheduler import ScriptedEngine, make, run_on_clock
+from tests.unit.test_scheduler import ScriptedEngine, make
 
 PLACES = TokenStream("places", "float32", (2,), missing=-1)
 DOUBLES = TokenStream("doubles", "int64", missing=0)

@@ -17,9 +17,10 @@ from bapo_megatron.rewards.verdicts import Verdict
 from bapo_megatron.rollout.dispatch import sample_seed
 from bapo_megatron.rollout.drivers import JudgeOnce
 from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.simulate.clock import ClockLoop, run_on_clock
 from bapo_megatron.types import Group, Sample
 from tests.states import through_checkpoint
-from tests.unit.test_scheduler import STOP, ClockLoop, ScriptedEngine, make, run_on_clock
+from tests.unit.test_scheduler import STOP, ScriptedEngine, make
 
 
 class TimedEngine(ScriptedEngine):

@@ -33,11 +33,12 @@ from bapo_megatron.rewards.worker_pool import EnvironmentProcesses, Worker
 from bapo_megatron.rollout.drivers import Answers, StepDriver
 from bapo_megatron.rollout.evaluate import Evaluator, eval_metrics
 from bapo_megatron.rollout.scheduler import Scheduler
+from bapo_megatron.simulate.clock import run_on_clock
 from bapo_megatron.types import Ended, Given, Group, NeedsEnvironment, NeedsTokens, Prompt, Sample, Segment
 from tests.hang import HANG_S
 from tests.states import through_checkpoint
 from tests.unit.test_continuous import TimedEngine, train
-from tests.unit.test_scheduler import STOP, CountingPrompts, ScriptedEngine, make, run_on_clock
+from tests.unit.test_scheduler import STOP, CountingPrompts, ScriptedEngine, make
 
 WORDS = (20, 21)  # the environment's: no engine samples them
 LIMIT = 40

@@ -16,11 +16,12 @@ from bapo_megatron.engines.base import GenerateRequest, GenerateResult
 from bapo_megatron.errors import EngineError
 from bapo_megatron.rollout.book import RolloutBook
 from bapo_megatron.rollout.staleness import Ages, StalenessBound
+from bapo_megatron.simulate.clock import run_on_clock
 from bapo_megatron.types import Ended, Group, Sample, Segment
 from tests.states import through_checkpoint
 from tests.unit.plain_scheduler import PlainBook, make_plain
 from tests.unit.test_drivers import Timed, Turns, driver
-from tests.unit.test_scheduler import CountingPrompts, make, run_on_clock
+from tests.unit.test_scheduler import CountingPrompts, make
 
 HANG_CLOCK_S = 1000.0  # on a clock that jumps
 EVENTS = (

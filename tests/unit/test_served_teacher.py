@@ -28,10 +28,10 @@ from bapo_megatron.prompts.stream import PromptStream
 from bapo_megatron.resolved import Resolved, resolve
 from bapo_megatron.rollout.annotators import Annotators
 from bapo_megatron.rollout.teacher import Hint, OwnServers, Teacher, TeacherServers
+from bapo_megatron.simulate.clock import run_on_clock
 from bapo_megatron.tokens import TEACHER_LOGPROBS, TEACHER_VERSIONS, Rows
 from bapo_megatron.types import Ended, Prompt, Sample, Segment, Trajectory
 from tests.unit.test_continuation import tokenizer_of
-from tests.unit.test_scheduler import run_on_clock
 
 PROMPT = Prompt(7, (1, 2), "3+5=", "8", "chains")
 GIVEN = Segment.given("prompt", PROMPT.token_ids)
