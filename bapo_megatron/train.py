@@ -87,8 +87,6 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
     with phases.training():
         HEARTBEAT.beat(TRAINER, "building the model")
         learner = MegatronLearner(run)
-        if learner.sharing_problem:
-            recorder.warn(f"each response computes its prompt (train.share_prompts): {learner.sharing_problem}")
         layout = learner.layout
         advantages = ValueAdvantages(run, learner)
         finder = BoundsFinder(config, learner)
@@ -123,7 +121,7 @@ def train(run: Resolved, urls: list[str], run_dir: RunDir, recorder: Recorder | 
     with phases.pushing():
         if channel:
             channel.connect(learner.weights())
-        recorder.begin(first_step, first)
+        recorder.begin(first_step, first, learner.sharing_problem)
         HEARTBEAT.beat(TRAINER, "sending the first weights to the engines")
         push()
     if first_step == 0 and (baseline := evaluate(0)):

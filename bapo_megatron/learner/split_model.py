@@ -75,10 +75,10 @@ class SplitModel:
         chunks = range(self.layout.num_chunks)
         parts = [chunk_type(self.settings, shape, self.layout, i).to(device()) for i in chunks]
         self.model = ModuleList(parts)
-        self.sharing_problem: str | None = None  # why this model computes copies of prompts that it was to share
-        if self.share.shares_prompts:
-            self.sharing_problem = first_complaint(parts[0].sharing_problem())
-            self.share = replace(self.share, shares_prompts=self.sharing_problem is None)
+        self.sharing_problem: str | None = None
+        if self.share.shares_prompts and (problem := first_complaint(parts[0].sharing_problem())):
+            self.sharing_problem = f"each response computes its prompt again (train.share_prompts): {problem}"
+            self.share = replace(self.share, shares_prompts=False)
 
     def sum_over_data_ranks(self, table: Tensor) -> Tensor:
         """Sum a small fp64 table over data and context ranks: see `Learner.sum_over_data_ranks`."""

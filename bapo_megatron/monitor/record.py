@@ -125,8 +125,8 @@ class Recorder:
 
             self._endpoint = PrometheusEndpoint(config.run.name, config.monitor.prometheus_port, console.heartbeat)
 
-    def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
-        """Continue after `first_step` finished steps, and remove all records of later ones."""
+    def begin(self, first_step: int, rollouts: Rollouts | None, problem: str | None = None) -> None:
+        """Continue after `first_step` finished steps, and remove all records of later ones; warn of a problem."""
         assert rollouts is not None, "rank 0 makes the batches"
         truncate_after(self._run_dir.samples_path, first_step)
         num_lost = truncate_after(self._run_dir.metrics_path, first_step)
@@ -140,6 +140,8 @@ class Recorder:
         self._console.resume(history)
         self._reward_parts = RewardParts(history)
         self._alarms = AlarmLog(history, self._run_dir.path)
+        if problem:
+            self.warn(problem)
         if self._endpoint is not None:
             self._endpoint.collector.engine_states = rollouts.engine_states
             self._console.note(f"metrics at {self._endpoint.url}")
@@ -299,7 +301,7 @@ class Recorder:
 class SilentRecorder:
     """The recorder of all other ranks: it prints notes to the rank's log and drops everything else."""
 
-    def begin(self, first_step: int, rollouts: Rollouts | None) -> None:
+    def begin(self, first_step: int, rollouts: Rollouts | None, problem: str | None = None) -> None:
         pass
 
     def keep_samples(self, step: int, groups: Sequence[Group], batch: Batch) -> None:

@@ -85,7 +85,6 @@ def test_a_run_leaves_its_books(single_process: tuple[Path, list[dict[str, float
         "teacher/",
         "loss/kl_",
         "loss/sampler_",
-        "perf/saved_token_share",
         "loss/drift_masked_share",
         "loss/filtered_share",
         "loss/selected_share",

@@ -24,7 +24,7 @@ LAYOUT: Any = SimpleNamespace(
     pipeline_size=1,
     axes={
         "dense": SimpleNamespace(
-            rank=0, size=1, is_first_copy=True, copies=SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+            rank=0, size=1, is_first_copy=True, is_first=True, copies=SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         )
     },
     stage_of_layer=lambda *_: 0,
