@@ -37,7 +37,7 @@ with_builder() {
     esac
 }
 
-# Import a folder as a base image.
+# Import an archive of a root folder as a base image; the archive keeps the owners of its files.
 import_base() {
     if [[ "$builder" == buildah ]]; then
         local container
@@ -45,7 +45,7 @@ import_base() {
         with_builder add --quiet "$container" "$1" / >/dev/null
         with_builder commit --quiet --rm "$container" "$MADE" >/dev/null
     else
-        tar --directory "$1" --create . | with_builder import - "$MADE" >/dev/null
+        with_builder import "$1" "$MADE" >/dev/null
     fi
 }
 
@@ -56,8 +56,9 @@ make_base() {
     debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv bookworm "$folder" >"$folder.log" ||
         fail "debootstrap failed; its log: $folder.log"
     rm -rf "$folder"/var/cache/apt/archives/*.deb "$folder"/var/lib/apt/lists/*
-    import_base "$folder"
-    rm -rf "$folder" "$folder.log"
+    tar --directory "$folder" --create --file "$folder.tar" .
+    import_base "$folder.tar"
+    rm -rf "$folder" "$folder.log" "$folder.tar"
 }
 
 builder="${BUILDER:-}"
@@ -96,14 +97,15 @@ say "built in $((SECONDS - started)) s"
 command=(bapo doctor)
 read -ra settings <<<"${DEMO:-}"
 [[ "$kind" == gpu ]] || command=(bapo demo ${settings[@]+"${settings[@]}"})
-say "${command[*]}, in the image"
 if [[ "$builder" == buildah ]]; then
     container="$(with_builder from "$image")"
     trap 'with_builder rm "$container" >/dev/null' EXIT
     folder="$(with_builder mount "$container")"
-    say "size: $(du --summarize --block-size=MB "$folder" | cut -f 1)"
-    with_builder run --isolation chroot "$container" -- "${command[@]}"
+    say "its size: $(du --summarize --block-size=MB "$folder" | cut -f 1)"
+    run=(run --isolation chroot "$container" --)
 else
-    say "size: $(with_builder image inspect --format '{{.Size}}' "$image") bytes"
-    with_builder run --rm --init "$image" "${command[@]}"
+    say "its size: $(with_builder image inspect --format '{{.Size}}' "$image") bytes"
+    run=(run --rm --init "$image")
 fi
+say "${command[*]}, in the image"
+with_builder "${run[@]}" "${command[@]}"
