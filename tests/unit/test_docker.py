@@ -1,4 +1,4 @@
-"""The Dockerfiles, as far as they can be checked without building them."""
+"""The Dockerfiles, as far as they can be checked without building them, and the script that builds them."""
 
 import os
 import re
@@ -103,3 +103,79 @@ def test_compose() -> None:
         assert "runs:/home/bapo/runs" in service["volumes"]
     assert services["gpu"]["shm_size"] == "16gb"
     assert services["gpu"]["ulimits"]["memlock"] == -1
+
+
+TOOLS = ["bash", "cut", "dirname", "du", "id", "sed", "tail"]
+
+
+def build_image(
+    folder: Path, *arguments: str, builder: str | None = None, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run scripts/build_image.sh with no other programs than a stand-in for buildah; return also its calls."""
+    for name in TOOLS:
+        program = shutil.which(name)
+        assert program is not None
+        (folder / name).symlink_to(program)
+    if builder is not None:
+        (folder / "buildah").write_text(f'#!/bin/bash\necho "$*" >>"{folder}/calls"\n{builder}\n')
+        (folder / "buildah").chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "scripts" / "build_image.sh", *arguments],
+        env={"PATH": str(folder), **variables},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    calls = folder / "calls"
+    return done, calls.read_text().splitlines() if calls.exists() else []
+
+
+UNREACHABLE = '[[ "$*" != *"inspect"* && "$*" != *"pull"* ]] || { echo "no such host" >&2; exit 125; }'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "builder", "variables", "error"),
+    [
+        ([], None, {}, "scripts/build_image.sh cpu, or scripts/build_image.sh gpu; got ''"),
+        (["cpu"], None, {}, "neither docker, podman nor buildah works here; on Debian and Ubuntu: apt install buildah"),
+        (["cpu"], "", {"BUILDER": "kaniko"}, "BUILDER must be docker, podman or buildah, got kaniko"),
+        (
+            ["cpu"],
+            "",
+            {"BUILDER": "podman"},
+            "podman does not work here: see what `podman info` says, or set BUILDER to another",
+        ),
+        (
+            ["cpu"],
+            UNREACHABLE,
+            {},
+            "no base image: no such host; set BASE_IMAGE to an image that this machine has or can pull, "
+            "or install debootstrap and run this as root",
+        ),
+        (
+            ["gpu"],
+            UNREACHABLE,
+            {},
+            "no base image: no such host; set BASE_IMAGE to an image that this machine has or can pull",
+        ),
+    ],
+)
+def test_an_image_that_cannot_be_built_is_one_line_with_the_remedy(
+    arguments: list[str], builder: str | None, variables: dict[str, str], error: str, tmp_path: Path
+) -> None:
+    done, _ = build_image(tmp_path, *arguments, builder=builder, **variables)
+    assert (done.returncode, done.stderr) == (2, f"error: {error}\n")
+
+
+def test_an_image_is_built_from_its_base_with_the_given_options_and_run(tmp_path: Path) -> None:
+    done, calls = build_image(
+        tmp_path, "cpu", "--volume", "/a:/a:ro", builder=f'[[ "$*" != *mount* ]] || echo {tmp_path}', DEMO="a=1 b=2"
+    )
+    assert done.returncode == 0, done.stderr
+    base = "docker.io/library/python:3.11-slim-bookworm"
+    assert calls[1] == (
+        f"--storage-driver vfs build --isolation chroot --file {ROOT}/docker/Dockerfile.cpu --tag bapo-megatron:cpu "
+        f"--build-arg BASE_IMAGE={base} --volume /a:/a:ro {ROOT}"
+    )
+    assert calls[-2].endswith("-- bapo demo a=1 b=2")
+    assert calls[-1].startswith("--storage-driver vfs rm")

@@ -1,9 +1,14 @@
 """README and docs: each figure has a source, and links hold on the site as in the repository."""
 
+import posixpath
+import re
 import subprocess
 import sys
-from pathlib import Path
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import site_pages
@@ -49,15 +54,91 @@ def test_a_link_to_a_page_that_is_gone_is_named_with_its_line(caplog: pytest.Log
     ]
 
 
-def test_each_link_of_the_documentation_leads_to_a_file(caplog: pytest.LogCaptureFixture) -> None:
-    """scripts/docs.sh build checks the anchors as well."""
-    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
-    pages += [f"studies/{path.name}" for path in (ROOT / "studies" / "results").glob("*.md")]
-    for uri in ["index.md", *pages]:
-        site_pages.site_links((ROOT / site_pages.repository_path(uri)).read_text(encoding="utf-8"), uri)
-    assert caplog.messages == []
+def anchors(page: str) -> set[str]:
+    """Return the anchors that a host of repositories gives the headings of a page in Markdown."""
+    found: Counter[str] = Counter()
+    for heading in re.findall(r"(?m)^#+ +(.+?) *$", page):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        found[f"{slug}-{found[slug]}" if found[slug] else slug] += 1
+    return set(found)
+
+
+def broken_links(root: Path) -> list[str]:
+    """Return the links of a repository's pages to files that it does not hold, and to headings that a page lacks."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True)
+    names = listed.stdout.rstrip("\0").split("\0")
+    pages = {name: prose((root / name).read_text(encoding="utf-8")) for name in names if name.endswith(".md")}
+    there = {*names, *(str(folder) for name in names for folder in PurePosixPath(name).parents)}
+    broken = []
+    for name, page in pages.items():
+        for target in re.findall(r"\]\(([^()\s]+)\)", page):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            found = posixpath.normpath(posixpath.join(posixpath.dirname(name), path)) if path else name
+            if found not in there or (anchor and found in pages and anchor not in anchors(pages[found])):
+                broken.append(f"{name}: {target}")
+    return broken
+
+
+def prose(page: str) -> str:
+    return re.sub(r"(?ms)^ *```.*?^ *```$|`[^`\n]*\]\([^`\n]*`", "", page)
+
+
+def test_each_link_leads_to_a_file_that_the_repository_holds() -> None:
+    """A link to a page that only the site has leads to its source here; a slow test follows it to its heading."""
+    assert broken_links(ROOT) == []
     assert set(site_pages.SOURCES.values()) == set(site_pages.GENERATED)
-    assert [path for path in site_pages.SOURCES if not (ROOT / path).is_file()] == []
+
+
+def test_a_link_to_a_file_or_heading_that_is_gone_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(
+        "# A `b`, c\n[](a.md#a-b-c) [](#a) [](site.md) [](https://x.y)\n```\n[](z)\n```\n[](./)"
+    )
+    (tmp_path / "site.md").write_text("written by code, and not committed")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "a.md"], cwd=tmp_path, check=True)
+    assert broken_links(tmp_path) == ["a.md: #a", "a.md: site.md"]
+
+
+class Followed(HTMLParser):
+    """The ids of a page of the site, and where its links lead."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.targets: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id" and value:
+                self.ids.add(value)
+            elif name in ("href", "src") and value:
+                self.targets.append(value)
+
+
+@pytest.mark.slow
+def test_each_link_of_the_site_leads_to_a_page_and_a_place_on_it(tmp_path: Path) -> None:
+    """A strict build checks links in Markdown; this one follows what the pages hold, also menus and moved addresses."""
+    pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True)
+    pages = {path: Followed(path.read_text(encoding="utf-8")) for path in tmp_path.rglob("*.html")}
+    assert len(pages) > len(site_pages.GENERATED)
+    broken = []
+    for path, page in pages.items():
+        for target in page.targets:
+            split = urlsplit(target)
+            if split.scheme or split.netloc:
+                continue
+            found = (tmp_path if split.path.startswith("/") else path.parent) / unquote(split.path.lstrip("/"))
+            found = found.resolve() if split.path else path
+            anchor = unquote(split.fragment)
+            if not found.exists() or (anchor and found in pages and anchor not in pages[found].ids):
+                broken.append(f"{path.relative_to(tmp_path)}: {target}")
+    assert broken == []
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import yaml
 from bapo_megatron_patches.megatron_core import ADVISED, TRIED
 from bapo_megatron_patches.sglang import SUPPORTED as SGLANG_SUPPORTED
 from packaging.requirements import Requirement
 
+import bapo_megatron
 from bapo_megatron.preflight import packages
 from bapo_megatron.preflight.machine_checks import Finding
 from tests.distributed import HANG_S
@@ -228,6 +230,10 @@ def code(path: Path) -> str:
 def test_prose_names_the_images_that_ours_start_from(stack: Stack) -> None:
     (base,) = re.findall(r"^ARG BASE_IMAGE=(\S+)$", (ROOT / "docker" / f"Dockerfile.{stack}").read_text(), re.MULTILINE)
     assert base in (ROOT / "docker" / "README.md").read_text()
+
+
+def test_a_citation_names_this_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == bapo_megatron.__version__
 
 
 def test_prose_names_the_pinned_versions() -> None:
