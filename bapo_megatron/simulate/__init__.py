@@ -1,4 +1,5 @@
 """A run in simulated time: the product's own scheduler on a clock that jumps, with simulated servers and trainer.
+Start at `run.simulate`.
 
     settings + plan -> World -> SimulatedServers <-requests- Scheduler -groups-> simulated trainer -> Simulated
 
