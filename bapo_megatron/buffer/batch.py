@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from bapo_megatron.algorithms.advantages import GroupView, SampleView, has_spread, whiten
 from bapo_megatron.algorithms.gae import whitened
 from bapo_megatron.config.advantages import advantage_function
-from bapo_megatron.config.schema import AdvantageConfig, Config, MixedSource
+from bapo_megatron.config.schema import AdvantageConfig, Config, MixedSource, TeacherConfig
 from bapo_megatron.errors import UserError
 from bapo_megatron.rewards.shaping import MomentsState, RewardScaler, is_trained, shaped_reward
 from bapo_megatron.tokens import BEHAVIOUR_LOGPROBS, CORE_STREAMS, TOKEN_IDS, VERSIONS, TokenStream
@@ -84,7 +84,7 @@ class BatchBuilder:
         extra: dict[TokenStream, Tensor] = {}
         for stream in dict.fromkeys([TOKEN_IDS, BEHAVIOUR_LOGPROBS, *(stream for s in segments for stream in s.rows)]):
             (extra if stream not in CORE_STREAMS else core)[stream] = _on_tokens(stream, segments)
-        teacher_S = _teachers(samples, config)
+        teacher_S = _teachers(samples, config.teacher)
         prompt_S, shared_lens_S = _prompts(groups, has_fed_rows=any(stream.on == "fed" for stream in extra))
         metrics = (
             batch_metrics(groups)
@@ -136,10 +136,10 @@ def _prompts(groups: Sequence[Group], *, has_fed_rows: bool) -> tuple[Tensor, Te
     return torch.tensor(numbers, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
 
 
-def _teachers(samples: Sequence[Sample], config: Config) -> Tensor | None:
+def _teachers(samples: Sequence[Sample], teacher: TeacherConfig) -> Tensor | None:
     """Return which teacher in the trainer scores each sample, by its place in `TeacherConfig.paths`; None if all have
     the same. Raises UserError for a source without one."""
-    paths, by_source = [*config.teacher.paths.values()], config.teacher.path_by_source
+    paths, by_source = [*teacher.paths.values()], teacher.path_by_source
     if len(paths) < 2:
         return None
     if unknown := sorted({sample.prompt.source for sample in samples} - by_source.keys()):

@@ -583,7 +583,8 @@ class TeacherConfig(Section):
 
     path: PathText | None = None
     """The Hugging Face folder, or name on the hub, of a frozen model that the trainer holds, split like the policy; it
-    has the policy's tokenizer. Without path, urls, their tables by source and hint there is no teacher."""
+    has the policy's tokenizer. A run that names a teacher in no
+    way has none."""
     path_by_source: dict[EntryName, PathText] = Field(default_factory=dict)
     """Several teachers: the model, as in path, for each of data.sources, by its name. The trainer holds each model
     once, and each scores the samples of its sources."""
@@ -697,8 +698,8 @@ class TrainConfig(Section):
     models with linear attention compute each copy. Unset: where that saves more than a tenth of a step's tokens if
     prompts and responses are as long as they may be."""
     deal: Literal["sequences", "groups"] = "sequences"
-    """How sequences are dealt to the updates of a pass, at random. groups: all responses to a prompt go into the
-    same update, so that share_prompts saves most."""
+    """What a pass deals to its updates at random. groups: an update gets all responses to a prompt, so that
+    share_prompts saves most."""
     logprob_chunk_tokens: Count | None = None
     """Rows whose logits exist at the same time when log-probs are computed. Unset: on a GPU as many as make 1 GiB of
     float32 logits, with cluster.gpu 2048 to 4096 if the plan still leaves a tenth of the memory free; on a CPU 256."""

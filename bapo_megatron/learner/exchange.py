@@ -136,10 +136,9 @@ def gather_weights(
     mine = (parameters[entry.megatron_name] for entry, _ in gathered if entry.megatron_name in parameters)
     if (first := next(mine, None)) is not None:
         read.dtype = read(first).dtype
-    to_rank_zero = _ToRankZero(layout, read.dtype)
-    if layout.pipeline_rank == 0:
-        led = ((entry.hf_shapes, _stage(entry, shape, layout)) for entry, axis in gathered if axis.is_first)
-        to_rank_zero.coming = ((sizes, stage) for sizes, stage in led if stage > 0)
+    led = ((e.hf_shapes, _stage(e, shape, layout)) for e, axis in gathered if axis.is_first)
+    coming = ((sizes, stage) for sizes, stage in led if layout.pipeline_rank == 0 < stage)
+    to_rank_zero = _ToRankZero(layout, read.dtype, coming)
     for entry, axis in gathered:
         to_rank_zero.ask()
         stage, holder = _stage(entry, shape, layout), entry.holder(axis.size)
@@ -166,15 +165,17 @@ class _ToRankZero:
     own parameters and sends buckets to the engines. Each side holds `AHEAD_BYTES` of them, and one parameter more.
     """
 
-    def __init__(self, layout: ParallelLayout, dtype: torch.dtype | None) -> None:
-        self.coming: Iterator[tuple[tuple[Size, ...], int]] = iter(())  # on rank 0: sizes and stage of each parameter
-        self._layout, self._dtype = layout, dtype
+    def __init__(
+        self, layout: ParallelLayout, dtype: torch.dtype | None, coming: Iterator[tuple[tuple[Size, ...], int]]
+    ) -> None:
+        """`coming`: on rank 0, sizes and stage of each parameter that a later stage holds; elsewhere nothing."""
+        self._layout, self._dtype, self._coming = layout, dtype, coming
         self._under_way: deque[tuple[list[Tensor], list[dist.Work]]] = deque()
         self._num_bytes = 0
 
     def ask(self) -> None:
         """Ask for tensors until enough are on their way."""
-        while self._num_bytes < AHEAD_BYTES and (first := next(self.coming, None)):
+        while self._num_bytes < AHEAD_BYTES and (first := next(self._coming, None)):
             sizes, stage = first
             tensors = [torch.empty(size, dtype=self._dtype, device=device()) for size in sizes]
             self._begin(tensors, partial(dist.irecv, src=self._layout.pipeline_group_rank(stage)))

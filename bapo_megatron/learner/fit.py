@@ -78,9 +78,12 @@ def check_frozen(
         yield from check_linear_attention(setting, shape, machine)
 
 
-def check_top_k(config: Config, policy: ModelShape) -> Iterator[Violation]:
-    """Check that each rank of a tensor group has `teacher.top_k` rows of the vocabulary, and that others are left."""
-    top_k, tensor = config.teacher.top_k, config.parallel.tensor
+def check_top_k(top_k: int, tensor: int, policy: ModelShape) -> Iterator[Violation]:
+    """Check that each rank of a tensor group has `teacher.top_k` rows of the vocabulary, and that others are left.
+
+    Args:
+        tensor: ranks of the group.
+    """
     most = min(policy.padded_vocab_size(tensor) // tensor, policy.vocab_size - 1)
     if top_k > most:
         of_rank = f" on each of {tensor} ranks" if tensor > 1 else ""

@@ -73,7 +73,7 @@ class MegatronLearner(TrainedModel):
         assert model is not None, "a learner begins with a model"
         fits = (check_split(config, model, "model.path"), check_replay(config, model), check_adapters(config, model))
         refuse([*check_extra(config), *chain(*fits), *check_init_from(config.lora)])
-        refuse(check_top_k(config, run.shape))
+        refuse(check_top_k(config.teacher.top_k, config.parallel.tensor, run.shape))
         check_machine(config, run.shape, this_machine())
         apply_cpu_compat()
         apply_engine_compat()

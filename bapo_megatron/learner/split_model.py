@@ -77,7 +77,10 @@ class SplitModel:
         self.model = ModuleList(parts)
         self.sharing_problem: str | None = None
         if self.share.shares_prompts and (problem := first_complaint(parts[0].sharing_problem())):
-            self.sharing_problem = f"each response computes its prompt again (train.share_prompts): {problem}"
+            self.sharing_problem = (
+                f"each response computes its prompt again, because attention cannot share one: {problem}; "
+                "train.share_prompts=false leaves out this warning"
+            )
             self.share = replace(self.share, shares_prompts=False)
 
     def sum_over_data_ranks(self, table: Tensor) -> Tensor:

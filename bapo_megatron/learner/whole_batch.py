@@ -36,9 +36,9 @@ class Scorer:
     scores: ScoringPass
     teacher: int | None = None  # its number among several: it scores only its own sequences
 
-    def over(self, config: Config) -> Pass:
-        """Return the pass."""
-        return Pass(self.model.share, config.train.max_tokens_per_microbatch, teacher=self.teacher)
+    def over(self, max_tokens: int) -> Pass:
+        """Return the pass, with at most `max_tokens` in a micro-batch."""
+        return Pass(self.model.share, max_tokens, teacher=self.teacher)
 
 
 def scorers_of(
@@ -95,9 +95,10 @@ def with_scores(batch: Batch, scorers: Sequence[Scorer], policy: Learner, config
         batch = batch.having(stream, rows_T)
         if stream == PROXIMAL_LOGPROBS:
             batch = without_rejected(replace(batch, proximal_version=policy.version), policy, config)
-    passes = [scorer.over(config) for scorer in scorers if scorer.stream == TEACHER_LOGPROBS]
+    max_tokens = config.train.max_tokens_per_microbatch
+    passes = [scorer.over(max_tokens) for scorer in scorers if scorer.stream == TEACHER_LOGPROBS]
     if not passes and config.teacher.is_served:
-        passes = [_of_served(policy, config)]
+        passes = [Pass(policy.share, max_tokens)]
         if TEACHER_LOGPROBS not in batch.extra:  # it has scored no sample at all
             batch = batch.having(TEACHER_LOGPROBS, TEACHER_LOGPROBS.new_tensor(batch.behaviour_logprobs_T.numel()))
     return taught(batch, passes, policy, config) if passes and batch.num_trained_tokens else batch
@@ -218,14 +219,10 @@ def update_pass(config: Config, step: int, share: Share, num_epochs: int) -> Pas
 
 def policy_passes(config: Config, step: int, policy: Learner, scorers: Sequence[Scorer]) -> list[Pass]:
     """Return a step's passes that score a batch, and those that train the policy."""
-    passes = [scorer.over(config) for scorer in scorers]
-    served = [_of_served(policy, config)] if config.teacher.is_served else []
+    max_tokens = config.train.max_tokens_per_microbatch
+    passes = [scorer.over(max_tokens) for scorer in scorers]
+    served = [Pass(policy.share, max_tokens)] if config.teacher.is_served else []  # counts what teachers have scored
     return [*passes, *served, policy_updates(config, step, policy.share)]
-
-
-def _of_served(policy: Learner, config: Config) -> Pass:
-    """Return the pass that counts the tokens which teachers on servers have scored."""
-    return Pass(policy.share, config.train.max_tokens_per_microbatch)
 
 
 def policy_updates(config: Config, step: int, share: Share) -> Pass:

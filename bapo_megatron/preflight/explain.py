@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def outline(run: Resolved) -> str:
             f"rollout    {engines}, {plural(r.groups_in_flight or r.prompts_per_step, 'group')} in flight, "
             f"partial rollout {partial}",
             *_turns(config),
-            *_teachers(config),
+            *_teachers(config.teacher.path_by_source),
             *_clock(config),
         ]
     )
@@ -90,10 +90,10 @@ def _turns(config: Config) -> list[str]:
     return [f"turns      {one.kind} answers: {limits}"] if one.is_used else []
 
 
-def _teachers(config: Config) -> list[str]:
+def _teachers(path_by_source: Mapping[str, str]) -> list[str]:
     """Return a line about several teachers in the trainer, if there are any."""
     sources: dict[str, list[str]] = defaultdict(list)
-    for source, path in config.teacher.path_by_source.items():
+    for source, path in path_by_source.items():
         sources[path].append(source)
     each = (f"{path} for {', '.join(names)}" for path, names in sources.items())
     return [f"teachers   {'; '.join(each)}"] if sources else []

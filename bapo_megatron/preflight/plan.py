@@ -274,7 +274,7 @@ def _unused(run: Resolved, tokens: StepTokens, *, scores: bool) -> Iterator[str]
     )  # learner/fit.py refuses it
     levers = {
         "train.share_prompts=true": not run.shares_prompts
-        and can_share_prompts(run.config, run.shape)
+        and can_share_prompts(run.config.parallel, run.shape)
         and saves_by_sharing(run.config, tokens.response),
         "train.recompute=false": run.config.train.recompute,
         'bapo.scope="lagged"': scores and searches_exactly(run.config),

@@ -1,19 +1,19 @@
-"""How many tokens a step trains on, and whether a micro-batch holds the prompt of its responses once."""
+"""The tokens of a step, and the choice to compute the prompt of several responses once."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN, Config, TrainConfig
+from bapo_megatron.config.schema import MAX_KEYS_PER_TOKEN, Config, ParallelConfig, TrainConfig
 from bapo_megatron.hf.shape import ModelShape
 
 _WORTH_SHARING = 0.1  # share of a step's tokens
 
 
-def can_share_prompts(config: Config, shape: ModelShape) -> bool:
+def can_share_prompts(parallel: ParallelConfig, shape: ModelShape) -> bool:
     """Return whether a model's layers, in this layout, can compute a prompt once for several responses."""
-    return config.parallel.context == 1 and shape.linear is None
+    return parallel.context == 1 and shape.linear is None
 
 
 def saves_by_sharing(config: Config, response_tokens: int | None = None) -> bool:
@@ -24,7 +24,7 @@ def saves_by_sharing(config: Config, response_tokens: int | None = None) -> bool
 
 def shares_prompts(config: Config, shape: ModelShape) -> bool:
     """Return whether a model computes the prompt of several responses in a micro-batch once."""
-    if not can_share_prompts(config, shape):
+    if not can_share_prompts(config.parallel, shape):
         return False
     chosen = config.train.share_prompts
     return saves_by_sharing(config) if chosen is None else chosen

@@ -24,7 +24,7 @@ _OF_SEQUENCES = {
     "shared_lens_S": torch.int64,
     "teacher_S": torch.int64,
 }
-"""What a batch may have for each sequence: all ranks get it."""
+"""Values that a batch may have for each sequence; all ranks get them."""
 
 SharePlan = Callable[[Batch], Sequence[Tensor]]
 """The sequences that each data rank needs, int64, ascending: the same on every rank, from lengths and masks alone."""

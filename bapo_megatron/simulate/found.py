@@ -1,4 +1,4 @@
-"""What `bapo plan --simulate` prints."""
+"""The output of `bapo plan --simulate`."""
 
 import json
 import statistics

@@ -18,7 +18,7 @@ from bapo_megatron.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a simulation found, in simulated seconds and tokens, after its first steps."""
+    """Results of the counted steps, in simulated seconds and tokens."""
 
     steps_s: tuple[float, ...]
     trainer_idle: float  # share of the time

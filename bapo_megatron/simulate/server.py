@@ -48,7 +48,7 @@ class SimulatedServer:
     def __init__(self, url: str, world: World, rank_zero: RankZero) -> None:
         self.url = url
         self.busy_s = 0.0
-        self.prefilled_s = 0.0  # of it
+        self.prefilled_s = 0.0  # part of busy_s
         self._world = world
         self._rank_zero = rank_zero
         self._version = 0

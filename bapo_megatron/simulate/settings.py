@@ -15,14 +15,14 @@ _Times = Annotated[float, Field(ge=0, le=10**9)]
 
 
 class Simulation(Section):
-    """What a plan does not say. Nothing here changes the run."""
+    """Assumptions of a simulation; the plan has none of them. A run does not read these settings."""
 
     steps: Count = 20
     """Steps that are counted."""
     warmup_steps: Whole = 5
     """Steps before them, in which the servers fill up."""
     seed: Whole = 0
-    """Of lengths and times."""
+    """Seed of random lengths and times."""
     spread: float = Field(0.9, ge=0, le=4)
     """Standard deviation of the logarithm of a response's length; --response-tokens is its mean."""
     lengths_from: PathText | None = None
@@ -30,26 +30,27 @@ class Simulation(Section):
     decode_ms: tuple[tuple[Count, Positive], ...] = ()
     """Measured: [[responses, ms], ...], the time of a decode step of one server. Unset: the plan's."""
     prefill_us: NonNegative | None = None
-    """Of one token, on one server. Unset: matrix products at the plan's share of the peak."""
+    """Time in which a server prefills one token. Unset: matrix products at the plan's share of the peak."""
     train_s: Positive | None = None
-    """Of a step with responses of the mean length. Unset: the plan's."""
+    """Training time of a step whose responses have the mean length. Unset: the plan's."""
     push_s: NonNegative | None = None
-    """Of a weight sync, during which the servers pause. Unset: the plan's."""
+    """Time of a weight sync, during which the servers pause. Unset: the plan's."""
     turns: Count = 1
     """Turns of a sample; an environment answers between them."""
     answer_tokens: Count = 64
-    """Of an environment."""
+    """Tokens of an environment's answer."""
     wait_s: NonNegative = 0.0
     """Mean time of the judge, or of an environment's answer."""
     wait_spread: float = Field(0.5, ge=0, le=4)
     """Standard deviation of its logarithm."""
     kept_share: float = Field(1.0, gt=0, le=1)
-    """Of judged groups: what rollout.keep_group keeps."""
+    """Share of the judged groups that rollout.keep_group keeps."""
     reply_us: NonNegative | None = None
     """Trainer rank 0's CPU time for each token that a server returns. Unset: measured, with the routes of experts."""
     down: tuple[tuple[Whole, _Times, Positive], ...] = ()
     """[[server, second, seconds], ...]: a server that ends then, and is back so much later; at second 0, it is late."""
     usd_per_gpu_hour: Positive | None = None
+    """Price of a GPU for an hour. Unset: no costs are printed."""
     slices: Count | None = None
     """Simulate one of this many equal parts of servers, prompts and trainer. Unset: as many as keep it short."""
 

@@ -50,22 +50,21 @@ def make_slice(run: Resolved, plan: RunPlan, settings: Simulation) -> Slice:
     config, r, memory = run.config, run.config.rollout, plan.server
     if memory is None or plan.rollout is None or r.num_servers != run.placement.num_servers:
         raise ConfigError('--simulate needs servers on the GPUs of [cluster]: set rollout.engine="sglang"')
-    if wrong := [one[0] for one in settings.down if one[0] >= r.num_servers]:
-        raise ConfigError(
-            f"--simulate down names server {wrong[0]}, and the run has {plural(r.num_servers, 'server')}, from 0"
-        )
     num_slices = _num_slices(run, settings)
+    num_servers = r.num_servers // num_slices
+    if wrong := [number for number, _, _ in settings.down if number >= num_servers]:
+        has = "the run has" if num_slices == 1 else "a slice has"
+        raise ConfigError(f"--simulate down names server {wrong[0]}, and {has} {plural(num_servers, 'server')}, from 0")
     lengths, mean = _lengths(run, plan, settings)
     has_turns = settings.turns > 1
     prompt = config.data.max_prompt_tokens
-    planned = plan.tokens.num_sequences / num_slices * plan.tokens.per_sequence
-    train_s = plan.train.expected if settings.train_s is None else settings.train_s
-    given = plan.tokens.num_sequences / num_slices * plan.tokens.prompt
+    num_sequences = plan.tokens.num_sequences / num_slices
 
     def train_seconds(num_sampled: int) -> float:
         if settings.train_s is not None:
-            return train_s * num_sampled / (plan.tokens.num_sequences / num_slices * mean)
-        return train_s * (num_sampled + given) / planned
+            return settings.train_s * num_sampled / (num_sequences * mean)
+        share = (num_sampled + num_sequences * plan.tokens.prompt) / (num_sequences * plan.tokens.per_sequence)
+        return plan.train.expected * share
 
     def wait_seconds(name: str) -> float:
         drawn = settings.wait_spread * standard_normal(settings.seed, "wait", name) - settings.wait_spread**2 / 2
@@ -73,7 +72,7 @@ def make_slice(run: Resolved, plan: RunPlan, settings: Simulation) -> Slice:
 
     groups = r.groups_in_flight
     part = {
-        "num_servers": r.num_servers // num_slices,
+        "num_servers": num_servers,
         "prompts_per_step": r.prompts_per_step // num_slices,
         "groups_in_flight": None if groups is None else -(-groups // num_slices),
         "request_timeout_s": 1e6,
@@ -83,7 +82,7 @@ def make_slice(run: Resolved, plan: RunPlan, settings: Simulation) -> Slice:
         most = min(most, memory.concurrency)
     world = World(
         rollout=r.model_copy(update=part),
-        num_servers=r.num_servers // num_slices,
+        num_servers=num_servers,
         step_s=_step_seconds(run, plan.gpu, memory, settings),
         lengths=lengths,
         train_s=train_seconds,
@@ -103,7 +102,7 @@ def make_slice(run: Resolved, plan: RunPlan, settings: Simulation) -> Slice:
         shares_gpus=plan.shared is not None,
         ends_requests=config.model.replay_routes and r.overlap,
         moves_s=plan.moves_s,
-        down=[(number, at_s, for_s) for number, at_s, for_s in settings.down if number < r.num_servers // num_slices],
+        down=settings.down,
         return_limit_s=run.engine.startup_limit_s(r.startup_timeout_s),
         seed=settings.seed,
     )

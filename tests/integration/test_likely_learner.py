@@ -30,7 +30,7 @@ from tests.integration.learner_reference import (
 from tests.integration.test_mean_over_learner import config_of, mean_of
 from tests.integration.test_rivals_learner import ONE_PROCESS, TOLERANCE, TWO_PROCESSES, Case, batch_of_outcomes
 from tests.integration.test_schedule import SMALL
-from tests.integration.test_teacher_learner import FAMILY, NUM_PADDING, save_tokenizer
+from tests.integration.test_teacher_learner import FAMILY, NUM_PADDING, save_other, save_tokenizer
 
 COEF = 0.7
 # mean_over, divergence, top_k
@@ -44,13 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("likely")
     save_random_model(FAMILY, root / "policy")
     for seed, name in enumerate(TEACHERS[:2], start=1):
-        teacher = load_float64(root / "policy")
-        torch.manual_seed(seed)
-        teacher.resize_token_embeddings(VOCAB_SIZE + NUM_PADDING, mean_resizing=False)
-        with torch.no_grad():
-            for parameter in teacher.parameters():
-                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
-        teacher.float().save_pretrained(root / name)
+        save_other(root, name, seed, NUM_PADDING)
     for name in TEACHERS:
         save_tokenizer(root / name, [f"w{i}" for i in range(VOCAB_SIZE - 1)])
     return root

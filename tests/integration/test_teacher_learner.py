@@ -43,6 +43,17 @@ def save_tokenizer(folder: Path, words: Sequence[str]) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
+def save_other(root: Path, name: str, seed: int, num_rows: int) -> None:
+    """Save a model with other weights than the policy's, and more or fewer rows of the vocabulary."""
+    model = load_float64(root / "policy")
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(VOCAB_SIZE + num_rows, mean_resizing=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+    model.float().save_pretrained(root / name)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a policy, a reference, and teachers: with rows of padding, with too few rows, with another tokenizer."""
@@ -52,13 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, (name, num_rows) in enumerate(
         {"reference": 0, "teacher": NUM_PADDING, "small": -3, "other": NUM_PADDING}.items()
     ):
-        model = load_float64(root / "policy")
-        torch.manual_seed(number)
-        model.resize_token_embeddings(VOCAB_SIZE + num_rows, mean_resizing=False)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
-        model.float().save_pretrained(root / name)
+        save_other(root, name, number, num_rows)
         save_tokenizer(root / name, [*words[:-1], "another"] if name == "other" else words)
     save_tokenizer(root / "policy", words)
     scores = {name: reference_update(load_float64(root / name), random_batch()) for name in ("policy", "reference")}

@@ -271,6 +271,10 @@ def test_recorded_lengths_are_read(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--simulate", "steps=0"], "--simulate steps must be above 0, got 0"),
         (["--simulate", "spread=wide"], "--simulate spread must be a number"),
         (["--simulate", "down=[[9, 0, 5]]"], "--simulate down names server 9, and the run has"),
+        (
+            ["clusters/4x8-h100", "--simulate", "slices=2", "down=[[3, 0, 5]]"],
+            "--simulate down names server 3, and a slice has",
+        ),
         (["--simulate", "slices=7"], "--simulate slices=7 does not divide"),
         (["--simulate", "lengths_from=/nowhere"], "/nowhere/step-000001.jsonl.gz is missing"),
         (["--json"], "--json prints what --simulate finds"),

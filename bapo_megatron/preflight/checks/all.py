@@ -95,7 +95,7 @@ def check_settings(
             if scorer is not None:
                 found += check_frozen(config, setting, path, scorer, model, machine)
         if shape is not None:
-            found += check_top_k(config, shape)
+            found += check_top_k(config.teacher.top_k, config.parallel.tensor, shape)
         if critic is not None:
             found += check_critic_model(config, critic, model)
     return [*found, *check_dtype(config, num_gpus, starts_here=starts_here)]
