@@ -13,6 +13,7 @@ measured; their medians should be within 15 % on a quiet machine. The synchronou
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import statistics
 import tempfile
@@ -69,6 +70,7 @@ class Costs:
     call: float
     streamed: float  # a call next to others
     request: float
+    abort: float  # one of many, with its reply
     reply: float
     push: float
 
@@ -125,14 +127,33 @@ class Meter:
             self._bench.push(self._step)
         push = (time.perf_counter() - began_s) / NUM_REPEATS
         step, prefill, call, request = loop.run(self._of_engine(w), 4 * TIMEOUT_S)
+        abort = loop.run(self._abort_s(w), TIMEOUT_S)
         taking = self._take_s(SYNCHRONOUS)
         known = call + w.slots * request + step(w.slots, w.prompt_tokens)
         known += w.prompts_per_step * w.prompt_tokens * prefill
-        return Costs(step, prefill, call, 0.0, request, max(0.0, taking - known) / w.slots, push)
+        return Costs(step, prefill, call, 0.0, request, abort, max(0.0, taking - known) / w.slots, push)
 
     def close(self) -> None:
         self._bench.loop.run(self._engine.close(), TIMEOUT_S)
         self._bench.loop.run(self._planned.close(), TIMEOUT_S)
+
+    async def _abort_s(self, w: Workload) -> float:
+        """Return the seconds of an abort, when all running responses are aborted together."""
+        aborting_s = 0.0
+        for _ in range(NUM_REPEATS):
+            self._seed += w.slots
+            seeds, longest = range(self._seed, self._seed + w.slots), w.max_response_tokens
+            requests = [
+                GenerateRequest(f"abort-{i}", random_tokens(w.prompt_tokens, i), longest, 1.0, (), seed=i)
+                for i in seeds
+            ]
+            calls = [asyncio.create_task(self._engine.generate_many([request])) for request in requests]
+            while (await self._engine.load())[1] < w.slots:
+                assert not any(call.done() for call in calls), "a response ended before it was aborted"
+            start_s = time.perf_counter()
+            await asyncio.gather(*(self._engine.abort(request.rid) for request in requests), *calls)
+            aborting_s += time.perf_counter() - start_s
+        return aborting_s / NUM_REPEATS / w.slots
 
     async def _of_engine(self, w: Workload) -> tuple[StepCost, float, float, float]:
         """Return the seconds of a decode step, a token's prefill, a call and a request."""
@@ -201,6 +222,7 @@ def simulated(mode: str, w: Workload, costs: Costs, train_s: float, num_before: 
         prefill_s=costs.prefill,
         call_s=costs.streamed if rollout.overlap or rollout.abort_tail else costs.call,
         request_s=costs.request,
+        abort_s=costs.abort,
         token_us=RANK_ZERO_US,
         reply_us={"reply": 1e6 * costs.reply},
     )

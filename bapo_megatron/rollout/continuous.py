@@ -23,7 +23,7 @@ from bapo_megatron.rollout.dispatch import Dispatcher
 from bapo_megatron.types import NeedsTokens, Sample
 
 TICK_S = 0.5  # how often changes of the pool are noticed
-_ABORT_AGAIN_S = 0.5  # a request may reach its engine just after the abort
+_ABORT_AGAIN_S = (0.02, 0.5)  # first and longest wait: a request may reach its engine just after the abort
 _MAX_EMPTY_PIECES = 3  # replies without a token, per sample that needs one, before the engines are declared broken
 
 Ask = Callable[[Sequence[Sample]], Coroutine[None, None, list[Sample]]]
@@ -149,10 +149,12 @@ class ContinuousSampling:
         self._is_open = False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.request_timeout_s
+        again_s, longest_s = _ABORT_AGAIN_S
         while self._requests and loop.time() < deadline:
             await self._dispatcher.abort_open()
             if tasks := [request.task for request in self._requests.values()]:
-                await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
+                await asyncio.wait(tasks, timeout=again_s)
+            again_s = min(2 * again_s, longest_s)
         for _, task, engine in list(self._requests.values()):
             reason = f"{engine.url}: requests did not end within {self._config.request_timeout_s:g} s of their abort"
             self._dispatcher.fence(engine, reason)

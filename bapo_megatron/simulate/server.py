@@ -68,7 +68,7 @@ class SimulatedServer:
     # what the scheduler calls
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
-        await self._receive(len(requests))
+        await self._receive(self._world.call_s + self._world.request_s * len(requests))
         new = [self._new(request) for request in requests]
         self._waiting += new
         self._continue()
@@ -80,7 +80,7 @@ class SimulatedServer:
         return list(results)
 
     async def abort(self, rid: str | None = None) -> None:
-        await self._receive(0)
+        await self._receive(self._world.abort_s)
         for request in [*self._running.values(), *self._waiting]:
             if rid in (None, request.rid):
                 self._stop(request)
@@ -136,10 +136,9 @@ class SimulatedServer:
 
     # continuous batching
 
-    async def _receive(self, num_requests: int) -> None:
+    async def _receive(self, cost_s: float) -> None:
         """Wait until a call is read, after all earlier ones; reading holds up decoding."""
         self._check()
-        cost_s = self._world.call_s + self._world.request_s * num_requests
         now_s = asyncio.get_running_loop().time()
         if cost_s:
             self._read_at_s = max(now_s, self._read_at_s) + cost_s

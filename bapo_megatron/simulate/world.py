@@ -107,6 +107,7 @@ class World:
     prefill_s: float = 0.0  # seconds a token
     call_s: float = 0.0  # a server's time for a call, whatever it holds
     request_s: float = 0.0  # a server's time for a request
+    abort_s: float = 0.0  # a server's time for an abort
     num_turns: int = 1
     answer_tokens: int = 1  # simulated ones
     wait_s: Callable[[str], float] = lambda name: 0.0  # a judge's or an environment's time

@@ -311,6 +311,35 @@ def test_tokens_of_an_unknown_version_stop_the_run() -> None:
         run_on_clock(make(engine).take(0, 2))
 
 
+def test_a_request_that_an_abort_has_overtaken_is_soon_aborted_again() -> None:
+    class Late(ScriptedEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.there: dict[str, asyncio.Event] = {}
+
+        async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult | EngineError]:
+            (request,) = requests
+            await asyncio.sleep(0.01)
+            if request.rid.startswith("0."):
+                return [self.answer(request)]
+            await asyncio.sleep(0.005)  # so it arrives after the abort
+            self.there[request.rid] = asyncio.Event()
+            await self.there[request.rid].wait()
+            return [self.answer(replace(request, max_new_tokens=1))]
+
+        async def abort(self, rid: str) -> None:
+            if rid in self.there:
+                self.there[rid].set()
+
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+        scheduler = make(Late(), prompts_per_step=1, abort_tail=True, groups_in_flight=2)
+        await scheduler.take(0, 0)
+        return loop.time()
+
+    assert run_on_clock(run()) < 0.05
+
+
 def test_an_engine_that_returns_nothing_is_an_error_not_a_hang() -> None:
     class Silent(ScriptedEngine):
         def answer(self, request: GenerateRequest) -> GenerateResult:

@@ -26,6 +26,10 @@ def place_length(sample_id: str) -> int:
     return LENGTHS[sample_id.split(".")[1]]
 
 
+def tail_length(sample_id: str) -> int:
+    return 10 if sample_id[0] in "01" else 100
+
+
 def world(mode: dict[str, Any] | None = None, **changes: Any) -> World:
     rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=4, max_response_tokens=100, **(mode or {}))
     usual = World(
@@ -86,6 +90,10 @@ def test_prefills_requests_and_pieces_cost_time() -> None:
     assert simulate(asked, 1, 0).steps_s == pytest.approx([1.0 + 0.2 + 0.04 + 3.5])
     pieces = world({"tokens_per_round": 50}, call_s=0.2)  # the second call finds its prefixes cached
     assert simulate(pieces, 1, 0).steps_s == pytest.approx([1.0 + 2 * 0.2 + 3.5])
+    tail = world({"abort_tail": True, "groups_in_flight": 4}, lengths=tail_length)
+    (plain_s,) = simulate(tail, 1, 0).steps_s
+    assert plain_s == pytest.approx(0.1 + 3.5)
+    assert simulate(replace(tail, abort_s=0.01), 1, 0).steps_s == pytest.approx([plain_s + 0.08])  # for 8 of a server
 
 
 def test_a_full_cache_and_few_slots_let_responses_wait() -> None:
