@@ -104,6 +104,8 @@ MISTAKES = (
             "rollout.tokens_per_round rollout.abort_tail rollout.overlap", not_with="loss.importance_cap"),
     mistake("environment.max_turns=9", "environment.max_turns environment.kind"),
     mistake("rollout.tokens_per_round=600", "rollout.tokens_per_round rollout.max_response_tokens"),
+    mistake("rollout.abort_tail=true rollout.groups_in_flight=32", "rollout.abort_tail rollout.max_staleness",
+            not_with="rollout.max_staleness"),
     mistake("rollout.groups_in_flight=3", "rollout.groups_in_flight rollout.prompts_per_step"),
     mistake("rollout.max_staleness=0", "rollout.max_staleness train.minibatches_per_step train.epochs_per_step"),
     mistake("rollout.hang_timeout_s=10", "rollout.hang_timeout_s sync.timeout_s rollout.engine"),

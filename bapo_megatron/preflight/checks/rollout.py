@@ -42,6 +42,14 @@ def check_rollout(config: Config) -> Iterator[Violation]:
             f"{plural(r.prompts_per_step, 'group')} that a step needs",
             f"set rollout.groups_in_flight={2 * r.prompts_per_step}",
         )
+    elif r.abort_tail and r.max_staleness is None:
+        updates_per_step = config.train.minibatches_per_step * config.train.epochs_per_step
+        yield warning(
+            ("rollout.abort_tail", "rollout.max_staleness"),
+            "rollout.abort_tail=true continues the longest responses over any number of updates, because "
+            "rollout.max_staleness is not set",
+            f"set a bound in updates, such as rollout.max_staleness={4 * updates_per_step}, four steps (docs/scale.md)",
+        )
 
 
 def check_shared_cores(run: Resolved, num_gpus: int) -> Iterator[Violation]:
