@@ -35,8 +35,8 @@ class TokenStream:
     on: Literal["token", "sampled", "fed"] = "sampled"
     #   token    one row per token
     #   sampled  one row per sampled token; arrives with the reply that sampled it
-    #   fed      one row per token that was an input. It lies with the next token, whose reply brings it: the row of
-    #            position t - 1 belongs to token t, given or sampled. Token 0 has none.
+    #   fed      one row per token that was an input. It is stored with the next token, because that token's reply
+    #            delivers it: the row of position t - 1 belongs to token t, given or sampled. Token 0 has none.
     kept: bool = True  # in checkpoints and recordings; False means computed within a step
     to: Literal["every rank", "owner", "owner's stage"] = "owner"  # who needs it: ranks that hold the sequence, mostly
     least: float | None = None  # the bounds of valid values

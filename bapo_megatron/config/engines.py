@@ -18,7 +18,7 @@ from bapo_megatron.config.dotted import Seam
 class EngineKind:
     """The capabilities of an engine. Its functions are dotted paths, so that reading them imports no engine."""
 
-    title: str  # what messages call one server
+    title: str  # the name of one server in messages
     specs: str | None = None  # function that describes the servers to start on one machine; None starts nothing
     check: str | None = None  # function that raises UserError if the engine is not installed
     client: str = "bapo_megatron.engines.connected:http_client"  # function that returns the client of one server

@@ -218,7 +218,8 @@ def _sampler_top(meta: dict[str, Any], num_new: int, top_k: int) -> dict[str, Ar
 def _own_routes(meta: dict[str, Any], stream: TokenStream, start: int, num_rows: int) -> Array:
     """Read SGLang's routes: base64 of int32 [tokens, layers, experts chosen], from input token `start` on.
 
-    Returns rows of the stream's type. The field is decoded in pieces: each keeps other threads from running.
+    Returns rows of the stream's type. The field is decoded in pieces, because decoding keeps other threads from
+    running.
     """
     given = meta.get("routed_experts")
     if not isinstance(given, str):

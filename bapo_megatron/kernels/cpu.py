@@ -40,7 +40,8 @@ class CPUKernels(Kernels):
     ) -> Tensor:
         """Send small tables directly to all ranks, and combine them in rank order.
 
-        gloo's all-reduce passes many messages around in turn, and takes 2 to 4 times as long (docs/performance.md).
+        gloo's all-reduce passes many messages around in turn, and takes 2 to 4 times as long (small_tables of
+        docs/measured/performance.toml).
         """
         group = group or dist.group.WORLD
         assert group is not None, "there is a process group"

@@ -1,8 +1,8 @@
 """FP8, fusions and Transformer Engine: what they need, the layers to build, and Megatron's options.
 
-docs/precision.md has a table of what is refused, before a process starts and again on each rank. The conditions come
-from Megatron-Core 0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.9 to 2.11
-(`quantization.py`: check_*_support; `utils.py`: assert_dim_for_fp8_exec, assert_dim_for_all_gather).
+What does not work is refused before a process starts, and again on each rank. The conditions come from Megatron-Core
+0.16.1 (`transformer_config.py`, `fp8_utils.py`) and Transformer Engine 2.9 to 2.11 (`quantization.py`:
+check_*_support; `utils.py`: assert_dim_for_fp8_exec, assert_dim_for_all_gather).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Alarms: signs in a run's metrics that it learns nothing, or from the wrong data, with the usual cause and a remedy.
+"""Alarms: signs in a run's metrics that it learns nothing, or learns from the wrong data, with cause and remedy.
 
 `RULES` lists them. A rule looks at the steps so far and says what it saw. An `AlarmLog` takes the steps one by one and
 keeps the alarms raised. The same rows give the same alarms, so a resumed run and a report need only metrics.jsonl.
@@ -539,7 +539,7 @@ def first_impressions(row: StepRow, environment: EnvironmentConfig, max_response
         is_tools = environment.kind == "tools"
         told, how = ("called a tool", "call one") if is_tools else ("continued after the first turn", "continue")
         lines.append(
-            f"{num_asked} of the {num} responses {told}, and a policy that never does so does not learn to "
+            f"{num_asked} of the {num} responses {told}, and a policy that never does so cannot learn it "
             f"(docs/turns.md): look at samples.jsonl, and let the prompts say when and how to {how}"
         )
     return lines

@@ -60,8 +60,8 @@ def verdict(findings: Sequence[Finding]) -> tuple[str, int]:
     if failed:
         return f"not fit: {', '.join(failed)}", 1
     if "GPUs" in absent:
-        return f"fit for CPU use; missing for GPU use: {', '.join(absent)}", 0
-    return "fit for GPU use" + (f"; missing, and not needed: {', '.join(absent)}" if absent else ""), 0
+        return f"ready for CPU runs; missing for GPU runs: {', '.join(absent)}", 0
+    return "ready for GPU runs" + (f"; missing, and not needed: {', '.join(absent)}" if absent else ""), 0
 
 
 def parse_rendezvous(address: str | None, num_nodes: int, node_rank: int) -> Rendezvous | None:

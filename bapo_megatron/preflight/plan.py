@@ -2,7 +2,8 @@
 
 Times are rooflines: "at least" divides by the data sheets' peak rates, "expected" by the share that programs usually
 reach (COMPUTE_SHARE, LINK_SHARE). The first is below what updates of one H200 reached without collectives, 0.44 to 0.52
-(benchmarks/README.md); the second is assumed. Sampling also waits for messages.
+(benchmarks/README.md); the second is assumed. Sampling also pays for the messages between
+GPUs.
 """
 
 import bisect

@@ -278,7 +278,7 @@ class Endpoint:
         await self._site.start(app, sockets, _SHUTDOWN_S)
 
     async def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening."""
         if self._site is not None:
             await self._site.close()
             self._site = None
@@ -290,7 +290,7 @@ class Endpoint:
         return inbox
 
     def shut(self, inbox: Inbox) -> None:
-        """Let the inbox's program in no more."""
+        """Refuse further requests from the inbox's program."""
         del self._inboxes[inbox.key]
         inbox.close()
 

@@ -1,4 +1,5 @@
-"""The samples between prompt and batch: admitted, growing, answered, ended, chosen. No engine, no driver, no clock.
+"""The samples between prompt and batch: admitted, growing, answered, ended, chosen. It knows nothing
+of engines, drivers or time.
 
 prompts --admit--> active groups --grow, answer--> complete --settle--> finished --choose--> one step's groups
 

@@ -276,7 +276,7 @@ def test_the_doctors_of_all_nodes_meet_and_tell_of_a_port_in_use(cluster: Cluste
         code = examine(2, free, "demo", f"run.dir={tmp_path}")
     assert code == 0, log.read_text()
     assert "4 processes: all-reduce" in log.read_text()
-    assert "1: fit for CPU use" in log.read_text()
+    assert "1: ready for CPU runs" in log.read_text()
     with socket.create_server(("0.0.0.0", 0)) as holder:
         assert examine(1, holder.getsockname()[1]) == 1
     assert "Address already in use" in log.read_text()

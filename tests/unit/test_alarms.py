@@ -204,7 +204,7 @@ def test_the_first_step_says_what_nearly_all_responses_lack(num: int, cut: int, 
     expected = [f"{cut} of the {num} responses were cut at rollout.max_response_tokens=7"] if cut >= 0.95 * num else []
     if kind in ("tools", "guess") and answered / num <= 1 - 0.95:
         did = "called a tool" if kind == "tools" else "continued after the first turn"
-        never = "and a policy that never does so does not learn to (docs/turns.md)"
+        never = "and a policy that never does so cannot learn it (docs/turns.md)"
         expected.append(f"{answered} of the {num} responses {did}, {never}")
     assert begins == expected
     assert first_impressions({}, TURNS[kind], 7) == []

@@ -118,7 +118,7 @@ def test_a_machine_without_gpus_is_fit_for_cpu_use() -> None:
     done = doctor()
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("fit for CPU use")
+    assert last.startswith("ready for CPU runs")
     for part in ("driver", "GPUs", "NCCL", "Transformer Engine"):
         assert part in last
     assert "ok   group (gloo)        2 processes: all-reduce" in done.stdout
@@ -205,7 +205,7 @@ def test_hidden_gpus_are_for_cpu_use() -> None:
     assert by_name["GPUs"].what == "2 x NVIDIA H100 (80 GiB), none visible (CUDA_VISIBLE_DEVICES): CPU use only"
     text, code = verdict(found)
     assert code == 0
-    assert text.startswith("fit for CPU use")
+    assert text.startswith("ready for CPU runs")
 
 
 UUIDS = ["GPU-8932f937-d72c", "GPU-8f00a1b2-0000", "GPU-1c2d3e4f-1111"]
@@ -474,6 +474,6 @@ def test_rendezvous() -> None:
 
 def test_the_verdict_and_the_exit_code() -> None:
     fine, gone, broken = Finding("a", "ok", ""), Finding("GPUs", "absent", ""), Finding("disk", "error", "")
-    assert verdict([fine]) == ("fit for GPU use", 0)
+    assert verdict([fine]) == ("ready for GPU runs", 0)
     assert verdict([fine, gone])[1] == 0
     assert verdict([fine, gone, broken]) == ("not fit: disk", 1)
