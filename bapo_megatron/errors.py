@@ -48,7 +48,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this package: from its checkout, since no index has the package."""
+    """Return the command that installs an extra from this package's checkout, because no index has the package."""
     checkout = Path(__file__).parents[1]
     place = str(checkout) if (checkout / "setup.py").is_file() else "bapo-megatron"  # installed as a wheel: it is there
     return f"pip install {shlex.quote(f'{place}[{extra}]')}"

@@ -57,10 +57,10 @@ def _ways_to_beat(counts: Sequence[int], num_abstained: int, votes: int, drawn: 
     """Count the ways to draw wrong answers, none more than `votes` times: by [number of ties][number drawn].
 
     The counts are coefficients of polynomials in x, whose exponent is the number drawn. A polynomial is stored as one
-    integer, its value at x = 2^bits; no coefficient overflows, since none exceeds the number of subsets. A wrong answer
-    is drawn fewer than `votes` times, fewer(x) = sum of C(count, j) x^j, or ties, C(count, votes) x^votes; m answers
-    with equal counts tie i times in C(m, i) ties^i fewer^(m - i). Smaller counts cannot tie: like abstentions, they
-    contribute (1 + x)^number.
+    integer, its value at x = 2^bits; no coefficient overflows, because none exceeds the number of subsets. A wrong
+    answer is drawn fewer than `votes` times, fewer(x) = sum of C(count, j) x^j, or ties, C(count, votes) x^votes; m
+    answers with equal counts tie i times in C(m, i) ties^i fewer^(m - i). Smaller counts cannot tie: like abstentions,
+    they contribute (1 + x)^number.
     """
     bits, room = num_abstained + sum(counts) + 1, max(drawn)
     free = num_abstained + sum(count for count in counts if count < votes)

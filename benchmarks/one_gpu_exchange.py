@@ -4,7 +4,7 @@
     python benchmarks/one_gpu_exchange.py --engine embedded --output exchange.jsonl    on a CPU
     python benchmarks/one_gpu_exchange.py "sglang.extra={mem_fraction_static=0.3}"     settings of the run
 
-Weights go through files in memory (/dev/shm), since NCCL refuses two ranks on one GPU by default. Each version is one
+Weights go through files in memory (/dev/shm), because NCCL refuses two ranks on one GPU by default. Each version is one
 line of JSON, printed and appended to --output immediately:
 
     {"version": 1, "tokens": 512, "mean_abs": 0.004, "p99": 0.02, "max": 0.05, "moved": 0.3, "tokens_per_s": 800.0}

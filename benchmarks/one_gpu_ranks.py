@@ -123,7 +123,7 @@ def main() -> int:
 def set_environment(options: argparse.Namespace) -> None:
     """Set the variables of all processes. Raises UserError: several ranks cannot run here with this backend.
 
-    The script starts itself again if a library is to be preloaded, since the linker reads that once.
+    The script starts itself again if a library is to be preloaded, because the linker reads that once.
     """
     if options.backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -4,7 +4,7 @@ A decode step with n running responses, of which the longest has c tokens, takes
 it, in the engine's own CPU time, as on an idle machine. A step of M tokens then takes
 
     synchronous             the sum of t(n, c) until the longest response ends, while n shrinks; then training
-    partial, over-sampled   M / n times t(n, c) with n = all slots, since each ended response is replaced immediately;
+    partial, over-sampled   M / n times t(n, c) with n = all slots, because each ended response is replaced immediately;
                             then training
     overlapped              the same, or training, whichever takes longer
 

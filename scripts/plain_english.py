@@ -35,6 +35,9 @@ PHRASES = {
     r"\bless (?:the|its|their|what)\b": '"minus"',
     r"\bTell whether\b": '"Return whether"',
     r"\bof so (?:many|few)\b": '"of N"',
+    r"\b(?:in|out|away) no more\b": 'a verb, such as "refuse further"',  # english: in no more
+    r", since (?!(?:the|this|that) (?:attempt|run|last|start|beginning|first|previous)|then|its)\b": '"because"',
+    r"\bwhat messages call\b": '"the name of ... in messages"',
 }
 _OVER_LINES = [re.sub(r"(?<!such|here) (?!\[)", r"\\s+", phrase) for phrase in PHRASES]
 _ANYWHERE = re.compile("|".join(f"(?P<p{n}>{phrase})" for n, phrase in enumerate(_OVER_LINES)), re.IGNORECASE)

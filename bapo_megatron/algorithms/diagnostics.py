@@ -130,5 +130,5 @@ def _sum_by_cell(cell_R: Tensor, num_cells: int, counted_R: Tensor, values: Sequ
     is_in_RC = cell_R[:, None] == torch.arange(num_cells, device=cell_R.device)
     cells_RC = (is_in_RC & counted_R[:, None]).double()
     values_RV = torch.stack([value_R.double() for value_R in values], dim=1)
-    # A matrix product, since on a GPU the order of scattered additions changes from run to run.
+    # A matrix product, because on a GPU the order of scattered additions changes from run to run.
     return (cells_RC.T @ values_RV).float()

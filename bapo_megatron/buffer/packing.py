@@ -4,7 +4,7 @@ Every rank computes the same plan from the same batch and seed, and builds only 
 not depend on the plan: they are sums over tokens, divided by counts of the whole optimizer step. All padding
 for the layout is added here.
 
-Micro-batches hold as many tokens as fit in memory. Data ranks get about the same number of FLOPs, since each update
+Micro-batches hold as many tokens as fit in memory. Data ranks get about the same number of FLOPs, because each update
 waits for the slowest. A sequence of n tokens costs n + pair_cost * n**2: because of attention, one sequence of 64k
 tokens costs more than eight of 8k.
 """

@@ -400,7 +400,7 @@ class RolloutConfig(Section):
     """keep: train on responses cut at max_response_tokens; mask: they count in the group's statistics only."""
     keep_group: Annotated[str, AfterValidator(KEEP_GROUP.known)] = "all"
     """Judged groups that enter the batch; the others are replaced. all; informative: groups whose responses got
-    different rewards, since the others teach nothing (DAPO's dynamic sampling); or your own function,
+    different rewards, because the others teach nothing (DAPO's dynamic sampling); or your own function,
     "my_package.my_module:keep_group"."""
     annotators: tuple[Annotated[str, AfterValidator(ANNOTATOR.known)], ...] = ()
     """Your own functions, "my_package.my_module:make", whose objects add values to the tokens of samples that have
@@ -793,7 +793,7 @@ class ParallelConfig(Section):
     """Number of ranks that you mean to start; checked against the product."""
     threads_per_rank: Processes | None = None
     """CPU threads of one trainer process. Unset: cores / ranks, at least 1; with rollout.overlap only half of the cores
-    count, since the engines have the others. In a SLURM job: the cores that it gives each task."""
+    count, because the engines have the others. In a SLURM job: the cores that it gives each task."""
     bind_cpus: bool = True
     """With GPUs, run each rank, and the judges of rank 0, on the CPUs next to its GPU (its NUMA node)."""
     timeout_s: Positive = 600.0

@@ -90,7 +90,7 @@ class WeightTransport(Protocol):
         ...
 
     async def begin(self) -> None:
-        """Begin an update. An unfinished one is dropped, since all its weights will be replaced."""
+        """Begin an update. An unfinished one is dropped, because all its weights will be replaced."""
         ...
 
     async def take(self, weights: Bucket | Folder, *, version: int | None, keeps_cache: bool = False) -> dict[str, str]:

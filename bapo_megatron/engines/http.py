@@ -322,7 +322,7 @@ class HttpEngine:
         await self._call("POST", "/stop_profile")
 
     def _check_vocabulary(self, request: GenerateRequest) -> None:
-        """Check the token ids, since SGLang would read past its embedding. Raises EngineError."""
+        """Check the token ids, because SGLang would read past its embedding. Raises EngineError."""
         if self._vocab_size is None or are_tokens(request.token_ids, self._vocab_size):
             return
         foreign = next(i for i in request.token_ids if not are_tokens([i], self._vocab_size))

@@ -70,7 +70,7 @@ def reach_store(host: str, port: int, world_size: int, timeout_s: float) -> dist
 
 
 def in_thread(name: str, call: Callable[[], _T]) -> Future[_T]:
-    """Start `call` in a daemon thread, since it may block forever; return its outcome as a future."""
+    """Start `call` in a daemon thread, because it may block forever; return its outcome as a future."""
     outcome: Future[_T] = Future()
 
     def run() -> None:

@@ -140,7 +140,7 @@ class AdamState:
 class ChainedAdam:
     """Adam's state of every parameter: one state for each optimizer of Megatron's chain.
 
-    Experts that are spread over ranks have their own optimizer, since their copies are on other ranks.
+    Experts that are spread over ranks have their own optimizer, because their copies are on other ranks.
 
     Args:
         chain: from `get_megatron_optimizer`.

@@ -176,7 +176,7 @@ def reference_adapters(model: Module) -> Iterator[None]:
 class MergedWeights:
     """Reads a linear's weight as W + alpha / rank * B A, in the weight's type; other parameters as they are.
 
-    Counts the values that differ from W, since rounding may leave them as they were.
+    Counts the values that differ from W, because rounding may leave them as they were.
     """
 
     def __init__(self, model: Module) -> None:

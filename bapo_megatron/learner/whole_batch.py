@@ -130,8 +130,8 @@ def taught(batch: Batch, passes: Sequence[Pass], policy: Learner, config: Config
 def with_likeliest(minibatch: MiniBatch, batch: Batch, teachers: Sequence[FrozenPolicy], top_k: int) -> MiniBatch:
     """Add the `top_k` likeliest tokens of each sequence's teacher to the micro-batches of an update. Collective.
 
-    They are of this rank's rows, and stay there, since K times a batch's tokens do not fit on every rank. Only the last
-    stage, which computes the loss, has them.
+    They are of this rank's rows, and stay there, because K times a batch's tokens do not fit on every rank. Only the
+    last stage, which computes the loss, has them.
 
     Args:
         batch: what the mini-batch is of.
@@ -191,8 +191,8 @@ def of_batch(
 ) -> Tensor:
     """Return the score of every sampled token, float64 [T, *shape], 0 on other tokens. Collective.
 
-    Makes one pass and one all-reduce. Every rank gets all values, since each pass over the batch may give a sequence to
-    another rank. The batch must have a trained token.
+    Makes one pass and one all-reduce. Every rank gets all values, because each pass over the batch may give a sequence
+    to another rank. The batch must have a trained token.
 
     Args:
         teacher: see `Pass.teacher`; other tokens have 0.

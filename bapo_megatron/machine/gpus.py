@@ -34,7 +34,7 @@ class GPU:
 
     @property
     def has_multicast(self) -> bool:
-        """Whether the switches between a machine's GPUs can add up and copy (NVLink SHARP, since Hopper)."""
+        """Whether the switches between a machine's GPUs can add up and copy (NVLink SHARP, from Hopper on)."""
         return self.fp8_flops is not None and self.link_bytes_per_s > _PCIE_5
 
 

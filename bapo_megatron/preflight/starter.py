@@ -322,7 +322,7 @@ def _read(data: Path, given: Table) -> tuple[Table, RowSource]:
 
 
 def _rows(data: Path, given: Table) -> tuple[Table, str, list[Row]]:
-    """Return the settings that name the rows, what messages call them, and the rows. Raises UserError."""
+    """Return the settings that name the rows, the rows' name in messages, and the rows. Raises UserError."""
     name = str(data)
     kind = given.get("source", _kind_of(data))
     path = source_kind(kind).path

@@ -1,6 +1,7 @@
 """Better settings: faster layouts, a better split of the GPUs between trainer and servers, and less memory.
 
-Times within a tenth of the fastest count as equal, since the assumed rates are no more exact; the plainest layout wins.
+Times within a tenth of the fastest count as equal, because the assumed rates are not more exact; the
+plainest layout wins.
 """
 
 import itertools

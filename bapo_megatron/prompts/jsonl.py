@@ -57,7 +57,7 @@ class RowSource:
     Columns that the format does not read are in `unused`, by the number of rows in which they hold words or choices.
 
     Args:
-        what: what messages call the rows as a whole.
+        what: the name of all rows in messages.
         format: a key of `FORMATS`.
         fields: columns by the field that they hold, "prompt" or "answer".
         table: the place of `fields` in the configuration.
@@ -174,7 +174,7 @@ def row_source(one: SourceConfig, table: str, *, skips_empty: bool, needs_answer
 
 
 def named_rows(one: SourceConfig, table: str) -> tuple[str, Iterator[Row]]:
-    """Return what messages call the rows as a whole, and the rows of the hub or a function."""
+    """Return the name of all rows in messages, and the rows of the hub or a function."""
     if one.source == "hub":
         return f"{one.path}: the split {one.split}", hub_rows(one.path, one.subset, one.split, table)
     return f'{table}.source="{one.source}": the function', function_rows(one.source, one.options, table)

@@ -117,7 +117,7 @@ def _json_rows(file: Path, text: str) -> Iterator[Row]:
         for number, value in enumerate(values, start=1):
             yield as_row(f"{file}, item {number}", value)
         return
-    # not splitlines, since JSON strings may hold other Unicode line separators
+    # not splitlines, because JSON strings may hold other Unicode line separators
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if len(lines) == 1 or (lines and parsed_json(lines[0][1])[1]):
         value, _ = parsed_json(text)

@@ -53,7 +53,7 @@ class ToolOptions:
         return cls.of(environment.options) if environment.kind == "tools" else None
 
     def shown(self, tokenizer: Any, template_options: Options) -> list[dict[str, Any]]:
-        """Return the schemas for the prompts of a tokenizer; none if `in_prompt`, since the prompts have them.
+        """Return the schemas for the prompts of a tokenizer; none if `in_prompt`, because the prompts have them.
 
         A chat template that does not show them gets them in words: see `Continuation.text`.
 

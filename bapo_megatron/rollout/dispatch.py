@@ -35,7 +35,7 @@ class RolloutStats:
     num_retries: int = 0  # requests sent again
     num_stale_groups: int = 0
     num_dropped_groups: int = 0  # judged, not worth training
-    num_failed_groups: int = 0  # too few rewards left, since environments failed
+    num_failed_groups: int = 0  # too few rewards left, because environments failed
     rewards: list[float] = field(default_factory=list)  # rewards of all judged responses, dropped ones included
     num_fenced: int = 0  # engines fenced off since this attempt began
     errors: list[str] = field(default_factory=list)  # why requests were sent again

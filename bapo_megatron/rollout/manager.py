@@ -136,7 +136,7 @@ class RolloutManager:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value, taken between two events of the loop, since sampling may be in progress."""
+        """Return a JSON value, taken between two events of the loop, because sampling may be in progress."""
 
         async def on_loop() -> dict[str, Any]:
             return self.scheduler.state_dict()

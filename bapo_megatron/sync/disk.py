@@ -47,7 +47,7 @@ class DiskChannel(Sender):
         self._folder.mkdir(parents=True)
 
     def send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> SyncStats:
-        """See `Sender.send`. It is never incomplete, since no engine's failure affects another."""
+        """See `Sender.send`. It is never incomplete, because no engine's failure affects another."""
         try:
             return self._send(in_order(weights, self._session.manifest), version)
         except NoEngineLeftError:

@@ -162,7 +162,7 @@ def one_thread_per_group() -> Iterator[None]:
         options = gloo._Options()
         options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))  # torch reads it only for its own options
         options._timeout, options._threads = timeout, 1
-        for name, value in more.items():  # enable_reconfigure, since torch 2.14
+        for name, value in more.items():  # enable_reconfigure, in torch 2.14 and later
             setattr(options, name, value)
         original(self, store, rank, size, options)
 

@@ -1,4 +1,4 @@
-"""An embedded engine that waits only briefly for a group's other ranks, since none come for odd requests."""
+"""An embedded engine that waits only briefly for a group's other ranks, because none come for odd requests."""
 
 from bapo_megatron.engines.embedded import server, weights
 

@@ -1,6 +1,6 @@
 """Two steps of a whole run on one GPU: the trainer on CUDA, the engine on the CPU, weights between them over gloo.
 
-NCCL to an engine needs SGLang on a second GPU, since the embedded engine computes on the CPU.
+NCCL to an engine needs SGLang on a second GPU, because the embedded engine computes on the CPU.
 """
 
 import math

@@ -83,7 +83,7 @@ def needs(folder: Path, *overrides: str) -> None:
 
 
 def one_update(folder: Path, *overrides: str) -> Result:
-    """Return what a learner with these settings does, in a new process, since Megatron's groups belong to it."""
+    """Return what a learner with these settings does, in a new process, because Megatron's groups belong to it."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_one_update, folder, overrides).result(timeout=HANG_S)
 

@@ -275,7 +275,7 @@ class Campaign:
         self.policy = Policy(shipped_model_path(model), self._before_a_bucket)
         self.streams = tuple(ModelFacts.of(self.policy.folder).streams)
         self.trained: list[Sample] = []
-        self.dropped: list[Sample] = []  # samples that were not trained, since an environment failed
+        self.dropped: list[Sample] = []  # samples that were not trained, because an environment failed
         self.left: list[Sample] = []  # samples in the buffers at the end of each leg
         self.num_fenced = 0
         self.leg = ""

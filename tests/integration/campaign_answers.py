@@ -172,7 +172,7 @@ class Turns:
 
 
 class _Watched(StepDriver):
-    """A driver that keeps the samples that it has ended, since groups without enough rewards vanish."""
+    """A driver that keeps the samples that it has ended, because groups without enough rewards vanish."""
 
     async def advance(self, samples: Sequence[Sample]) -> list[Sample]:
         found = await super().advance(samples)

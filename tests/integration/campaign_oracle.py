@@ -25,7 +25,7 @@ class Checked:
     """Tokens that are what they claim to be, in segments: tokens of one sample and one version."""
 
     num_tokens: int = 0
-    num_unsure: int = 0  # tokens left out, since rounding may choose the experts before them
+    num_unsure: int = 0  # tokens left out, because rounding may choose the experts before them
     worst: float = 0.0  # largest difference
     num_segments: int = 0
     num_betrayed: int = 0  # segments that another version's weights do not give

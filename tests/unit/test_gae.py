@@ -91,7 +91,7 @@ def test_the_ends_of_both_families(batch, gamma):
 @settings(max_examples=100, deadline=None)
 @given(batch=sequences, gamma=discount.filter(bool), data=st.data())
 def test_given_tokens_add_nothing_wherever_they_lie(batch, gamma, data):
-    """Values on given tokens are nan, since nothing may depend on them."""
+    """Values on given tokens are nan, because nothing may depend on them."""
     sampled = [
         [False] * prompt + [here for _ in values for here in [False] * data.draw(st.integers(0, 2)) + [True]]
         for prompt, _, values in batch

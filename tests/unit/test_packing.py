@@ -239,7 +239,7 @@ SAMPLED = TokenStream("scores", "int64")
 def test_rows_of_a_stream_lie_with_their_token_and_those_of_inputs_with_the_input(
     shapes: list, max_tokens: int, layout: dict
 ) -> None:
-    """The rows of the batch's token i are made from i; tokens are numbered from 1, since padding is token 0."""
+    """The rows of the batch's token i are made from i; tokens are numbered from 1, because padding is token 0."""
     batch = build_batch([group(i + 1, p, [n or 1 for n in lengths]) for i, (p, lengths) in enumerate(shapes)])
     num_tokens = batch.token_ids_T.numel()
     index_T = torch.arange(num_tokens)

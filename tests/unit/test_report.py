@@ -387,7 +387,7 @@ LEFT_OUT = SEGMENTS | {"surrogate", "brackets"}
 
 
 def test_odd_lines_of_metrics_are_skipped_or_shown_as_far_as_they_can_be(tmp_path: Path) -> None:
-    """Each line is tested alone, since a later one may hide what it breaks; then all together in all figures."""
+    """Each line is tested alone, because a later one may hide what it breaks; then all together in all figures."""
     rows = {}
     for name, line in ODD_METRICS.items():
         run = make_run(tmp_path / name, steps(1))

@@ -32,7 +32,7 @@ from bapo_megatron.hf.reader import HFReader
 from bapo_megatron.hf.shape import ModelShape, entries, rotary_frequencies
 from bapo_megatron.hf.splits import Entry, is_stored
 
-_TOGETHER = 256  # tokens scored at a time, since log-probs of the whole vocabulary take memory
+_TOGETHER = 256  # tokens scored at a time, because log-probs of the whole vocabulary take memory
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 

@@ -329,7 +329,7 @@ def _changed(config: Config, settings: str) -> Iterator[tuple[str, Any]]:
 
 
 def _default(section: BaseModel) -> BaseModel:
-    """Return the section with its defaults. A preset is kept, since it selects them."""
+    """Return the section with its defaults. A preset is kept, because it selects them."""
     if isinstance(section, ClipBoundConfig):
         return ClipBoundConfig.model_validate({"preset": section.preset})
     return type(section).model_construct()
