@@ -47,6 +47,8 @@ NOT_ON_SITE = ("docs/examples/", "docs/measured/")
 _LOWER_IN_SEARCH = ("api/", "studies/")
 _BOOST = 0.2
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_ROW = re.compile(r"(?m)^\|.*\|$")
+_CODE = re.compile(r"`[^`\n]*`")
 _FENCE = re.compile(r"(^ *```[\s\S]*?^ *```$)", re.MULTILINE)
 _MOVED = """<!doctype html>
 <meta charset="utf-8">
@@ -71,7 +73,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith(_LOWER_IN_SEARCH):
         page.meta["search"] = {"boost": _BOOST}
-    return site_links(markdown, uri)
+    return site_links(site_tables(markdown), uri)
+
+
+def site_tables(markdown: str) -> str:
+    r"""Return a page's text without the backslash of a pipe in a table's code (`\|`), which the site would show."""
+    return _ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), markdown)
 
 
 def site_links(markdown: str, uri: str) -> str:

@@ -46,6 +46,11 @@ def test_a_link_of_the_repository_leads_to_the_same_on_the_site(uri: str, link: 
     assert site_pages.site_links(link, uri) == on_site
 
 
+def test_a_pipe_in_the_code_of_a_table_has_no_backslash_on_the_site() -> None:
+    rows = r"| `|x\|` | a \| b |" + "\n" + r"`\|` in prose"
+    assert site_pages.site_tables(rows) == r"| `|x|` | a \| b |" + "\n" + r"`\|` in prose"
+
+
 def test_a_link_to_a_page_that_is_gone_is_named_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
     site_pages.site_links("text\n\n```\n[a](x.md)\n```\n\n[a](choosing.md#a) and [b](../none.py)\n", "data.md")
     assert caplog.messages == [
