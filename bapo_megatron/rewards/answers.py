@@ -36,9 +36,9 @@ _SURROUNDINGS = " \t.,;:!?\"'`*_()[]“”‘’$"
 _SAME = {"\\dfrac": "\\frac", "\\tfrac": "\\frac"} | dict.fromkeys(["\\left", "\\right", "\\!", "\\,", "\\$", "$"], "")
 
 
-def judge_chain(answer: str, response: str) -> float:
+def judge_chain(answer: Any, response: str) -> float:
     """Return 1.0 if the response ends with "=<answer>,", or 0.0. Example: judge_chain("2", "3+5=1,1*2=2,") == 1.0."""
-    return float(_last_result(answer, response) == answer)
+    return float(_last_result(answer, response) == _spelled(single(answer)))
 
 
 def judge_text(answer: Any, response: str, in_thought: bool = False) -> float:

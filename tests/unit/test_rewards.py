@@ -54,6 +54,12 @@ def test_chain_judge(response, reward):
     assert judge_chain("2", response) == reward
 
 
+@pytest.mark.parametrize("answer", [2, ["2"], [2]])
+def test_a_chain_s_answer_may_be_a_number(answer):
+    assert judge_chain(answer, "3+5=1,1*2=2,") == 1.0
+    assert judge_chain(answer, "3+5=1,1*2=3,") == 0.0
+
+
 def test_chain_judge_accepts_the_source_s_answers():
     questions = [ChainSource(50, 0, {})[i] for i in range(50)]
     assert all(judge_chain(q.answer, f"={q.answer},") == 1.0 for q in questions)
