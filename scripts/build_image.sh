@@ -90,7 +90,9 @@ fi
 say "building $image with $builder from $base"
 started=$SECONDS
 options=()
-[[ "$builder" != buildah ]] || options=(--isolation chroot)
+# The format that podman and buildah write otherwise has no SHELL: they would ignore the Dockerfiles' pipefail.
+[[ "$builder" == docker ]] || options=(--format docker)
+[[ "$builder" != buildah ]] || options+=(--isolation chroot)
 with_builder build ${options[@]+"${options[@]}"} --file "$file" --tag "$image" --build-arg "BASE_IMAGE=$base" "$@" "$ROOT"
 say "built in $((SECONDS - started)) s"
 

@@ -174,8 +174,9 @@ def test_an_image_is_built_from_its_base_with_the_given_options_and_run(tmp_path
     assert done.returncode == 0, done.stderr
     base = "docker.io/library/python:3.11-slim-bookworm"
     assert calls[1] == (
-        f"--storage-driver vfs build --isolation chroot --file {ROOT}/docker/Dockerfile.cpu --tag bapo-megatron:cpu "
-        f"--build-arg BASE_IMAGE={base} --volume /a:/a:ro {ROOT}"
+        "--storage-driver vfs build --format docker --isolation chroot "
+        f"--file {ROOT}/docker/Dockerfile.cpu --tag bapo-megatron:cpu --build-arg BASE_IMAGE={base} --volume /a:/a:ro "
+        f"{ROOT}"
     )
     assert calls[-2].endswith("-- bapo demo a=1 b=2")
     assert calls[-1].startswith("--storage-driver vfs rm")
