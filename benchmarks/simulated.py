@@ -55,7 +55,6 @@ from benchmarks.side_by_side import middle_half
 
 WORKLOAD = Workload(prompts_per_step=4, max_response_tokens=128, median_tokens=16.0)
 NUM_WARMUP = 2  # steps before the first turn
-STREAMED = "over-sampled"
 TRAIN_S = 0.1  # about half of a synchronous rollout
 NUM_METERS = 4
 NUM_REPEATS = 4  # for each measurement
@@ -67,8 +66,7 @@ class Costs:
 
     step: StepCost
     prefill: float  # a token
-    call: float
-    streamed: float  # a call next to others
+    call: float  # with nothing else to do; next to decoding it takes no time of the engine's
     request: float
     abort: float  # one of many, with its reply
     reply: float
@@ -87,36 +85,22 @@ class Meter:
         self._engine = HttpEngine(url, request_timeout_s=TIMEOUT_S, vocab_size=VOCAB_SIZE)
         self._short = replace(bench.workload, max_response_tokens=1)
         self._planned = PlannedEngine(url, self._short)
-        self._schedulers = {mode: self._scheduler(mode) for mode in (SYNCHRONOUS, STREAMED)}
-        self._step = 0
-
-    def _scheduler(self, mode: str) -> Scheduler:
-        return Scheduler(
-            rollout_config(mode, self._short),
+        self._scheduler = Scheduler(
+            rollout_config(SYNCHRONOUS, self._short),
             pool=EnginePool([self._planned]),
             prompts=RandomPrompts(self._short),
             driver=JudgeOnce(lambda samples: [Verdict(Ended(reward=0.0))] * len(samples)),
             stop_token_ids=(),
             seed=1,
         )
+        self._step = 0
 
-    def _take_s(self, mode: str) -> float:
+    def _take_s(self) -> float:
         """Return the seconds in which a step of one token a response is taken."""
         began_s = time.perf_counter()
         for _ in range(NUM_REPEATS):
-            self._bench.loop.run(self._schedulers[mode].take(self._step, self._step), TIMEOUT_S)
+            self._bench.loop.run(self._scheduler.take(self._step, self._step), TIMEOUT_S)
         return (time.perf_counter() - began_s) / NUM_REPEATS
-
-    def streamed(self, costs: Costs) -> float:
-        """Return the seconds of a call next to others, with which a simulated step of one token is as long as a real
-        one."""
-        self._bench.push(self._step)
-        taken_s, low, high = self._take_s(STREAMED), 0.0, 0.1
-        for _ in range(12):
-            middle = (low + high) / 2
-            guess = simulated(STREAMED, self._short, replace(costs, streamed=middle, push=0.0), 0.0, 0, NUM_REPEATS)
-            low, high = (middle, high) if guess.seconds < NUM_REPEATS * taken_s else (low, middle)
-        return low
 
     def costs(self) -> Costs:
         """Measure all costs; the engine has weights of a new version afterwards."""
@@ -128,10 +112,11 @@ class Meter:
         push = (time.perf_counter() - began_s) / NUM_REPEATS
         step, prefill, call, request = loop.run(self._of_engine(w), 4 * TIMEOUT_S)
         abort = loop.run(self._abort_s(w), TIMEOUT_S)
-        taking = self._take_s(SYNCHRONOUS)
+        taking = self._take_s()
         known = call + w.slots * request + step(w.slots, w.prompt_tokens)
         known += w.prompts_per_step * w.prompt_tokens * prefill
-        return Costs(step, prefill, call, 0.0, request, abort, max(0.0, taking - known) / w.slots, push)
+        reply = max(0.0, taking - known) / w.slots
+        return Costs(step, prefill, call, request, max(0.0, abort - reply), reply, push)
 
     def close(self) -> None:
         self._bench.loop.run(self._engine.close(), TIMEOUT_S)
@@ -220,7 +205,8 @@ def simulated(mode: str, w: Workload, costs: Costs, train_s: float, num_before: 
         max_running=w.slots,
         pads=True,
         prefill_s=costs.prefill,
-        call_s=costs.streamed if rollout.overlap or rollout.abort_tail else costs.call,
+        pass_s=costs.step(1, w.prompt_tokens),
+        call_s=0.0 if rollout.overlap or rollout.abort_tail else costs.call,
         request_s=costs.request,
         abort_s=costs.abort,
         token_us=RANK_ZERO_US,
@@ -264,8 +250,6 @@ def main() -> None:
                     factor = (found.wall_s - train_s) / (guessed_s - train_s)
                     ratios[SYNCHRONOUS].append(guessed_s / found.wall_s)
                     now = scaled(costs, factor)
-                    if mode != "partial":
-                        now = replace(now, streamed=meter.streamed(now))
                     found, guess = take_turn(mode)
                     result = guess(now)
                     ratios[mode].append(result.seconds / found.wall_s)
@@ -273,8 +257,7 @@ def main() -> None:
                     ages[mode][1].append(sum(age * share for age, share in result.ages.items()))
                     print(
                         f"   {mode:<12} measured {found.wall_s / options.steps:.3f} s, simulated "
-                        f"{result.seconds / options.steps:.3f}; ratio {ratios[mode][-1]:.2f}; factor {factor:.2f}, "
-                        f"a streamed call {1000 * now.streamed:.2f} ms",
+                        f"{result.seconds / options.steps:.3f}; ratio {ratios[mode][-1]:.2f}; factor {factor:.2f}",
                         flush=True,
                     )
             meter.close()

@@ -212,10 +212,13 @@ class SimulatedServer:
         room = self._world.cache_tokens / self._world.unit
         while len(self._running) > 1 and self._num_cached > room:
             self._retract([next(reversed(self._running.values()))])
+        num_running = len(self._running)
         while self._waiting and len(self._running) < self._world.max_running:
             if self._running and self._num_cached + self._waiting[0].context > _ADMITTED * room:
                 break
             self._start(self._waiting.pop(0))
+        if 0 < num_running < len(self._running):
+            self._prefill_s += self._world.pass_s
         if not self._running:
             return
         num = len(self._running)

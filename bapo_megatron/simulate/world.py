@@ -105,6 +105,7 @@ class World:
     max_running: int = 256  # responses
     cache_tokens: float = math.inf
     prefill_s: float = 0.0  # seconds a token
+    pass_s: float = 0.0  # for which running responses wait whenever others are admitted, besides these tokens
     call_s: float = 0.0  # a server's time for a call, whatever it holds
     request_s: float = 0.0  # a server's time for a request
     abort_s: float = 0.0  # a server's time for an abort

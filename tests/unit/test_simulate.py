@@ -102,6 +102,9 @@ def test_a_full_cache_and_few_slots_let_responses_wait() -> None:
     assert simulate(flat, 1, 0).steps_s == pytest.approx([0.5 + 3.5])
     assert simulate(replace(flat, max_running=2), 1, 0).steps_s == pytest.approx([1.0 + 3.5])
     assert simulate(replace(flat, max_running=1), 1, 0).steps_s == pytest.approx([2.0 + 3.5])
+    mixed = world(num_servers=1, max_running=4)  # four more come after 40, 60 and 80 tokens, the last two together
+    assert simulate(mixed, 1, 0).steps_s == pytest.approx([1.6 + 3.5])
+    assert simulate(replace(mixed, pass_s=0.1), 1, 0).steps_s == pytest.approx([1.6 + 3 * 0.1 + 3.5])
     full = simulate(replace(flat, cache_tokens=104.0), 1, 0)
     # All four grow to 25 tokens, three to 34, two to the end at 50; the last one has half of its tokens then.
     assert full.steps_s == pytest.approx([0.75 + 3.5], rel=0.01)
