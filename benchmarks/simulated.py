@@ -3,11 +3,13 @@
     python -m benchmarks.simulated [--turns N] [--steps N]
 
 The measured side is rollout.py with a constant training time: a real engine process, scheduler and weight channel, with
-imposed lengths. First the costs of decode steps, prefills, calls, requests, replies and pushes are measured. The
-simulation gets these costs and the same lengths, and runs as many steps as the measured side has run. Each turn of a
-mode follows a synchronous turn. All costs are scaled by one factor, with which the simulation of that synchronous turn
-takes as long as it took: other work on the machine changes its speed within seconds. The ratios are simulated /
-measured; their medians should be within 15 % on a quiet machine. The synchronous mode's ratio is without the factor.
+imposed lengths. First the costs of decode steps, prefills, calls, requests, aborts, replies and pushes are measured.
+The simulation gets these costs and the same lengths, and runs as many steps as the measured side has run.
+
+Each turn of a mode follows a synchronous turn. All costs are scaled by one factor, with which the simulation of that
+synchronous turn takes as long as it took: other work on the machine changes its speed within seconds. The ratios are
+simulated / measured; their medians should be within 15 % on a quiet machine. The synchronous mode's ratio is without
+the factor.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Costs:
     prefill: float  # a token
     call: float  # with nothing else to do; next to decoding it takes no time of the engine's
     request: float
-    abort: float  # one of many, with its reply
+    abort: float  # one of many
     reply: float
     push: float
 
