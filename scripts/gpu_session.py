@@ -86,7 +86,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Stage:
-    """One call. `seconds` are expected; what a stage proves and which figures are estimates is in docs/status.md."""
+    """One call. `seconds` are estimates; the head of scripts/gpu_session.sh says what each stage proves."""
 
     loan: str  # "first" or "second" quarter of an hour, or "later"
     seconds: int
