@@ -29,6 +29,12 @@ def files(page: str) -> dict[str, str]:
     return dict(re.findall(r"`(\w+\.(?:py|toml))`[^`\n]*:\n\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
 
 
+def write_files(page: str) -> None:
+    """Write a page's files into the working folder."""
+    for name, text in files(page).items():
+        Path(name).write_text(text)
+
+
 def scripts(page: str) -> list[str]:
     """Return the indented blocks of a page that a user types, with each command on one line."""
     blocks = re.findall(r"(?:^    .+\n)+", re.sub(r"(?ms)^```.*?^```$", "", page), re.MULTILINE)
@@ -38,10 +44,9 @@ def scripts(page: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_with_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in files(PAGE).items():
-        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    write_files(PAGE)
 
 
 def test_each_run_of_the_page_passes_its_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +67,7 @@ def test_the_recipes_from_top_to_bottom(tmp_path: Path) -> None:
     page = PAGE
     for long, short in SHORTER.items():
         page = page.replace(long, short)
-    for name, text in files(page).items():
-        (tmp_path / name).write_text(text)
+    write_files(page)
     for script in scripts(page):
         if not shutil.which("jq"):
             script = re.sub(r"(?m)^jq .*\n", "", script)

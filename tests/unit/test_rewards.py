@@ -18,7 +18,7 @@ from bapo_megatron.errors import DataError, UserError
 from bapo_megatron.prompts.chains import ChainSource
 from bapo_megatron.prompts.reasoning_gym import ReasoningGymSource
 from bapo_megatron.rewards import RewardScorer
-from bapo_megatron.rewards.answers import judge_chain
+from bapo_megatron.rewards.answers import judge_chain, judge_text
 from bapo_megatron.rewards.math import judge_math
 from bapo_megatron.rewards.reasoning_gym import build_judge_of_all, gym_answer, gym_judge
 from bapo_megatron.rewards.verdicts import JudgeSpec
@@ -54,10 +54,11 @@ def test_chain_judge(response, reward):
     assert judge_chain("2", response) == reward
 
 
-@pytest.mark.parametrize("answer", [2, ["2"], [2]])
-def test_a_chain_s_answer_may_be_a_number(answer):
-    assert judge_chain(answer, "3+5=1,1*2=2,") == 1.0
-    assert judge_chain(answer, "3+5=1,1*2=3,") == 0.0
+@pytest.mark.parametrize("answer", ["2", 2, ["2"], [2]])
+@pytest.mark.parametrize("judge", [judge_chain, judge_text, judge_math])
+def test_an_answer_may_be_a_number(judge, answer):
+    assert judge(answer, "3+5=1,1*2=2," if judge is judge_chain else "2") == 1.0
+    assert judge(answer, "3+5=1,1*2=3," if judge is judge_chain else "3") == 0.0
 
 
 def test_chain_judge_accepts_the_source_s_answers():
