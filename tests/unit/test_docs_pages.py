@@ -107,6 +107,19 @@ def test_a_link_to_a_file_or_heading_that_is_gone_is_found(tmp_path: Path) -> No
     assert broken_links(tmp_path) == ["a.md: #a", "a.md: site.md"]
 
 
+def bracket_pairs(page: str) -> list[str]:
+    """Return pairs of brackets that the site reads as one link: in "[0.9, 3.0] [lose](a.md)", the target is "lose"."""
+    return re.findall(r"\][ \n]?\[[^\]]*\]", re.sub(r"(?sm)(`+).+?\1|^    .+?$", "", prose(page)))
+
+
+def test_no_brackets_stand_before_those_of_a_link() -> None:
+    assert bracket_pairs("[0.9, 3.0] [lose](a.md), [0,\n1]\n[a](b.md)") == ["] [lose]", "]\n[a]"]
+    assert bracket_pairs("`[0, 1]` [a](a.md), [a](a.md) [b](b.md), `x[0] [1]`\n\n    x [0] [1]\n") == []
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = {name: bracket_pairs((ROOT / name).read_text(encoding="utf-8")) for name in listed.stdout.splitlines()}
+    assert {name: pairs for name, pairs in found.items() if pairs} == {}
+
+
 class Followed(HTMLParser):
     """The ids of a page of the site, and where its links lead."""
 
