@@ -563,12 +563,17 @@ class CriticConfig(Section):
 def _hint(text: str) -> str:
     """Check the words around a prompt. Raises ValueError."""
     try:
-        fields = {name.split("[")[0] for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+        fields = hint_fields(text)
     except ValueError:
         raise ValueError("must have its braces in pairs: write one that stands for itself twice") from None
     if "prompt" not in fields or fields - {"prompt", "answer"} or text.strip() == "{prompt}":
         raise ValueError('must hold {prompt} and more words, such as "{prompt} The answer is {answer}."')
     return text
+
+
+def hint_fields(text: str) -> set[str]:
+    """Return what a hint has in braces, without keys. Raises ValueError. Example: "{answer[a]} {{b}}" has "answer"."""
+    return {name.split("[")[0] for _, name, _, _ in string.Formatter().parse(text) if name is not None}
 
 
 TEACHERS = ("path", "path_by_source", "urls", "urls_by_source", "hint")

@@ -474,12 +474,23 @@ def _recording(run: Resolved, model: Path | None, here: bool) -> Iterator[Violat
     streams = run.kept_streams if model else ()
     last, limit = config.train.num_steps, config.rollout.max_response_tokens
     has_longer = (limit_of_recording(folder) or 0) > limit
+    found: set[str] = set()
     for step in range(1, last + 1) if has_longer else (1, last):
         try:
-            read_groups(folder, step, streams, limit)
+            groups = read_groups(folder, step, streams, limit)
         except UserError as error:
             yield Violation((*settings, "rollout.max_response_tokens", "train.num_steps"), str(error))
             return
+        segments = [segment for group in groups for sample in group.samples for _, segment in sample.sampled_segments]
+        found.update(stream.name for segment in segments for stream in segment.rows)
+    for setting, added in run.added_streams.items() if model else ():
+        if lacking := [stream.name for stream in added if stream.name not in found]:
+            yield Violation(
+                (*settings, setting),
+                f"rollout.recorded_from={folder}: the samples have no {' or '.join(lacking)}, which {setting} adds to "
+                "samples as they end: a replay adds nothing",
+                f"record them again with {setting}, or leave it out",
+            )
 
 
 def _passed_on(run: Resolved) -> Iterator[Violation]:

@@ -36,10 +36,10 @@ def check_served_teacher(run: Resolved, model: Path | None, *, here: bool, asks:
             prompts = prompts_of(config, tokenizer)
             first, hint = prompts.next(), Hint(teacher.hint, prompts)
             try:
-                hint.check()
+                hint.check(config.longest_sequence - config.longest_trained + config.data.max_prompt_tokens)
                 hint(first)
             except UserError as error:
-                yield Violation(("teacher.hint", "data.source", "data.sources"), str(error))
+                yield Violation(("teacher.hint", "data.max_prompt_tokens", "data.source", "data.sources"), str(error))
     elif asks:
         timeout_s = min(CHECK_TIMEOUT_S, teacher.timeout_s)
 

@@ -23,7 +23,7 @@ from bapo_megatron.machine.parameters import Held, active_parameters, model_para
 from bapo_megatron.machine.server_memory import ServerMemory, concurrent_responses
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.resolved.placement import Placement
-from bapo_megatron.resolved.step_tokens import StepTokens
+from bapo_megatron.resolved.step_tokens import StepTokens, shares_prompts
 
 
 def forward_flops(shape: ModelShape, tokens: StepTokens) -> tuple[float, float]:
@@ -50,7 +50,8 @@ def step_flops(run: Resolved, tokens: StepTokens, scoring_passes: float) -> floa
         critic = (1 + run.config.critic.epochs_per_step * (3 + again)) * layers  # a backward pass takes two
     teachers = 0.0
     for shape, share in run.held_teachers:
-        of_layers, logits = forward_flops(shape, tokens)
+        shares = shares_prompts(run.config, shape)
+        of_layers, logits = forward_flops(shape, StepTokens.of(run.config, tokens.response, shares_prompts=shares))
         teachers += share * (epochs * (of_layers + 2 * logits) if run.config.teacher.top_k else of_layers + logits)
     return trained + scoring_passes * (layers + output) + critic + teachers
 

@@ -74,9 +74,9 @@ class PromptMixture:
         """Return the tokens of a prompt with other words; see `PromptStream.reworded`."""
         return self._streams[prompt.source].reworded(prompt, words)
 
-    def checked(self) -> Iterator[Question]:
-        """Yield the rows of every source; see `PromptStream.checked`."""
-        return chain.from_iterable(stream.checked() for stream in self._streams.values())
+    def lengths_reworded(self, words: Callable[[Question, str], str]) -> Iterator[tuple[int, str]]:
+        """Yield the lengths of the rows of every source; see `PromptStream.lengths_reworded`."""
+        return chain.from_iterable(stream.lengths_reworded(words) for stream in self._streams.values())
 
     def check(self) -> None:
         """Find bad prompts of every source before a run starts; see `PromptStream.check`."""

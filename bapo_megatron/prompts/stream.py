@@ -9,7 +9,7 @@ import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NotRequired
 
 from typing_extensions import TypedDict
@@ -165,21 +165,25 @@ class PromptStream:
 
         Raises DataError if no row gives these tokens, or like `Question.reworded`.
         """
-
-        def tokens(question: Question) -> list[int]:
-            tools = self._tools_of(question)
-            return question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, tools)
-
         where = f"prompt {prompt.prompt_id} of {prompt.source}"
         rows = (self.source[i] for i in self._conversations.get(prompt.text, ()))
         for question in (*rows, Question(prompt.text, prompt.answer, where)):
-            if tokens(question) == [*prompt.token_ids]:
-                return tokens(question.reworded(words))
+            if self._tokens(question) == [*prompt.token_ids]:
+                return self._tokens(question.reworded(words))
         raise DataError(f"no row gives the tokens of {where}, whose words are to be replaced; has the data changed?")
 
-    def checked(self) -> Iterator[Question]:
-        """Yield all rows, or a sample of a procedural source."""
-        return (self.source[i] for i in self._checked_places)
+    def lengths_reworded(self, words: Callable[[Question, str], str]) -> Iterator[tuple[int, str]]:
+        """Yield the number of tokens of a row with other words, and its place: of all rows in use, or of a sample of a
+        procedural source. `check` has found no bad prompt.
+
+        Args:
+            words: see `reworded`, of each row.
+
+        Raises DataError like `Question.reworded`.
+        """
+        for question in (self.source[i] for i in self._checked_places):
+            if self.data.on_bad_prompt == "error" or self._tokenise(question)[1] is None:
+                yield len(self._tokens(question.reworded(partial(words, question)))), question.where
 
     @property
     def _checked_places(self) -> range:
@@ -307,6 +311,10 @@ class PromptStream:
         self.skipped_too_long += bool(token_ids)
         self.skipped_refused += not is_empty and not token_ids
         return None
+
+    def _tokens(self, question: Question) -> list[int]:
+        tools = self._tools_of(question)
+        return question_ids(question, self.tokenizer, self._chat, self.data.system_prompt, tools)
 
     def _tokenise(self, question: Question) -> tuple[tuple[int, ...], str | None]:
         """Return the prompt's token ids and its problem, if any; no ids for an empty or refused prompt."""

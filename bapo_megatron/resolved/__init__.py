@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,13 +95,19 @@ class Resolved:
         return own_annotators(self.config, [stream.name for stream in self.model.streams] if self.model else [])
 
     @property
-    def kept_streams(self) -> tuple[TokenStream, ...]:
-        """All streams in samples, checkpoints and recordings: the engines', the annotators', and a teacher's that is
-        served. Raises UserError."""
+    def added_streams(self) -> dict[str, tuple[TokenStream, ...]]:
+        """The streams of ended samples, by the setting that adds them: the annotators', and a teacher's that is served.
+        Raises UserError."""
         from bapo_megatron.tokens import TEACHER_STREAMS  # it needs torch
 
-        of_teacher = TEACHER_STREAMS if self.config.teacher.is_served else ()
-        return (*self.streams, *(stream for one in self.annotators for stream in one.streams), *of_teacher)
+        teacher = self.config.teacher
+        found = {"rollout.annotators": tuple(stream for one in self.annotators for stream in one.streams)}
+        return found | ({teacher.given: TEACHER_STREAMS} if teacher.is_served else {})
+
+    @property
+    def kept_streams(self) -> tuple[TokenStream, ...]:
+        """All streams in samples, checkpoints and recordings: the engines' and the added ones. Raises UserError."""
+        return (*self.streams, *chain.from_iterable(self.added_streams.values()))
 
     @property
     def folder(self) -> Path:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bapo_megatron.config.schema import TeacherConfig
+from bapo_megatron.config.schema import TeacherConfig, hint_fields
 from bapo_megatron.engines.base import GenerateRequest, TokenScores
 from bapo_megatron.engines.http import HttpEngine
 from bapo_megatron.engines.key import read_key
@@ -27,6 +27,7 @@ from bapo_megatron.engines.pool import EnginePool
 from bapo_megatron.engines.transport import as_dict
 from bapo_megatron.errors import EngineError, RequestRefusedError, UserError, in_one_line
 from bapo_megatron.hf.tokenizer import difference, load_tokenizer
+from bapo_megatron.prompts.base import Question
 from bapo_megatron.prompts.encoding import prompt_ids, rendered_ids
 from bapo_megatron.prompts.mixture import PromptMixture
 from bapo_megatron.prompts.stream import PromptStream
@@ -246,14 +247,23 @@ class Hint:
         where = f"prompt {prompt.prompt_id} of {prompt.source}"
         return self.prompts.reworded(prompt, partial(self._filled, answer=prompt.answer, where=where))
 
-    def check(self) -> None:
-        """Raise UserError for the first row that cannot have them, or of the sample that a procedural source gives."""
-        for one in self.prompts.checked():
-            one.reworded(partial(self._filled, answer=one.answer, where=one.where))
+    def check(self, room: int) -> None:
+        """Raise UserError for the first row that cannot have them, and for the longest, if it has more tokens than
+        `room`. Of a procedural source, a sample is read."""
+
+        def filled(question: Question, words: str) -> str:
+            return self._filled(words, answer=question.answer, where=question.where)
+
+        longest, where = max(self.prompts.lengths_reworded(filled), default=(0, ""))
+        if longest > room:
+            raise UserError(
+                f"{where}: with teacher.hint, the prompt has {longest} tokens, and servers have room for {room} before "
+                f"the longest response; raise data.max_prompt_tokens by {longest - room}"
+            )
 
     def _filled(self, words: str, *, answer: Any, where: str) -> str:
         """Return the hint for the user's words in a prompt."""
-        if answer is None and "{answer" in self.words:
+        if answer is None and "answer" in hint_fields(self.words):
             raise UserError(f"teacher.hint has {{answer}}, and {where} has none")
         try:
             return _Words().format(self.words, prompt=words, answer=answer)

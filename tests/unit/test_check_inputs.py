@@ -5,8 +5,10 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bapo_megatron import cli
@@ -16,8 +18,10 @@ from bapo_megatron.errors import escaped, install_command
 from bapo_megatron.preflight import inputs
 from bapo_megatron.preflight.checks.monitor import check_monitor
 from bapo_megatron.resolved import resolve
+from bapo_megatron.rollout.annotators import with_rows
 from bapo_megatron.rollout.recorded import write_groups
 from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.tokens import TEACHER_LOGPROBS, TEACHER_VERSIONS
 from bapo_megatron.types import Ended, Group, Prompt, Sample, Segment
 from tests.distributed import HANG_S
 
@@ -231,6 +235,24 @@ def test_a_recording_with_longer_responses_is_refused(
     told = f"{folder}/step-000002.jsonl.gz, line 1: a response of prompt 7 has 9 tokens, more than "
     assert told + "rollout.max_response_tokens=8; set it to what the samples were recorded with" in line
     assert not answer(capsys, *replay, "rollout.max_response_tokens=9", "train.num_steps=3")
+
+
+def test_a_recording_without_what_a_served_teacher_adds_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A replay would learn nothing from it. A sample may lack scores, because its teacher has failed."""
+    prompt, tokens = Prompt(7, (1, 2), "", "", ""), Segment.sampled(0, 0, (3,), [-1.0])
+    plain = Sample.of("7.0", prompt, (tokens,), Ended("stop", 1.0))
+    scored = with_rows(plain, {TEACHER_LOGPROBS: np.array([-1.0], "float32"), TEACHER_VERSIONS: np.array([-1])})
+    replay = ["rollout.engine=recorded", f"rollout.recorded_from={tmp_path}", "train.num_steps=1", "loss.name=grpo"]
+    served = 'teacher.urls=["http://127.0.0.1:1"]'
+    write_groups(tmp_path, 1, [Group(prompt, (plain,))])
+    (line,) = answer(capsys, *replay, served)
+    told = "the samples have no teacher_logprobs or teacher_versions, which teacher.urls adds to samples as they end"
+    assert told in line
+    assert not answer(capsys, *replay)
+    write_groups(tmp_path, 1, [Group(prompt, (plain, replace(scored, sample_id="7.1")))])
+    assert not answer(capsys, *replay, served)
 
 
 JUDGES = {

@@ -189,6 +189,15 @@ def messages(severity: str, **sections: Any) -> list[str]:
             {"train": {"deal": "groups", "minibatches_per_step": 1}},
             'train.deal="groups" has no effect without train.minibatches_per_step above 1',
         ),
+        (
+            "error",
+            {
+                "train": {"deal": "groups", "minibatches_per_step": 16},
+                "rollout": {"prompts_per_step": 12, "samples_per_prompt": 8},
+            },
+            'train.minibatches_per_step=16 with train.deal="groups": the groups of 12 prompts make at most as many '
+            "mini-batches; set train.minibatches_per_step=12",
+        ),
         ("warning", {"teacher": {"api_key": "x"}}, 'teacher.api_key="x" has no effect without teacher.urls'),
         ("warning", {"teacher": {"timeout_s": 5}}, "teacher.timeout_s=5.0 has no effect without teacher.urls or"),
         ("warning", {"teacher": {"coef": 2.0}}, "teacher.coef=2.0 has no effect without teacher.path, teacher.urls or"),
@@ -363,6 +372,23 @@ def test_a_teacher_may_have_more_rows_than_the_policy_and_not_fewer() -> None:
     small, heads = found(policy | {"vocab_size": 7, "num_key_value_heads": 1})
     assert small.startswith("teacher.path='x' has a vocabulary of 7 tokens, but the policy's has")
     assert heads.startswith("teacher.path='x': parallel.tensor=2 does not divide 1 key-value head")
+
+
+def test_a_frozen_model_that_computes_each_copy_of_a_prompt_is_told() -> None:
+    policy = json.loads((demo_model_path() / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    hybrid = json.loads((shipped_model_path("hybrid") / "config.json").read_text()) | {"max_position_embeddings": 4096}
+
+    def found(of_policy: dict[str, Any], teacher: dict[str, Any], **train: Any) -> list[str]:
+        sections = {"teacher": {"path": "x"}, "advantage": {"kind": "teacher"}, "loss": {"name": "grpo"}}
+        sections |= {"rollout": {"max_response_tokens": 64}, "train": train}
+        run = resolve(Config.model_validate(sections), of_policy, {"x": teacher})
+        return [v.message for v in check_settings(run) if v.severity == "warning" and "prompt once" in v.message]
+
+    (told,) = found(policy, hybrid)
+    assert told.startswith("teacher.path='x' has linear attention: its passes take longer")
+    assert not found(policy, policy)
+    assert not found(policy, hybrid, share_prompts=False)
+    assert not found(hybrid, hybrid)
 
 
 def test_each_teacher_is_checked_by_the_setting_that_names_it() -> None:

@@ -261,6 +261,21 @@ def test_several_teachers_each_count_with_their_size_and_their_share_of_the_work
         assert alone[1].train.least < both.train.least < alone[0].train.least
 
 
+def test_a_teacher_with_linear_attention_computes_each_copy_of_a_prompt() -> None:
+    """Whether the policy computes a prompt once or not."""
+    given = ("teacher.path=x", "data.max_prompt_tokens=1024", "rollout.max_response_tokens=1024")
+    of_teacher = {}
+    for teacher in ("Qwen2.5-7B-Instruct", "Qwen3.5-9B"):
+        for shares in ("true", "false"):
+            run = resolve(recipe(*given, f"train.share_prompts={shares}"), HF_CONFIG, {"x": KNOWN_MODELS[teacher]})
+            tokens = StepTokens.of(run.config, shares_prompts=run.shares_prompts)
+            of_teacher[teacher, shares] = work.step_flops(run, tokens, 0) - work.step_flops(
+                replace(run, config=recipe(*given[1:], f"train.share_prompts={shares}")), tokens, 0
+            )
+    assert of_teacher["Qwen2.5-7B-Instruct", "true"] < 0.9 * of_teacher["Qwen2.5-7B-Instruct", "false"]
+    assert of_teacher["Qwen3.5-9B", "true"] == pytest.approx(of_teacher["Qwen3.5-9B", "false"], rel=1e-9)
+
+
 def test_a_teachers_likeliest_tokens_cost_memory_and_passes() -> None:
     """Of two epochs, each has the teacher's pass, and each pass computes the output layer twice."""
     given = ("teacher.path=models/other", "train.epochs_per_step=2", "parallel.pipeline=2")

@@ -302,6 +302,7 @@ def test_words_and_answer_of_the_row_stand_in_the_hint() -> None:
     assert found == f"12,{text}"
     assert hinted("{prompt}{answer}", lambda p: replace(p, answer=[3, 4]))[1] == f"{text}<unk>3, 4<unk>"
     assert hinted("{answer[b][0]}{prompt}", lambda p: replace(p, answer={"b": [4]}))[1] == f"4{text}"
+    assert hinted("{{answer}}{prompt}", lambda p: replace(p, answer=None))[1].endswith(text), "it has no field"
     sources = 'data.sources=[{name="a",weight=1},{name="b",weight=3}]'
     mixed, found = hinted("1{prompt}", lambda p: p, sources)
     assert found == f"1{mixed}"
@@ -351,7 +352,7 @@ def test_a_hint_stands_in_the_users_last_message_and_all_else_stays(tmp_path: Pa
     rows = [{"answer": f"8.{number}"} | row for number, row in enumerate(ROWS)]
     tokenizer, prompts = prompts_of_rows(tmp_path, rows)
     hint, found = Hint("{prompt} It is {answer}.", prompts), set()
-    hint.check()
+    hint.check(600)
     for prompt in (prompts.next() for _ in rows):
         text, with_hint = tokenizer.decode(prompt.token_ids), tokenizer.decode(hint(prompt))
         assert text.count("3 + 5?") == 1
@@ -377,7 +378,22 @@ def test_a_row_that_a_hint_does_not_fit_is_told_before_the_run(tmp_path: Path) -
         rows = [{"messages": ROWS[i]["messages"], "answer": {"of": "8"}} for i in range(2)]
         _, prompts = prompts_of_rows(tmp_path, [*rows, last])
         with pytest.raises(UserError, match=reason):
-            Hint("{prompt} It is {answer[of]}.", prompts).check()
+            Hint("{prompt} It is {answer[of]}.", prompts).check(600)
+
+
+def test_a_hint_that_leaves_no_room_for_a_response_is_told_before_the_run(tmp_path: Path) -> None:
+    """The longest row is named. Rows that are left out are not asked."""
+    words = ["2 + 2?", "3 + 5, and nothing else?", "2 + 1?"]
+    rows = [{"prompt": text, "answer": "8"} for text in words] + [{"prompt": "3 + 5? " * 300, "answer": "8"}]
+    _, prompts = prompts_of_rows(tmp_path, rows, "data.on_bad_prompt=skip")
+    hint = Hint("{prompt} It is {answer}.", prompts)
+    given = {prompt.text: prompt for prompt in (prompts.next() for _ in words)}
+    longest = len(hint(given[words[1]]))
+    assert longest > len(given[words[1]].token_ids)
+    hint.check(longest)
+    told = rf"prompts\.jsonl:2: .* {longest} tokens, and servers have room for {longest - 3} .*max_prompt_tokens by 3"
+    with pytest.raises(UserError, match=told):
+        hint.check(longest - 3)
 
 
 def test_what_tools_and_turns_have_added_stays_behind_a_hinted_prompt(tmp_path: Path) -> None:

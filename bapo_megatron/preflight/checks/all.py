@@ -23,7 +23,7 @@ from bapo_megatron.preflight.checks.learning import (
     check_teacher,
     check_units,
 )
-from bapo_megatron.preflight.checks.model import check_dtype, check_policy, precision_warnings
+from bapo_megatron.preflight.checks.model import check_dtype, check_policy, check_sharing_too, precision_warnings
 from bapo_megatron.preflight.checks.monitor import check_monitor
 from bapo_megatron.preflight.checks.placement import check_sharing
 from bapo_megatron.preflight.checks.reward import check_reward
@@ -94,6 +94,8 @@ def check_settings(
         for setting, path, scorer in frozen:
             if scorer is not None:
                 found += check_frozen(config, setting, path, scorer, model, machine)
+                if shape is not None and not scorer.problems and run.shares_prompts:
+                    found += check_sharing_too(setting, path, scorer.shape)
         if shape is not None:
             found += check_top_k(config.teacher.top_k, config.parallel.tensor, shape)
         if critic is not None:

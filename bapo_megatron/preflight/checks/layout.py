@@ -171,6 +171,13 @@ def check_batch(config: Config) -> Iterator[Violation]:
             f"fewer than parallel.data={data} ranks",
             advice,
         )
+    if t.deal == "groups" and t.minibatches_per_step > r.prompts_per_step:
+        yield Violation(
+            ("train.minibatches_per_step", "rollout.prompts_per_step", "train.deal"),
+            f'train.minibatches_per_step={t.minibatches_per_step} with train.deal="groups": the groups of '
+            f"{plural(r.prompts_per_step, 'prompt')} make at most as many mini-batches",
+            f"set train.minibatches_per_step={nearest_divisor(num_sequences, r.prompts_per_step, r.prompts_per_step)}",
+        )
     if r.samples_per_prompt < 2 and config.advantage.needs_group:
         yield Violation(
             ("rollout.samples_per_prompt", "advantage.kind"),

@@ -83,6 +83,17 @@ def check_policy(run: Resolved) -> Iterator[Violation]:
         )
 
 
+def check_sharing_too(setting: str, path: str | None, shape: ModelShape) -> Iterator[Violation]:
+    """Warn of a frozen model that computes each copy of a prompt, next to a policy that computes a prompt once."""
+    if shape.linear is not None:
+        yield warning(
+            (setting, "train.share_prompts", "model.path"),
+            f"{setting}={path!r} has linear attention: its passes take longer, because it computes a prompt once for "
+            "each response, and the policy once for all",
+            "set it to a model without linear attention to save that time",
+        )
+
+
 def _of_servers(ranks: int, shape: ModelShape) -> Iterator[Violation]:
     """Check that a server's ranks can share heads and feed-forward rows.
 
