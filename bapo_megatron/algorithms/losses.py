@@ -177,6 +177,7 @@ class TokenLoss:
     loss_R: Tensor  # the mean over the step is the learner's; with gradient
     kl_reference_R: Tensor | None = None  # nats, from the policy to the reference; set by the learner
     divergence_R: Tensor | None = None  # nats, on a teacher's likeliest tokens; set by the learner
+    prefers_other_R: Tensor | None = None  # bool: another of them than the teacher's first; set in the same place
     sampler_kl_R: Tensor | None = None  # nats, from the sampler to the policy; set by the learner with score centering
     sampler_mass_R: Tensor | None = None  # the sampler's probability of its likeliest tokens; set in the same place
 

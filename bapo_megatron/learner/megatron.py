@@ -231,7 +231,8 @@ class MegatronLearner(TrainedModel):
             teacher = self.config.teacher
             divergence_R = divergence(class_RX, batch.likely_logprobs_RX, batch.mask_R, teacher.divergence)
             loss_R = loss_R + teacher.coef * divergence_R
-            record = dataclasses.replace(record, divergence_R=divergence_R)
+            prefers_other_R = batch.mask_R & (class_RX[:, :-1].argmax(1) > 0)  # the teacher's likeliest is the first
+            record = dataclasses.replace(record, divergence_R=divergence_R, prefers_other_R=prefers_other_R)
         elif class_RX is not None and isinstance(self.config.loss, CenteredLoss):
             assert isinstance(record, RatioTokenLoss)
             factor = partial(self.config.loss.factor, bounds=found)

@@ -117,6 +117,7 @@ def check_layout(
     metrics = learner.step(minibatch, BoundsFinder(config, learner).find(minibatch)).metrics
     means = {
         "teacher/divergence": divergence_T,
+        "teacher/other_choice_share": (p_TX[:, :-1].argmax(1) > 0).double(),
         "teacher/top_k_mass": q_TX[:, :-1].sum(1),
         "teacher/kl": gaps_T,
         "loss/policy": policy_T,
