@@ -130,6 +130,13 @@ def version() -> str:
     return match.group(1)
 
 
+def description() -> str:
+    """Return the README without its links to files of the checkout, which lead nowhere on the page of a package."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    return re.sub(r"!?\[([^]]*)]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 def mapped_packages() -> list[str]:
     """Return every package below a mapped folder, under its installed name."""
     names = []
@@ -143,7 +150,7 @@ setup(
     name="bapo-megatron",
     version=version(),
     description="Reinforcement learning of language models with BAPO (adaptive clipping) on Megatron-Core and SGLang",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description=description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",

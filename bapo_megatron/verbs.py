@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import Config
     from bapo_megatron.engines.embedded.chat import ChatTools
     from bapo_megatron.engines.embedded.text import TextModel
+    from bapo_megatron.resolved import Resolved
     from bapo_megatron.rewards.environments import Environment
 
 _CHAT_TURNS = 10  # that a model takes until it must wait for the next message
@@ -126,10 +127,7 @@ def check(options: Namespace) -> int:
 
 def plan(options: Namespace) -> int:
     """Print memory, work and time of a run, or the best split of its GPUs."""
-    from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.explain import explain_plan, outline
-    from bapo_megatron.preflight.known_models import with_model
-    from bapo_megatron.preflight.plan import planned
 
     if options.best:
         if options.simulate is not None:
@@ -141,7 +139,7 @@ def plan(options: Namespace) -> int:
         return _simulate(options)
     if options.json:
         raise UserError("--json prints what --simulate finds; add --simulate, or leave it out")
-    run = planned(load_checked(with_model(_given(options)), elsewhere=True, memory=False))
+    run = _planned(options)
     explanation = explain_plan(run, options.response_tokens)
     print(f"{explanation.verdict}\n\n{outline(run)}\n{explanation.needs}")
     if explanation.problems:
@@ -149,33 +147,39 @@ def plan(options: Namespace) -> int:
     return 0
 
 
-def _simulate(options: Namespace) -> int:
+def _planned(options: Namespace, ignored: Collection[str] = ()) -> Resolved:
     from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.known_models import with_model
     from bapo_megatron.preflight.plan import planned
+
+    run = planned(load_checked(with_model(_given(options)), elsewhere=True, memory=False, ignored=ignored))
+    asked, most = options.response_tokens, run.config.rollout.max_response_tokens
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"--response-tokens {asked}: no average can be above rollout.max_response_tokens={most}; give a lower one"
+        )
+    return run
+
+
+def _simulate(options: Namespace) -> int:
     from bapo_megatron.simulate.found import simulated
     from bapo_megatron.simulate.settings import read_settings
 
     settings = read_settings(options.simulate)
-    run = planned(load_checked(with_model(_given(options)), elsewhere=True, memory=False))
-    found = simulated(run, settings, options.response_tokens)
+    found = simulated(_planned(options), settings, options.response_tokens)
     print(found.to_json() if options.json else found.text)
     return 0
 
 
 def _plan_best(options: Namespace) -> int:
-    from bapo_megatron.preflight.check import load_checked
     from bapo_megatron.preflight.explain import explain_best
-    from bapo_megatron.preflight.known_models import with_model
-    from bapo_megatron.preflight.plan import planned
     from bapo_megatron.preflight.suggest import CHOSEN
     from bapo_megatron.runtime.files import explaining_os_errors
 
     file: Path | None = options.output
     if file is not None and file.exists():
         raise UserError(f"{file} exists: give another name with -o, or remove it")
-    config = load_checked(with_model(_given(options)), elsewhere=True, memory=False, ignored=CHOSEN)
-    text, best = explain_best(planned(config), options.response_tokens)
+    text, best = explain_best(_planned(options, CHOSEN), options.response_tokens)
     print(text)
     if file is None:
         print(f"\n{best.to_toml()}", end="")

@@ -79,7 +79,7 @@ base="${BASE_IMAGE:-$(sed -n 's/^ARG BASE_IMAGE=//p' "$file")}"
 [[ -n "${BASE_IMAGE:-}" ]] || case "$base" in */*) base="docker.io/$base" ;; *) base="docker.io/library/$base" ;; esac
 if ! with_builder inspect --type image "$base" >/dev/null 2>&1 && ! said="$(with_builder pull --quiet "$base" 2>&1)"; then
     remedy="set BASE_IMAGE to an image that this machine has or can pull"
-    if [[ "$kind" == cpu ]]; then remedy+=", or install debootstrap and run this as root"; fi
+    if [[ "$kind" == cpu ]]; then remedy+=", or leave it out, and run this as root with debootstrap"; fi
     if [[ -n "${BASE_IMAGE:-}" || "$kind" == gpu || "$(id -u)" != 0 ]] || ! command -v debootstrap >/dev/null; then
         fail "no base image: $(tail -n 1 <<<"$said"); $remedy"
     fi

@@ -266,10 +266,11 @@ def find_config(file: Path | str) -> Path:
 
 
 def _beside(file: Path | str) -> list[str]:
-    """List the TOML files in the folder where a missing one was expected."""
-    folder = os.path.dirname(file)
+    """List the other TOML files in the folder where one was expected."""
+    folder, missing = os.path.split(file)
     try:
-        return [os.path.join(folder, name) for name in os.listdir(folder or ".") if name.endswith(".toml")]
+        names = [name for name in os.listdir(folder or ".") if name.endswith(".toml") and name != missing]
+        return [os.path.join(folder, name) for name in names]
     except OSError:  # also ENAMETOOLONG
         return []
 
@@ -387,7 +388,7 @@ _OF_PROMPTS = (".jsonl", ".json", ".csv", ".parquet")
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except (ValueError, RecursionError) as error:  # also for an integer of thousands of digits
         if path.suffix in _OF_PROMPTS:
             advice = f"set data.path={path}, or in `bapo eval` give it as --data {path}"

@@ -1,5 +1,6 @@
 """Checks of this machine: disk space, memory and open files for a run, and a port for the doctor."""
 
+import os
 import re
 import shutil
 import socket
@@ -52,13 +53,19 @@ def _kept_bytes(run: Resolved) -> int:
 
 
 def check_room(run: Resolved) -> Iterator[Violation]:
-    """Check that `run.dir` has space for a checkpoint, and warn if it has too little for all that are kept.
+    """Check that `run.dir` can be written and has space for a checkpoint, and warn if it has too little for all kept.
 
     A folder for weights outside it must hold two versions.
     """
     yield from _weights_room(run)
     config, needed = run.config, checkpoint_bytes(run)
     folder = Path(config.run.dir)
+    place = (folder / str(config.run.name)).absolute()
+    nearest = next(path for path in (place, *place.parents) if os.path.exists(path))
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        what = "cannot be written to" if nearest.is_dir() else "is a file"
+        yield Violation(("run.dir",), f"run.dir={folder}: {nearest} {what}", "set run.dir to another folder")
+        return
     try:
         free = shutil.disk_usage(_existing(folder)).free
     except OSError:

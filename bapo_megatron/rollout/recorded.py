@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import tomllib
 import zlib
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def read_groups(
     """
     path = _path(folder, step)
     if not path.exists():
-        num_steps = len(list(folder.glob("step-*.jsonl.gz")))
+        num_steps = len(recorded_steps(folder))
         raise DataError(
             f"{path} is missing: {folder} holds {plural(num_steps, 'recorded step')}; set train.num_steps to that or "
             "less, or rollout.recorded_from to the `rollouts` folder of a run with rollout.record=true"
@@ -89,6 +90,12 @@ def read_groups(
                 "what the samples were recorded with"
             )
     return groups
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Return the steps that a folder holds, ascending. A run that began as a branch has none of its parent's."""
+    names = (re.fullmatch(r"step-(\d{6,})\.jsonl\.gz", path.name) for path in folder.glob("step-*"))
+    return sorted(int(name[1]) for name in names if name)
 
 
 def limit_of_recording(folder: Path) -> int | None:

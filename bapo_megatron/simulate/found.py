@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.errors import ConfigError, plural
+from bapo_megatron.errors import ConfigError, NoGroupKeptError, plural
 from bapo_megatron.preflight.explain import PLANNED_S, time_text
 from bapo_megatron.preflight.plan import make_plan, memory_problems, step_balance
 from bapo_megatron.resolved import Resolved
 from bapo_megatron.simulate.run import Simulated, simulate
 from bapo_megatron.simulate.settings import Simulation
-from bapo_megatron.simulate.setup import Slice, make_slice
+from bapo_megatron.simulate.setup import Slice, make_slice, recorded_lengths
 
 _BAR = 40  # characters of a bar for all tokens
 
@@ -107,6 +107,9 @@ class Found:
             "           the scheduler is the run's own; speeds are the plan's expected ones unless given; without "
             "evaluation and checkpoints"
         )
+        most = world.rollout.max_response_tokens
+        if settings.lengths_from is None and part.mean_tokens == most:
+            yield f"           all responses have the greatest length, {most:,} tokens; --response-tokens is their mean"
         if part.num_slices > 1 and not (world.rollout.overlap or world.rollout.abort_tail):
             yield "           a step waits for its longest response, which is longer in the whole than in a slice"
 
@@ -123,15 +126,21 @@ def simulated(run: Resolved, settings: Simulation, response_tokens: int | None) 
             "--simulate runs on the GPUs of [cluster]; set cluster.gpu, or merge a file of clusters/, such as "
             "clusters/1x8-h100"
         )
-    plan = make_plan(run, response_tokens)
+    recorded = recorded_lengths(settings, config.rollout.max_response_tokens)
+    plan = make_plan(run, response_tokens if recorded is None else max(1, round(recorded.mean)))
     if problems := [v.message for v in memory_problems(run, plan)]:
         raise ConfigError("\n".join(problems))
-    part = make_slice(run, plan, settings)
+    part = make_slice(run, plan, settings, recorded)
     balance = step_balance(config, plan)
     assert balance is not None, "there are servers"
     if balance.step_s < PLANNED_S:
         raise ConfigError("too small to simulate: less than 1 s a step; requests, judges and Python take longer")
-    return Found(settings, part, simulate(part.world, settings.steps, settings.warmup_steps), balance.step_s)
+    try:
+        return Found(settings, part, simulate(part.world, settings.steps, settings.warmup_steps), balance.step_s)
+    except NoGroupKeptError as error:
+        raise ConfigError(
+            f"--simulate kept_share={settings.kept_share:g} leaves no groups to train; raise it"
+        ) from error
 
 
 def mean_of(shares: Mapping[int, float]) -> float:

@@ -30,7 +30,7 @@ class Simulated:
     ages: dict[int, float]  # share of trained tokens by age, in optimizer updates, averaged over a step's updates
     first_ages: dict[int, float]  # share of trained responses by the age of their first token, in steps
     rank_zero: dict[str, float]  # shares of one core's time
-    num_fenced: int
+    num_fenced: int  # since the beginning, as are the seconds of faults
     num_dropped: dict[str, int]  # groups by reason
 
     @property
@@ -98,10 +98,10 @@ class _Simulation:
         loop, world, scheduler = asyncio.get_running_loop(), self._world, self._scheduler
         steps_s: list[float] = []
         ages, first_ages = defaultdict[int, float](float), defaultdict[int, float](float)
-        trained_s, before = 0.0, self._totals()
+        trained_s, before, dropped_before = 0.0, self._totals(), dict(scheduler.book.num_dropped)
         for step in range(num_warmup + num_steps):
             if step == num_warmup:
-                steps_s, trained_s, before = [], 0.0, self._totals()
+                steps_s, trained_s, before, dropped_before = [], 0.0, self._totals(), dict(scheduler.book.num_dropped)
                 ages.clear()
                 first_ages.clear()
             began_s = loop.time()
@@ -128,7 +128,9 @@ class _Simulation:
             first_ages={age: first_ages[age] / num_responses for age in sorted(first_ages)},
             rank_zero={name: counted[f"rank 0 {name}"] / total_s for name in self._rank_zero.busy_s},
             num_fenced=self._pool.num_fenced,
-            num_dropped=dict(scheduler.book.num_dropped),
+            num_dropped={
+                reason: num - dropped_before.get(reason, 0) for reason, num in scheduler.book.num_dropped.items()
+            },
         )
 
     async def _take(self, step: int) -> list[Group]:

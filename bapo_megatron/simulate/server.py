@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,6 +27,7 @@ _LOGPROBS = read_only(np.zeros(_LONGEST, np.float32))
 _GROWTH = 0.125  # by which contexts grow until the speed is computed again
 _ADMITTED = 0.9  # share of the cache to which new responses may fill it; SGLang keeps some room to grow, too
 _CLOSE = 1e-6  # rounding, in tokens
+_TICK_S = 1e-6  # asyncio does not wait for less than 1e-9 s: the clock would stand still
 
 
 @dataclass(slots=True, eq=False)
@@ -227,8 +229,8 @@ class SimulatedServer:
             max(1.0, _GROWTH * self._num_cached / num),
             (room - self._num_cached) / num if num > 1 else float("inf"),
         )
-        wait_s = self._prefill_s + max(until, _CLOSE) * self._token_s()
-        self._timer = asyncio.get_running_loop().call_later(wait_s, self._look)
+        loop, due_s = asyncio.get_running_loop(), self._prefill_s + until * self._token_s()
+        self._timer = loop.call_later(max(due_s, _TICK_S, math.ulp(loop.time())), self._look)
 
     def _look(self) -> None:
         self._timer = None

@@ -78,8 +78,9 @@ def read_settings(texts: Sequence[str]) -> Simulation:
         settings = Simulation.model_validate_json(json.dumps(given, default=str), strict=True)
     except ValidationError as error:
         for one in error.errors():
-            what = expected(dict(one))
-            found.append(f"--simulate {'.'.join(map(str, one['loc']))}{what}, got {shown(one['input'])}")
+            cause = one.get("ctx", {}).get("error")  # a validator's, whose text follows the name
+            what = f" {cause}" if cause else f"{expected(dict(one))}, got {shown(one['input'])}"
+            found.append(f"--simulate {'.'.join(map(str, one['loc']))}{what}")
     if found:
         raise ConfigError("\n".join(found))
     return settings

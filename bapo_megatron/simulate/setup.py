@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError, plural
@@ -13,7 +14,7 @@ from bapo_megatron.machine.server_memory import ServerMemory
 from bapo_megatron.preflight import work
 from bapo_megatron.preflight.plan import COMPUTE_SHARE, LINK_SHARE, RunPlan
 from bapo_megatron.resolved import Resolved
-from bapo_megatron.rollout.recorded import read_groups
+from bapo_megatron.rollout.recorded import read_groups, recorded_steps
 from bapo_megatron.simulate.settings import Simulation
 from bapo_megatron.simulate.world import (
     RANK_ZERO_US,
@@ -37,15 +38,17 @@ class Slice:
     world: World
     num_slices: int
     num_gpus: int  # in the whole run
-    mean_tokens: float  # in a response
+    mean_tokens: int  # in a response
 
 
-def make_slice(run: Resolved, plan: RunPlan, settings: Simulation) -> Slice:
+def make_slice(run: Resolved, plan: RunPlan, settings: Simulation, recorded: Recorded | None) -> Slice:
     """Return the world to simulate.
+
+    Args:
+        recorded: lengths whose mean the plan has; None for random ones.
 
     Raises:
         ConfigError: there are no servers to simulate, or the settings do not fit the run.
-        DataError: the recorded lengths cannot be read, or exceed rollout.max_response_tokens.
     """
     config, r, memory = run.config, run.config.rollout, plan.server
     if memory is None or plan.rollout is None or r.num_servers != run.placement.num_servers:
@@ -55,9 +58,28 @@ def make_slice(run: Resolved, plan: RunPlan, settings: Simulation) -> Slice:
     if wrong := [number for number, _, _ in settings.down if number >= num_servers]:
         has = "the run has" if num_slices == 1 else "a slice has"
         raise ConfigError(f"--simulate down names server {wrong[0]}, and {has} {plural(num_servers, 'server')}, from 0")
-    lengths, mean = _lengths(run, plan, settings)
-    has_turns = settings.turns > 1
+    for (number, at_s, for_s), (other, next_s, _) in pairwise(sorted(settings.down)):
+        if number == other and next_s < at_s + for_s:
+            raise ConfigError(
+                f"--simulate down: server {number} cannot end at {next_s:g} s, because it is down until "
+                f"{at_s + for_s:g} s; make it one entry"
+            )
+    mean = plan.tokens.response
+    lengths = recorded or LogNormal.with_mean(mean, settings.spread, r.max_response_tokens, settings.seed)
     prompt = config.data.max_prompt_tokens
+    has_turns = settings.turns > 1
+    if settings.turns > mean:
+        raise ConfigError(
+            f"--simulate turns={settings.turns} needs a token in each turn, and a response has {mean} on average; set "
+            f"it to {mean} or less"
+        )
+    longest = prompt + r.max_response_tokens + (settings.turns - 1) * settings.answer_tokens
+    if has_turns and longest > (positions := run.shape.max_positions):
+        raise ConfigError(
+            f"prompt and response of {prompt + r.max_response_tokens} tokens with {settings.turns} - 1 answers of "
+            f"--simulate answer_tokens={settings.answer_tokens} make {longest}, more than the model's "
+            f"max_position_embeddings={positions}; set turns or answer_tokens lower"
+        )
     num_sequences = plan.tokens.num_sequences / num_slices
 
     def train_seconds(num_sampled: int) -> float:
@@ -109,6 +131,26 @@ def make_slice(run: Resolved, plan: RunPlan, settings: Simulation) -> Slice:
     return Slice(world, num_slices, run.placement.num_gpus, mean)
 
 
+def recorded_lengths(settings: Simulation, most: int) -> Recorded | None:
+    """Return the lengths in `lengths_from`, whichever steps it holds; None without it.
+
+    Raises:
+        ConfigError: there are none.
+        DataError: they cannot be read, or exceed `most`, rollout.max_response_tokens.
+    """
+    if settings.lengths_from is None:
+        return None
+    folder = Path(settings.lengths_from).expanduser()
+    steps = recorded_steps(folder)
+    if not steps:
+        raise ConfigError(
+            f"--simulate lengths_from: {folder} holds no step-*.jsonl.gz; give the `rollouts` folder of a run with "
+            "rollout.record=true"
+        )
+    groups = [group for step in steps for group in read_groups(folder, step, (), most)]
+    return Recorded([[sample.num_sampled_tokens for sample in group.samples] for group in groups], settings.seed)
+
+
 def _num_slices(run: Resolved, settings: Simulation) -> int:
     r = run.config.rollout
     common = math.gcd(r.num_servers, r.prompts_per_step)
@@ -124,23 +166,6 @@ def _num_slices(run: Resolved, settings: Simulation) -> int:
             f"rollout.prompts_per_step={r.prompts_per_step}; set it to a divisor of {common}"
         )
     return settings.slices
-
-
-def _lengths(run: Resolved, plan: RunPlan, settings: Simulation) -> tuple[Callable[[str], int], float]:
-    """Return the sampled tokens of a sample, by its id, and their mean."""
-    most = run.config.rollout.max_response_tokens
-    if settings.lengths_from is None:
-        mean = float(plan.tokens.response)
-        return LogNormal.with_mean(mean, settings.spread, most, settings.seed), mean
-    folder = Path(settings.lengths_from).expanduser()
-    num_steps = max(1, len(list(folder.glob("step-*.jsonl.gz"))))
-    groups = [
-        [sample.num_sampled_tokens for sample in group.samples]
-        for step in range(1, num_steps + 1)
-        for group in read_groups(folder, step, (), most)
-    ]
-    found = [length for group in groups for length in group]
-    return Recorded(groups, settings.seed), sum(found) / len(found)
 
 
 def _step_seconds(run: Resolved, gpu: GPU, memory: ServerMemory, settings: Simulation) -> Callable[[int, float], float]:

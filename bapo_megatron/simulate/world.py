@@ -64,6 +64,10 @@ class Recorded:
     groups: Sequence[Sequence[int]]
     seed: int = 0
 
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(length for group in self.groups for length in group)
+
     def __call__(self, sample_id: str) -> int:
         prompt_id, _, place = sample_id.partition(".")
         draw = statistics.NormalDist().cdf(standard_normal(self.seed, "group", prompt_id))

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -45,6 +46,11 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(dist), str(source), cwd=tmp_path)
     (wheel,) = dist.glob("bapo_megatron-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    links = re.findall(r"]\(([^)]*)\)", metadata)
+    assert links
+    assert all(link.startswith("https://") for link in links), "a package's page has no files to link to"
     run(*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
 
     lines = run(sys.executable, "-c", PROBE, cwd=elsewhere, PYTHONPATH=str(target)).splitlines()

@@ -155,10 +155,12 @@ def test_unreadable_files(tmp_path: Path) -> None:
     names = ", ".join(sorted({re.sub("/.*", "/...", name) for name in shipped_configs()}))
     advice = f"give a TOML file or a shipped configuration: {names} (docs/recipes.md)"
     assert message([tmp_path / "no.toml"]) == f"configuration no.toml does not exist; {advice}"
-    (tmp_path / "folder").mkdir()
-    assert message([tmp_path / "folder"]) == f"configuration folder is a folder; {advice}"
+    for name in ("folder", "deep.toml"):
+        (tmp_path / name).mkdir()
+        assert message([tmp_path / name]) == f"configuration {name} is a folder; {advice}"
     assert message([write(tmp_path, "[run\n")]).startswith("run.toml is not valid TOML: ")
     assert "line 1" in message([write(tmp_path, "[run\n")])
+    assert load_config([write(tmp_path, "\ufeff[train]\nnum_steps = 7\n")]).train.num_steps == 7, "a byte order mark"
 
 
 def test_a_misspelt_file_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

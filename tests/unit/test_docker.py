@@ -150,7 +150,7 @@ UNREACHABLE = '[[ "$*" != *"inspect"* && "$*" != *"pull"* ]] || { echo "no such 
             UNREACHABLE,
             {},
             "no base image: no such host; set BASE_IMAGE to an image that this machine has or can pull, "
-            "or install debootstrap and run this as root",
+            "or leave it out, and run this as root with debootstrap",
         ),
         (
             ["gpu"],

@@ -276,6 +276,17 @@ def test_two_nodes_meet() -> None:
             assert "4 processes: all-reduce" in done.stdout
 
 
+@pytest.mark.parametrize(("below", "is_file"), [("", True), ("more/runs", True), ("runs", False)])
+def test_a_folder_that_a_run_cannot_make(tmp_path: Path, monkeypatch, below: str, is_file: bool) -> None:
+    place = tmp_path / "place"
+    place.touch() if is_file else place.mkdir()
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: is_file)
+    config = Config.model_validate({"run": {"dir": str(place / below)}})
+    (found,) = machine.check_room(resolve(config, load_hf_config(demo_model_path())))
+    what = "is a file" if is_file else "cannot be written to"
+    assert found.problem == f"run.dir={place / below}: {place} {what}"
+
+
 @pytest.mark.parametrize(
     ("free_share", "severities"), [(0.99, ["error"]), (1.01, ["warning"]), (2.99, ["warning"]), (3.01, [])]
 )

@@ -173,11 +173,18 @@ def test_a_server_that_ends_comes_back_with_the_next_push_and_no_token_is_lost()
         assert torn.num_responses == 15 * 8
 
 
+def test_an_instant_decode_step_ends() -> None:
+    found = simulate(world(step_s=lambda num, context: 1e-12), 2, 0)
+    assert found.steps_s == pytest.approx([3.5, 3.5], abs=0.01)
+
+
 def test_groups_that_are_not_kept_are_sampled_again() -> None:
     found = simulate(world(kept_share=0.5), 40, 0)
     num_sampled = found.generated_tokens / 280
     assert num_sampled == pytest.approx(2 * found.trained_tokens / 280, rel=0.3)
     assert found.num_dropped["keep_group"] > 0
+    both = [simulate(world(kept_share=0.5), steps, 20 - steps).num_dropped["keep_group"] for steps in (20, 1)]
+    assert both[1] < both[0] / 4, "the steps that are not counted do not count here either"
 
 
 def test_lengths_have_the_mean_that_was_asked_for() -> None:
@@ -248,6 +255,9 @@ def test_the_command_prints_what_it_found(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert "simulated  2 steps after 1, 8 GPUs" in text
     assert "USD a step, at 2 an hour and GPU" in text
+    assert "greatest length" not in text
+    assert main([*PLAN, "--simulate", "steps=1", "warmup_steps=0"]) == 0
+    assert "all responses have the greatest length, 8,192 tokens" in capsys.readouterr().out
     slower = simulated(capsys, *few, "decode_ms=[[1, 100.0], [64, 100.0]]", "down=[[0, 0, 40]]")
     assert slower["step_s"]["mean"] > 2 * found["step_s"]["mean"]
     assert slower["fenced"] == 1
@@ -267,10 +277,12 @@ def test_recorded_lengths_are_read(tmp_path: Path, capsys: pytest.CaptureFixture
             )
             for i, length in enumerate(pair)
         ]
-        write_groups(folder, step, [Group(prompt, tuple(samples))])
+        write_groups(folder, step + 20, [Group(prompt, tuple(samples))])  # as a branch from step 20 records
     few = ["--simulate", "steps=2", "warmup_steps=0", f"lengths_from={folder}"]
     found = simulated(capsys, *few)
     assert found["response_tokens"] == pytest.approx(2100, rel=0.15)
+    assert main([*PLAN, "--json", *few]) == 0
+    assert json.loads(capsys.readouterr().out) == found, "the plan has the recorded mean, whatever --response-tokens is"
     assert main([*PLAN, "rollout.max_response_tokens=2500", *few]) == 2
     assert "more than rollout.max_response_tokens=2500" in capsys.readouterr().err
 
@@ -287,7 +299,13 @@ def test_recorded_lengths_are_read(tmp_path: Path, capsys: pytest.CaptureFixture
             "--simulate down names server 3, and a slice has",
         ),
         (["--simulate", "slices=7"], "--simulate slices=7 does not divide"),
-        (["--simulate", "lengths_from=/nowhere"], "/nowhere/step-000001.jsonl.gz is missing"),
+        (["--simulate", "lengths_from=/nowhere"], "/nowhere holds no step-*.jsonl.gz; give the `rollouts` folder"),
+        (["--simulate", "lengths_from="], "--simulate lengths_from must be a path"),
+        (["--simulate", "down=[[0, 9, 5], [0, 12, 5]]"], "server 0 cannot end at 12 s, because it is down until 14 s"),
+        (["--simulate", "kept_share=1e-9", "train_s=1"], "--simulate kept_share=1e-09 leaves no groups to train"),
+        (["--response-tokens", "20", "--simulate", "turns=21"], "turns=21 needs a token in each turn"),
+        (["--simulate", "turns=9", "answer_tokens=90000"], "more than the model's max_position_embeddings=131072"),
+        (["--response-tokens", "8193"], "no average can be above rollout.max_response_tokens=8192"),
         (["--json"], "--json prints what --simulate finds"),
         (["--best", "--simulate"], "--best chooses a layout and --simulate runs one"),
         (
