@@ -227,7 +227,7 @@ VERBS = (
                 "--response-tokens",
                 type=_whole,
                 metavar="N",
-                help="average length of a response (default: as long as allowed)",
+                help="average length of a response (default: the longest allowed)",
             ),
             argument(
                 "--best",
