@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import tomllib
@@ -17,6 +18,7 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config, load_tables
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import hf_tensors, model_shape
 from bapo_megatron.machine.gpus import FULL, GIB, GPUS
 from bapo_megatron.machine.shared_gpu import shared_gpu
 from bapo_megatron.preflight import starter
@@ -51,7 +53,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
-    """Return a function that makes a folder for a known model, with the demo's tokenizer and an empty weight file."""
+    """Return a function that makes a folder for a known model, with the demo's tokenizer and hollow weights."""
 
     def make(name: str) -> str:
         folder = tmp_path / name
@@ -59,7 +61,14 @@ def model(tmp_path: Path) -> Any:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / file).write_bytes((demo_model_path() / file).read_bytes())
         (folder / "config.json").write_text(json.dumps(KNOWN_MODELS[name]))
-        (folder / "model.safetensors").touch()
+        header: dict[str, Any] = {}
+        end = 0
+        for tensor, size in hf_tensors(model_shape(KNOWN_MODELS[name])).items():
+            start, end = end, end + 2 * math.prod(size)
+            header[tensor] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
+        written = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(written).to_bytes(8, "little") + written)
+        os.truncate(folder / "model.safetensors", 8 + len(written) + end)  # a hole takes no space
         return str(folder)
 
     return make
