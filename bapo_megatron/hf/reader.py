@@ -34,15 +34,18 @@ class HFReader:
         with HFReader(path) as read:
             top = read("model.embed_tokens.weight", (slice(0, 100),))  # [100, hidden]
 
+    Args:
+        headers_only: reads no values, so that a file may be larger than this machine's memory.
+
     Raises:
         CheckpointError: the folder has no safetensors weights, a file is missing or torn, or index and files disagree.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, headers_only: bool = False) -> None:
         self.path = Path(path)
         weight_map = _weight_map(self.path)
         files = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
-        self._handles = {name: self._open(self.path / name) for name in files}
+        self._handles = {name: self._open(self.path / name, "np" if headers_only else "pt") for name in files}
         self._files_in_use: set[str] = set()
         self._file_of = {tensor: name for name, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
         self._places: dict[str, tuple[str, int, slice]] = {}  # an expert's tensor -> its stack, index and rows
@@ -50,11 +53,13 @@ class HFReader:
             self._compare_with_index(weight_map)
 
     @staticmethod
-    def _open(file: Path) -> safe_open:
+    def _open(file: Path, framework: str) -> safe_open:
         try:
-            return safe_open(file, framework="pt")
-        except (OSError, SafetensorError) as error:
+            return safe_open(file, framework=framework)
+        except RuntimeError as error:  # torch reserves memory for a whole file
             raise CheckpointError(f"cannot read {file}: {error}") from error
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {file}: {error}; copy or download the file again") from error
 
     def _compare_with_index(self, weight_map: dict[str, str]) -> None:
         for tensor, name in weight_map.items():
@@ -100,8 +105,24 @@ class HFReader:
         """Check names, shapes and types against config.json, and warn of tensors that stay unread.
 
         Raises:
-            CheckpointError: lists missing, unexpected, mis-shaped and quantised tensors; or a tied output layer
-                differs from the embedding.
+            CheckpointError: see `check_headers`; or a tied output layer differs from the embedding.
+        """
+        unread = self.check_headers(shape)
+        if shape.tied_embeddings and "lm_head.weight" in self:
+            self._check_tied(shape)
+        if unread:
+            log.warning(
+                "%s holds %s that are left out, as only text is trained: %s",
+                self.path,
+                plural(len(unread), "tensor"),
+                list_some(sorted({f"{start}*" for start in shape.unread for name in unread if name.startswith(start)})),
+            )
+
+    def check_headers(self, shape: ModelShape) -> list[str]:
+        """Check names, shapes and types against config.json, and return the names of tensors that stay unread.
+
+        Raises:
+            CheckpointError: lists missing, unexpected, mis-shaped and quantised tensors.
         """
         wanted = self._wanted(shape)
         slices = {name: self._handles[file].get_slice(name) for name, file in self._file_of.items()}
@@ -129,15 +150,7 @@ class HFReader:
         }
         if found := in_words(complaints):
             raise CheckpointError(f"weights in {self.path} do not fit its config.json; {found}")
-        if shape.tied_embeddings and "lm_head.weight" in slices:
-            self._check_tied(shape)
-        if unread:
-            log.warning(
-                "%s holds %s that are left out, as only text is trained: %s",
-                self.path,
-                plural(len(unread), "tensor"),
-                list_some(sorted({f"{start}*" for start in shape.unread for name in unread if name.startswith(start)})),
-            )
+        return unread
 
     def _wanted(self, shape: ModelShape) -> dict[str, Size]:
         """Return names and shapes of the tensors that the folder needs, with the stacks that it has; remember these."""
@@ -213,7 +226,8 @@ def _weight_map(path: Path) -> dict[str, str] | None:
             raise CheckpointError(f"{path} holds both {SINGLE} and {INDEX}: delete the wrong one")
         return None
     if not index.exists():
-        raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}: save the model as safetensors")
+        advice = "add the index of its files" if any(path.glob("*.safetensors")) else "save the model as safetensors"
+        raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}: {advice}")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = set(weight_map.values())

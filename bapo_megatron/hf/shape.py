@@ -445,7 +445,12 @@ def _unsupported_options(get: Settings) -> Iterator[str]:
     needed = get.written.keys() & get.family.not_null
     sizes |= {key: get(key) for key in _OPTIONAL if get(key) is not None or key in needed}
     if bad := [key for key, value in sizes.items() if type(value) is not int or value < 1]:
-        yield "; ".join(f"config.json has no {key!r} that is a positive number" for key in bad)
+        yield "; ".join(
+            f"{key}={_quoted(get(key))} is not a positive whole number"
+            if key in get.written
+            else f"config.json has no {key!r}"
+            for key in bad
+        )
         return
     most = dict.fromkeys(sizes, _MOST) | {"num_hidden_layers": _MOST_LAYERS}
     if large := [key for key, value in sizes.items() if value > most[key]]:
@@ -462,10 +467,11 @@ def _unsupported_options(get: Settings) -> Iterator[str]:
         yield f"eos_token_id={json.dumps(eos)} is neither the number of a token nor a list of them"
     heads, kv_heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads", sizes["num_attention_heads"])
     if heads % kv_heads:
-        yield f"{plural(heads, 'attention head')} cannot share {plural(kv_heads, 'key-value head')}"
+        yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
     rotated = sizes.get("head_dim") or sizes["hidden_size"] // heads
     if rotated % 2:
-        yield f"an odd head dimension, {rotated}, cannot be rotated in pairs"
+        of = "" if "head_dim" in sizes else f" of hidden_size={sizes['hidden_size']} and num_attention_heads={heads}"
+        yield f"head_dim={rotated}{of} is odd, and cannot be rotated in pairs"
     if get("hidden_act") not in ACTIVATIONS:
         yield f"hidden_act={get('hidden_act')!r} is not supported; choose from {', '.join(ACTIVATIONS)}"
     for key in get.family.refused:
@@ -480,6 +486,8 @@ def _unsupported_options(get: Settings) -> Iterator[str]:
             yield f"{key}={json.dumps(get(key))} is neither true nor false"
     if get.family.window_switch == "use_sliding_window" and type(get("max_window_layers")) is not int:
         yield f"max_window_layers={json.dumps(get('max_window_layers'))} is not a number"
+    if not get.written.get("is_causal", True):
+        yield f"is_causal={json.dumps(get('is_causal'))} is not supported: only models with is_causal=true"
     if get("per_layer_config"):
         yield "per_layer_config, which makes layers differ, is not supported"
     for key in get.family.multipliers:
@@ -501,6 +509,11 @@ def _unsupported_options(get: Settings) -> Iterator[str]:
     elif _has_sliding_window(get):
         yield _windows(get)
     yield from _unsupported_rope(get, rotated)
+
+
+def _quoted(value: Any) -> str:
+    """Return the start of a value, as config.json has it."""
+    return json.dumps(value)[:80]
 
 
 def _switches(family: Family) -> list[str]:
@@ -533,9 +546,11 @@ def _windows(get: Settings) -> str:
     else:
         found = f"{switch}={json.dumps(get(str(switch)))}"
         off = f"{switch}={'null' if switch == 'sliding_window' else 'false'}"
-    is_harmless = type(window) is int and window > 0 and others[:1] in ([], ["sliding_attention"])
+    is_window = others[:1] in ([], ["sliding_attention"])
+    is_harmless = type(window) is int and window > 0 and is_window
     same = f", which changes nothing for sequences of at most {window} tokens" if is_harmless else ""
-    return f"{found}: sliding-window attention is not supported; set {off} in config.json{same}"
+    what = "sliding-window attention" if is_window else "this attention"
+    return f"{found}: {what} is not supported; set {off} in config.json{same}"
 
 
 def _rope(get: Settings) -> dict[str, Any]:
@@ -580,7 +595,8 @@ def _unsupported_rope(get: Settings, head_dim: int) -> Iterator[str]:
     needed, optional = ROPE_TYPES[kind]
     for key in (*needed, "rope_theta"):
         if not is_positive(rope.get(key)):
-            yield f"rope scaling {kind!r} needs the positive number {key!r}"
+            found = f", not {_quoted(rope[key])}" if key in rope else ""
+            yield f"rope scaling {kind!r} needs the positive number {key!r}{found}"
     for key in optional:
         value, whole = rope.get(key), key == "original_max_position_embeddings"
         if not (is_positive(value) if whole and key in rope else value is None or is_positive(value)):

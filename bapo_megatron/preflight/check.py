@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.assets import resolve_model_path
+from bapo_megatron.assets import SHIPPED_MODELS, hub, resolve_model_path
 from bapo_megatron.config.base import Severity, Violation, overlap, warning
 from bapo_megatron.config.engines import ENGINE_CHECK, EngineKind
 from bapo_megatron.config.load import read_config, split_arguments
@@ -17,6 +17,7 @@ from bapo_megatron.config.schema import Config
 from bapo_megatron.engines import sglang_kernels
 from bapo_megatron.errors import CheckpointError, ConfigError, TornCheckpointError, UserError, escaped
 from bapo_megatron.hf.facts import ModelFacts
+from bapo_megatron.hf.families import VALUE_HEAD
 from bapo_megatron.hf.shape import load_hf_config
 from bapo_megatron.learner import REMOVE_ENGINE
 from bapo_megatron.learner.fit import check_tokenizers
@@ -212,8 +213,7 @@ def violations_of(
         found += (outdated := [*_check_driver(config)])
         if any(v.severity == "error" for v in outdated):
             num_gpus = _ENOUGH_GPUS  # torch would see them with another driver
-    is_known = run.model is None or run.model.has_family  # otherwise its tokenizer is not loaded
-    tokenizer_from = model if is_known else None
+    tokenizer_from = model if run.model is not None and not run.model.problems else None
     is_dry = job is not None and not here
     split = ("cluster", *reads(run, lambda run: run.placement))
     checks = [
@@ -239,6 +239,14 @@ def violations_of(
         Check(lambda: check_nodes(run) if is_job else (), needs=split),
         Check(lambda: check_shares(config) if is_job else (), needs=("cluster.nodes",)),
         Check(lambda: read_inputs(run, tokenizer_from, {} if read is None else read, here=here) if memory else ()),
+        Check(
+            lambda: (
+                _check_weights({"model.path": config.model.path} | others, folders | {"model.path": model}, run, facts)
+                if memory
+                else ()
+            ),
+            needs=("model.path", "model.family"),
+        ),
         Check(
             lambda: _check_teachers(run, folders, model) if memory else (),
             needs=("teacher.path", "teacher.path_by_source", "model"),
@@ -301,6 +309,30 @@ def _check_resume(run: Resolved) -> Iterator[Violation]:
         yield Violation(("model.path", *named), str(error))
     except UserError as error:  # it is running
         yield warning(named, str(error))
+
+
+def _check_weights(
+    paths: Mapping[str, str | None], folders: Mapping[str, Path | None], run: Resolved, others: Mapping[str, ModelFacts]
+) -> Iterator[Violation]:
+    """Compare names, shapes and types of the weights in folders with their config.json.
+
+    Args:
+        paths: models by setting; those that the package brings or the hub keeps are whole.
+        folders: None or absent if they are not on this machine.
+        others: what is known of the models besides the policy.
+    """
+    for setting, path in paths.items():
+        folder, facts = folders.get(setting), run.model if setting == "model.path" else others.get(setting)
+        if folder is None or facts is None or facts.problems or path in SHIPPED_MODELS or hub.is_hub_name(str(path)):
+            continue
+        from bapo_megatron.hf.reader import HFReader  # it needs torch
+
+        try:
+            with HFReader(folder, headers_only=True) as read:
+                is_critic = setting == "critic.path" and VALUE_HEAD.name in read
+                read.check_headers(facts.shape.with_value_head() if is_critic else facts.shape)
+        except CheckpointError as error:
+            yield Violation((setting,), str(error))
 
 
 def _check_teachers(run: Resolved, folders: Mapping[str, Path | None], policy: Path | None) -> Iterator[Violation]:

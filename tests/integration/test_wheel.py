@@ -93,7 +93,7 @@ def _copy_checkout(target: Path) -> None:
     import shutil
 
     target.mkdir()
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, target)
     for name in ("bapo_megatron", "patches", "configs"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -607,3 +608,30 @@ def test_rows_that_a_run_will_skip_are_counted(
     assert (what if num_bad < 3 else "correct them or data.max_prompt_tokens: all would be left out") in line
     assert first in line
     assert ("warning" in line) == (num_bad < 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "part"),
+    [
+        ({}, 100, "copy or download the file again"),
+        ({"intermediate_size": 64}, None, "model.layers.0.mlp.gate_proj.weight (model.safetensors) is [512, 128]"),
+        ({"quantization_config": {"quant_method": "fp8"}}, None, "dequantise the checkpoint first"),
+    ],
+)
+def test_weights_that_do_not_fit_are_told_before_a_run(
+    config: dict[str, object], size: int | None, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_path(), folder, copy_function=shutil.copyfile)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    if size is not None:
+        os.truncate(folder / "model.safetensors", size)
+    for settings in (
+        [f"model.path={folder}"],
+        [f"loss.reference_path={folder}", "loss.kl_coef=0.1"],
+        [f"critic.path={folder}", "advantage.kind=gae"],
+    ):
+        (line,) = [line for line in answer(capsys, *settings) if not line.startswith("warning: ")]
+        assert part in line
+        assert str(folder) in line or "config.json" in line

@@ -131,7 +131,7 @@ def test_stacks_that_do_not_fit_are_refused_by_name(spoil: Any, message: str, tm
         ({"norm_topk_prob": False}, "norm_topk_prob=false is not supported: the shares of the chosen experts need a"),
         ({"norm_topk_prob": None}, "norm_topk_prob=null is n"),
         ({"num_local_experts": 256}, "num_local_experts=256 is not supported: only models without it are"),
-        ({"shared_expert_intermediate_size": 0}, "no 'shared_expert_intermediate_size' that is a positive number"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 is not a positive whole number"),
         ({"n_shared_experts": 1}, "n_shared_experts=1: shared experts are not supported"),
         ({"num_experts_per_tok": 257}, "num_experts_per_tok=257 is more than num_experts=256"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true is not supported"),

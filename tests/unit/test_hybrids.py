@@ -104,7 +104,7 @@ def test_only_the_first_dimensions_of_a_head_are_rotated() -> None:
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; choose from silu"),
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"linear_num_key_heads": 5}, "linear_num_value_heads=32 cannot share linear_num_key_heads=5"),
-        ({"linear_conv_kernel_dim": 0}, "no 'linear_conv_kernel_dim' that is a positive number"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0 is not a positive whole number"),
         (
             {"partial_rotary_factor": 0.255, "rope_parameters": None},
             "partial_rotary_factor=0.255 does not give an even num",

@@ -66,10 +66,10 @@ def test_both_spellings_of_the_number_of_experts_are_read() -> None:
         ({"num_local_experts": 64}, "num_experts=128 and num_local_experts=64 contradict each other: remove one"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 is more than num_experts=128"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true is not supported"),
-        ({"num_experts": 0}, "no 'num_experts' that is a positive number"),
+        ({"num_experts": 0}, "num_experts=0 is not a positive whole number"),
         ({"num_experts": 10**30}, f"config.json has num_experts=1{'0' * 30}, but at most 16777216 is supported"),
         ({"num_hidden_layers": 10**9}, "config.json has num_hidden_layers=1000000000, but at most 16384 is supported"),
-        ({"moe_intermediate_size": None}, "no 'moe_intermediate_size' that is a positive number"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size=null is not a positive whole number"),
         (
             {"mlp_only_layers": [0, 47]},
             "mlp_only_layers=[0, 47] makes these layers dense, which is not supported: every layer needs experts, as "

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import tomllib
@@ -17,6 +18,7 @@ from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config, load_tables
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import UserError
+from bapo_megatron.hf.shape import hf_tensors, model_shape
 from bapo_megatron.machine.gpus import FULL, GIB, GPUS
 from bapo_megatron.machine.shared_gpu import shared_gpu
 from bapo_megatron.preflight import starter
@@ -51,15 +53,23 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
-    """Return a function that makes a folder for a known model, with the demo's tokenizer and an empty weight file."""
+    """Return a function that makes a folder for a known model, with the demo's tokenizer and hollow weights."""
 
-    def make(name: str) -> str:
+    def make(name: str, hf_config: dict[str, Any] | None = None) -> str:
+        hf_config = hf_config or KNOWN_MODELS[name]
         folder = tmp_path / name
         folder.mkdir()
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / file).write_bytes((demo_model_path() / file).read_bytes())
-        (folder / "config.json").write_text(json.dumps(KNOWN_MODELS[name]))
-        (folder / "model.safetensors").touch()
+        (folder / "config.json").write_text(json.dumps(hf_config))
+        header: dict[str, Any] = {}
+        end = 0
+        for tensor, size in hf_tensors(model_shape(hf_config)).items():
+            start, end = end, end + 2 * math.prod(size)
+            header[tensor] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
+        written = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(written).to_bytes(8, "little") + written)
+        os.truncate(folder / "model.safetensors", 8 + len(written) + end)  # a hole takes no space
         return str(folder)
 
     return make
@@ -312,10 +322,9 @@ def test_a_gpu_that_does_not_hold_all_state_trains_adapters(
 
 def test_a_gpu_that_does_not_hold_both_is_the_trainers(data: Path, model: Any) -> None:
     """Models with linear attention can have no adapters."""
-    here, folder = machine(1), model("Qwen3.5-9B")
     hf_config = deepcopy(KNOWN_MODELS["Qwen3.5-9B"])
     hf_config["text_config"] |= {"num_hidden_layers": 7, "layer_types": None}
-    Path(folder, "config.json").write_text(json.dumps(hf_config))
+    here, folder = machine(1), model("Qwen3.5-9B", hf_config)
     config, use = written_for(here, folder, data)
     assert (config.rollout.engine, config.rollout.placement, config.cluster.gpu) == ("embedded", "separate", None)
     assert config.lora.rank is None
