@@ -20,6 +20,7 @@ from bapo_megatron.hf.families import (
     ACTIVATIONS,
     EMBEDDING,
     FAMILIES,
+    LACKING,
     OUTSIDE,
     ROPE_TYPES,
     VALUE_HEAD,
@@ -409,8 +410,9 @@ def unknown_family(hf_config: dict[str, Any], own: Family | None = None) -> str 
     name = hf_config.get("model_type")
     if isinstance(name, str) and name in _families(own):
         return None
+    needed = f", because it needs {LACKING[name]}" if isinstance(name, str) and name in LACKING else ""
     return (
-        f"model_type {name!r} is not supported; the families are {', '.join(sorted(_families(own)))}; "
+        f"model_type {name!r} is not supported{needed}; the families are {', '.join(sorted(_families(own)))}; "
         "docs/models.md says how to add one"
     )
 

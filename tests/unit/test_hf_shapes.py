@@ -15,7 +15,7 @@ import transformers
 from bapo_megatron.config.schema import Config
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.facts import ModelFacts
-from bapo_megatron.hf.families import FAMILIES
+from bapo_megatron.hf.families import FAMILIES, LACKING
 from bapo_megatron.hf.shape import hf_tensors, load_hf_config, model_shape, rotary_frequencies
 from bapo_megatron.learner.fit import check_split
 from tests.distributed import HANG_S
@@ -68,6 +68,10 @@ def test_all_problems_come_at_once() -> None:
             {"model_type": "mixtral"},
             "'mixtral' is not supported; the families are gemma, granite, llama, mistral, olmo2, qwen2, qwen3, "
             "qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, smollm3; docs",
+        ),
+        (
+            {"model_type": "olmo3"},
+            "'olmo3' is not supported, because it needs sliding windows, and a rotation",
         ),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"model_type": None}, "None is not supported"),
@@ -284,3 +288,8 @@ def test_module_needs_neither_torch_nor_megatron() -> None:
         "assert not {m.split('.')[0] for m in sys.modules} & {'megatron', 'torch', 'transformers'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
+
+
+def test_families_that_lack_something_are_real_ones_that_are_not_supported() -> None:
+    assert not LACKING.keys() & FAMILIES.keys()
+    assert LACKING.keys() <= {*transformers.CONFIG_MAPPING.keys()}

@@ -138,7 +138,7 @@ def test_what_is_not_built_is_refused_with_its_setting(change: dict[str, Any], m
 
 
 def test_another_hybrid_and_contradictions_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"model_type 'qwen3_next' is not supported; the families are .*qwe"):
+    with pytest.raises(CheckpointError, match=r"'qwen3_next' is not supported, because .* by key head; the families"):
         model_shape(published(QWEN_9B) | {"model_type": "qwen3_next"})
     with pytest.raises(CheckpointError, match=r"config\.json has no text_config, which describes the language model"):
         model_shape(QWEN_9B | {"model_type": "qwen3_5"})

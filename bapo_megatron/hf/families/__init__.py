@@ -50,6 +50,7 @@ __all__ = [
     "EMBEDDING",
     "FAMILIES",
     "FINAL_NORM",
+    "LACKING",
     "LAYER",
     "MIXTURE_LAYER",
     "OUTPUT",
@@ -72,3 +73,18 @@ FAMILIES = {
     for family in (*(file.FAMILY for file in _PLAIN), *(f for file in _HYBRID for f in (file.TEXT, file.WITH_VISION)))
 }
 """The families by the model_type of config.json."""
+
+_NORMS = "norms before and after attention and MLP"
+LACKING = {
+    "deepseek_v2": "latent attention",
+    "deepseek_v3": "latent attention",
+    "gemma2": f"sliding windows, soft caps of attention and logits, and {_NORMS}",
+    "gemma3": f"sliding windows, a rotation for each type of layer, and {_NORMS}",
+    "gemma3_text": f"sliding windows, a rotation for each type of layer, and {_NORMS}",
+    "glm": "rotation of interleaved pairs",
+    "glm4": f"rotation of interleaved pairs, and {_NORMS}",
+    "gpt_oss": "attention sinks and sliding windows",
+    "olmo3": "sliding windows, and a rotation for each type of layer",
+    "qwen3_next": "projections of linear attention that are interleaved by key head",
+}
+"""What well-known families need and the blocks do not have, by model_type; for the message that refuses them."""
