@@ -56,8 +56,9 @@ class HFReader:
     def _open(file: Path, framework: str) -> safe_open:
         try:
             return safe_open(file, framework=framework)
-        except RuntimeError as error:  # torch reserves memory for a whole file
-            raise CheckpointError(f"cannot read {file}: {error}") from error
+        except RuntimeError as error:
+            advice = "torch reserves memory for the whole file: free some, or take a machine with more"
+            raise CheckpointError(f"cannot read {file}: {error}; {advice}") from error
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {file}: {error}; copy or download the file again") from error
 

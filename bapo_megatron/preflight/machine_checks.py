@@ -61,13 +61,13 @@ def check_room(run: Resolved) -> Iterator[Violation]:
     config, needed = run.config, checkpoint_bytes(run)
     folder = Path(config.run.dir)
     place = (folder / str(config.run.name)).absolute()
-    nearest = next(path for path in (place, *place.parents) if os.path.exists(path))
+    nearest = next(path for path in (place, *place.parents) if os.path.exists(path))  # false for too long a name
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         what = "cannot be written to" if nearest.is_dir() else "is a file"
         yield Violation(("run.dir",), f"run.dir={folder}: {nearest} {what}", "set run.dir to another folder")
         return
     try:
-        free = shutil.disk_usage(_existing(folder)).free
+        free = shutil.disk_usage(nearest).free
     except OSError:
         return  # the run creates its folder before anything starts, and reports that error
     if free >= _kept_bytes(run):
@@ -164,11 +164,6 @@ def check_host_memory(run: Resolved, *, starts_here: bool) -> Iterator[Violation
         f"{', and '.join(text for text, num in what.items() if num)}, and {where} {have / GIB:.2f} GiB",
         remedy + ("" if starts_here else ", or ask for more"),
     )
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
 
 
 def open_files_needed(run: Resolved) -> int:

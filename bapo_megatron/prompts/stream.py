@@ -173,8 +173,9 @@ class PromptStream:
         raise DataError(f"no row gives the tokens of {where}, whose words are to be replaced; has the data changed?")
 
     def lengths_reworded(self, words: Callable[[Question, str], str]) -> Iterator[tuple[int, str]]:
-        """Yield the number of tokens of a row with other words, and its place: of all rows in use, or of a sample of a
-        procedural source. `check` has found no bad prompt.
+        """Yield each row's number of tokens with other words, and where the row is.
+
+        Rows that a run leaves out are skipped, and a procedural source gives a sample. Call `check` first.
 
         Args:
             words: see `reworded`, of each row.

@@ -87,4 +87,4 @@ LACKING = {
     "olmo3": "sliding windows, and a rotation for each type of layer",
     "qwen3_next": "projections of linear attention that are interleaved by key head",
 }
-"""What well-known families need and the blocks do not have, by model_type; for the message that refuses them."""
+"""What a well-known family needs and no block computes, by model_type. The message that refuses the family says it."""
