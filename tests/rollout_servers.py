@@ -211,13 +211,17 @@ class Servers:
         return self.loop.submit(call())
 
     def num_running(self) -> int:
-        """Return the number of requests that are being decoded: each has at least one token."""
+        """Return the number of requests that are being decoded: each has at least one token.
+
+        SGLang's number is that of its last batch until its scheduler has found nothing to do.
+        """
         return int(self.get("/v1/loads")["loads"][0]["num_running_reqs"])
 
     def held(self, begin: Callable[[], list[Future[Any]]]) -> list[Future[Any]]:
         """Return unfinished responses, held by a pause in place; if one ends too soon, start all of them again."""
         deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
+            self.wait_until_idle()
             pending = begin()
             self.wait_until_running(pending)
             assert self.post("/pause_generation", {"mode": "in_place"})[0] == 200
@@ -227,6 +231,13 @@ class Servers:
             for future in pending:
                 future.result(HANG_S)
         raise AssertionError("no response could be held")
+
+    def wait_until_idle(self) -> None:
+        """Wait until the answered requests are no longer counted as running."""
+        deadline = time.monotonic() + HANG_S
+        while self.num_running():
+            assert time.monotonic() < deadline, f"requests were still running after {HANG_S:g} s"
+            time.sleep(0.01)
 
     def wait_until_running(self, pending: list[Future[Any]]) -> None:
         """Wait until all these requests are being decoded, or one has ended."""

@@ -60,6 +60,7 @@ def servers(running: Servers) -> Iterator[Servers]:
     if running.channel is None:
         running.connect()
     running.push("a")
+    running.wait_until_idle()
     yield running
     for engine in running.engines:
         running.loop.run(engine.resume())
