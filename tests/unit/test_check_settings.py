@@ -426,6 +426,17 @@ def test_urls_that_cannot_be(url: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("setting", ["rollout.urls", "teacher.urls"])
+@pytest.mark.parametrize("user", ["me:secret", ":secret", "secret"])
+def test_a_password_in_a_url_is_refused_and_not_shown(setting: str, user: str) -> None:
+    attach = ["rollout.engine=attach", 'rollout.urls=["http://h:1"]', f'{setting}=["https://{user}@node3"]']
+    learns = ['advantage.kind="teacher"', "loss.name=grpo"] if setting == "teacher.urls" else []
+    assert messages(*attach, *learns) == [
+        f"{setting}: the URL of node3 has a password, which logs and run.dir would show; leave it out; "
+        f"{setting.partition('.')[0]}.api_key is the file of a server's key"
+    ]
+
+
 @pytest.mark.parametrize("value", ["high", "0", "0.0", "1.5", "true", '"0.8"'])
 def test_a_share_of_memory_is_between_0_and_1(value: str) -> None:
     (message,) = messages("rollout.engine=sglang", f"sglang.extra.mem_fraction_static={value}")

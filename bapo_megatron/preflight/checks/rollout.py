@@ -99,9 +99,13 @@ def check_servers(run: Resolved) -> Iterator[Violation]:
     of_engine = {("rollout.urls", "rollout.engine"): r.urls if kind.needs == "urls" else ()}
     for settings, urls in (of_engine | {(config.teacher.given,): config.teacher.all_urls}).items():
         for url in urls:
-            if server_address(url) is None:
+            if (address := server_address(url)) is None:
                 problem = f'{settings[0]}: "{url}" is not the URL of a server'
                 yield Violation(settings, problem, 'write it like "http://127.0.0.1:30000"')
+            elif "@" in urlsplit(url).netloc:
+                key = f"{settings[0].partition('.')[0]}.api_key"
+                problem = f"{settings[0]}: the URL of {address[0]} has a password, which logs and run.dir would show"
+                yield Violation(settings, problem, f"leave it out; {key} is the file of a server's key")
     same = {url.rstrip("/") for url in r.urls} & {url.rstrip("/") for url in config.teacher.all_urls}
     if same and kind.needs == "urls":
         yield warning(
