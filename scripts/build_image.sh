@@ -49,17 +49,18 @@ import_base() {
     fi
 }
 
-make_base() {
-    local folder
+# In a shell of its own, which removes what it made.
+make_base() (
     folder="$(mktemp --directory)"
+    # An interrupted debootstrap may have left file systems mounted there.
+    trap 'rm -rf --one-file-system "$folder" "$folder.tar"' EXIT
     say "making $MADE with debootstrap"
     debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv bookworm "$folder" >"$folder.log" ||
         fail "debootstrap failed; its log: $folder.log"
-    rm -rf "$folder"/var/cache/apt/archives/*.deb "$folder"/var/lib/apt/lists/*
+    rm -rf "$folder.log" "$folder"/var/cache/apt/archives/*.deb "$folder"/var/lib/apt/lists/*
     tar --directory "$folder" --create --file "$folder.tar" .
     import_base "$folder.tar"
-    rm -rf "$folder" "$folder.log" "$folder.tar"
-}
+)
 
 builder="${BUILDER:-}"
 if [[ -n "$builder" ]]; then

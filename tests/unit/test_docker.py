@@ -180,3 +180,18 @@ def test_an_image_is_built_from_its_base_with_the_given_options_and_run(tmp_path
     )
     assert calls[-2].endswith("-- bapo demo a=1 b=2")
     assert calls[-1].startswith("--storage-driver vfs rm")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs debootstrap")
+@pytest.mark.parametrize(("ends", "left"), [("kill -TERM $PPID", 1), ("exit 1", 1), ("exit 0", 0)])
+def test_a_base_that_is_made_leaves_a_log_at_most(ends: str, left: int, tmp_path: Path) -> None:
+    for name in ("cat", "mkdir", "mktemp", "rm", "tar"):
+        program = shutil.which(name)
+        assert program is not None
+        (tmp_path / name).symlink_to(program)
+    (tmp_path / "debootstrap").write_text(f'#!/bin/bash\nmkdir "${{@: -1}}/etc"\n{ends}\n')
+    (tmp_path / "debootstrap").chmod(0o755)
+    (scratch := tmp_path / "scratch").mkdir()
+    build_image(tmp_path, "cpu", builder=UNREACHABLE, TMPDIR=str(scratch))
+    assert len(found := [*scratch.iterdir()]) == left
+    assert all(path.suffix == ".log" for path in found)
