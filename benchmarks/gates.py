@@ -33,7 +33,6 @@ NUM_MEASUREMENTS = 5  # for each renewal
 HISTORIES = {"demo": 10, "tool_demo": 5, "moe_demo": 5, "hybrid_demo": 3}  # configuration -> steps
 TOLERANCE = 1e-4
 METRICS = ("reward/mean", "loss/policy", "loss/entropy", "bapo/low", "bapo/high", "optimizer/grad_norm")
-TIMEOUT_S = 900.0
 
 History = list[dict[str, float]]
 
@@ -111,10 +110,12 @@ def check_count(name: str, found: float, baseline: float) -> str | None:
 
 def run_history(name: str) -> History:
     """Run a demo with its seed; return, by step, the metrics to compare."""
+    from tests.hang import HANG_S, PATIENT
+
     with tempfile.TemporaryDirectory(prefix="history-") as folder:
         command = [sys.executable, "-m", "bapo_megatron", "train", name, "run.name=history", f"run.dir={folder}"]
-        command.append(f"train.num_steps={HISTORIES[name]}")
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
+        command += [f"train.num_steps={HISTORIES[name]}", *PATIENT]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=HANG_S)
         lines = (Path(folder) / "history" / "metrics.jsonl").read_text().splitlines()
     return [{metric: json.loads(line)[metric] for metric in METRICS} for line in lines]
 

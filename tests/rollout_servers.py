@@ -42,6 +42,7 @@ from tests.engine_processes import started_engines
 
 MAX_CONTEXT = {"embedded": 2048, "sglang": 512, "sglang-tp2": 512}
 MAX_RUNNING = 8
+MAX_LATE_TOKENS = 50  # more than a response grows by before SGLang updates its numbers, which is 15 batches
 VOCAB_SIZE = 96
 EOS = 1
 KEY = "the-key-of-this-suite"
@@ -210,22 +211,29 @@ class Servers:
 
         return self.loop.submit(call())
 
-    def num_running(self) -> int:
-        """Return the number of requests that are being decoded: each has at least one token.
+    def load(self) -> dict[str, Any]:
+        """Return the first server's numbers: exact ones, or SGLang's of some batches ago, unless it is idle."""
+        return self.get("/v1/loads")["loads"][0]
 
-        SGLang's number is that of its last batch until its scheduler has found nothing to do.
-        """
-        return int(self.get("/v1/loads")["loads"][0]["num_running_reqs"])
+    def num_running(self) -> int:
+        """Return the number of requests that are being decoded: each has at least one token."""
+        return int(self.load()["num_running_reqs"])
 
     def held(self, begin: Callable[[], list[Future[Any]]]) -> list[Future[Any]]:
-        """Return unfinished responses, held by a pause in place; if one ends too soon, start all of them again."""
+        """Return unfinished responses of `num_long` tokens, held by a pause in place.
+
+        If they are too near their ends to tell, or one has ended, start all of them again.
+        """
         deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             self.wait_until_idle()
             pending = begin()
             self.wait_until_running(pending)
             assert self.post("/pause_generation", {"mode": "in_place"})[0] == 200
-            if self.num_running() == len(pending):
+            self.get("/server_info")  # unlike the pause, SGLang answers this when it has come to it
+            load = self.load()
+            num_tokens = 0 if self.kind == "embedded" else load["num_used_tokens"]  # of all these responses together
+            if load["num_running_reqs"] == len(pending) and num_tokens < self.num_long - MAX_LATE_TOKENS:
                 return pending
             assert self.post("/continue_generation", {})[0] == 200
             for future in pending:

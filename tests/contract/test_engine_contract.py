@@ -297,7 +297,8 @@ def test_abort_one_then_all(servers: Servers) -> None:
 
 def test_abort_needs_the_exact_rid(servers: Servers) -> None:
     run, engine = servers.loop.run, servers.engine
-    (pending,) = servers.held(lambda: [servers.loop.submit(engine.generate(request("whole-name", n=200)))])
+    asked = request("whole-name", n=servers.num_long)
+    (pending,) = servers.held(lambda: [servers.loop.submit(engine.generate(asked))])
     run(engine.abort("whole"))
     run(engine.resume())
     assert pending.result(HANG_S).finish_reason in ("length", "stop")
@@ -626,8 +627,9 @@ def test_connecting_to_nobody_names_who_is_missing(servers: Servers) -> None:
         servers.loop.run(absent.close())
 
 
-def test_a_paused_server_is_healthy(servers: Servers) -> None:
+def test_a_paused_server_is_healthy(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a server that a failed push left paused would never take part again."""
+    monkeypatch.setattr("bapo_megatron.engines.http._HEALTH_TIMEOUT_S", HANG_S)
     servers.loop.run(servers.engine.pause("retract"))
     assert servers.loop.run(servers.engine.health())
     servers.loop.run(servers.engine.resume())

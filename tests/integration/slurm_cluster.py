@@ -114,14 +114,18 @@ class Cluster:
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
 
-    def processes(self, job_id: str, node: str) -> list[psutil.Process]:
-        """Return the processes that a job runs in its steps on a node."""
+    def processes(self, job_id: str, node: str, *words: str) -> list[psutil.Process]:
+        """Return the processes that a job runs in its steps on a node, with these words in their command lines.
+
+        Its batch script starts a new `sleep` each second: such a process may end before a caller looks at it.
+        """
         found = []
         psutil.process_iter.cache_clear()  # it would return an earlier process that had the same id
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # a process that has just ended
-                variables = process.environ()
-                if variables.get("SLURM_JOB_ID") == job_id and variables.get("SLURMD_NODENAME") == node:
+                variables, command = process.environ(), process.cmdline()
+                is_there = variables.get("SLURM_JOB_ID") == job_id and variables.get("SLURMD_NODENAME") == node
+                if is_there and all(word in command for word in words) and "srun" not in process.name():
                     found.append(process)
         return found
 

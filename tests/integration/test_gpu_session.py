@@ -37,6 +37,7 @@ def session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "OFFLINE": f"{folder}/links",
         "OUT": str(folder),
         "VENV": sys.prefix,
+        "BAPO_STAGE_S": str(HANG_S),
     }
     return subprocess.run(
         [ROOT / "scripts" / "gpu_session.sh", *arguments],

@@ -16,6 +16,7 @@ from bapo_megatron.hf.adapters import Adapters
 from bapo_megatron.hf.peft_config import read_adapters
 from bapo_megatron.runtime.files import read_jsonl
 from tests.distributed import HANG_S
+from tests.hang import PATIENT
 from tests.integration.killable import Attempt, Engine, small_run
 from tests.integration.learner_reference import merged_float64
 
@@ -30,7 +31,8 @@ def weights_of(run: Path) -> dict[str, Tensor]:
 
 
 def responses(source: Path, output: Path) -> list[object]:
-    assert cli.main(["eval", str(source), "demo", "-n", "2", "--limit", "3", "--output", str(output)]) == 0
+    command = ["eval", str(source), "demo", *PATIENT, "-n", "2", "--limit", "3", "--output", str(output)]
+    assert cli.main(command) == 0
     return [row["response"] for row in read_jsonl(output / "responses.jsonl")]
 
 

@@ -1,7 +1,6 @@
 """A teacher on servers next to the same model in the learner; runs that are killed while it scores, and without it."""
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from bapo_megatron.runtime.files import read_jsonl
 from bapo_megatron.tokens import TEACHER_LOGPROBS, TEACHER_STREAMS, TEACHER_VERSIONS
 from bapo_megatron.types import Batch, Ended, Prompt, Sample, Sampled, Segment
 from tests.distributed import HANG_S, run_distributed
+from tests.integration.gates import Gates
 from tests.integration.killable import Attempt, Engine, checkpoint_of, metrics_of, small_run, surviving
 from tests.integration.learner_reference import load_float64, random_batch
 from tests.integration.test_small_batches import dealt
@@ -220,17 +220,15 @@ def check_hinted(samples: Sequence[Sample], *, are_several: bool) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_its_teacher(tmp_path: Path) -> None:
+    gates = Gates(tmp_path / "gates", 2)
     with (
         engines(tmp_path, "urls") as (engine, teacher, settings),
-        Attempt(small_run(tmp_path, "left", *settings), engine) as attempt,
+        Attempt(small_run(tmp_path, "left", *settings), engine, gates) as attempt,
     ):
         assert teacher is not None
-        deadline = time.monotonic() + HANG_S
-        while not (metrics := attempt.run_dir / "metrics.jsonl").exists() or not read_jsonl(metrics):
-            assert time.monotonic() < deadline
-            assert not attempt.has_ended()
-            time.sleep(0.05)
+        gates.wait(2, lambda: not attempt.has_ended(), attempt.complaints)
         teacher.kill()
+        gates.open(2)
         attempt.finish()
     rows = read_jsonl(attempt.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -26,6 +26,7 @@ from tests.integration.gates import Gates
 from tests.integration.killable import SMALL
 from tests.integration.slurm_cluster import PACKAGES, PROGRAMS, Cluster
 from tests.integration.test_kill_resume import assert_same, checkpoint_of, metrics_of
+from tests.integration.test_supervisor import is_alive
 from tests.slurm_kinds import KINDS, settings_of
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,10 @@ def listening_addresses(job: str) -> set[str]:
     return addresses
 
 
+def ranks_of(cluster: Cluster, job: str, node: str) -> list[psutil.Process]:
+    return cluster.processes(job, node, "bapo_megatron.slurm.node", "trainer")
+
+
 def wait_for(condition: Callable[[], bool], what: str, cluster: Cluster, run: Path) -> None:
     deadline = time.monotonic() + HANG_S
     while not condition():
@@ -119,8 +124,11 @@ def test_a_run_over_two_nodes_is_requeued_and_loses_nothing(
 
     # Taken off its nodes in its second step, as by preemption.
     gates.wait(2, is_running, cluster.logs)
+    ranks = [rank for node in ("n1", "n2") for rank in ranks_of(cluster, job, node)]
+    assert len(ranks) == 2
     cluster.run("scontrol", "requeue", job)
     wait_for(lambda: cluster.job(job)["Restarts"] == "1", "the job was requeued", cluster, run)
+    wait_for(lambda: not any(map(is_alive, ranks)), "its ranks had ended", cluster, run)  # they could come to gate 4
     gates.open(2)
 
     # Told to stop in its fourth step, as before its time limit: it saves, and queues itself again.
@@ -165,28 +173,24 @@ def test_ranks_start_again_in_the_job_after_a_rank_and_a_whole_node_have_died(
     def is_running() -> bool:
         return cluster.job(job)["JobState"] in ("PENDING", "RUNNING")
 
-    def processes(node: str, *words: str) -> list[psutil.Process]:
-        found = [p for p in cluster.processes(job, node) if all(word in p.cmdline() for word in words)]
-        return [p for p in found if "srun" not in p.name()]
-
     def engines(node: str) -> list[psutil.Process]:
-        return processes(node, "bapo_megatron.engines.embedded")
+        return cluster.processes(job, node, "bapo_megatron.engines.embedded")
 
     gates.wait(2, is_running, complaints)
     first = {node: engines(node) for node in ("n1", "n2")}
     assert [len(found) for found in first.values()] == [1, 1]
-    (rank,) = processes("n2", "bapo_megatron.slurm.node", "trainer")
+    (rank,) = ranks_of(cluster, job, "n2")
     rank.kill()
     gates.open(2)
 
     gates.wait(3, is_running, complaints)
     assert {node: engines(node) for node in ("n1", "n2")} == first, "the same processes"
-    assert processes("n3") == []
+    assert cluster.processes(job, "n3") == []
     with cluster.failing("n2", job):
         gates.open(3)
         gates.wait(4, is_running, complaints)
         assert engines("n1") == first["n1"]
-        assert len(processes("n3", "bapo_megatron.slurm.node", "trainer")) == 1
+        assert len(ranks_of(cluster, job, "n3")) == 1
         gates.open(4)
         wait_for(lambda: cluster.job(job)["JobState"] == "COMPLETED", "the job was done", cluster, run)
     assert len(list((run / "logs").glob("attempt-*"))) == 3

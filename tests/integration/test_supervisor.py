@@ -61,7 +61,11 @@ def stub(port: int, log: Path) -> EngineSpec:
 
 
 @pytest.mark.parametrize("status", [200, 401, 403, 404, 422, 500])
-def test_an_engine_that_samples_without_the_key_is_refused(tmp_path: Path, status: int) -> None:
+def test_an_engine_that_samples_without_the_key_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    asks = processes.asks_for_a_key  # a late answer would count as a refusal
+    monkeypatch.setattr(processes, "asks_for_a_key", lambda url: asks(url, HANG_S))
     answer = 'b"HTTP/1.0 %d X" % (int(sys.argv[2]) if sent.startswith(b"POST /generate ") else 200)'
     text = STUB.replace("self.request.recv", "sent = self.request.recv").replace('b"HTTP/1.0 200 OK', f'{answer} + b"')
 

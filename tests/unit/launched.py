@@ -39,6 +39,7 @@ from bapo_megatron.engines.supervisor import StartedEngines
 from bapo_megatron.errors import UserError
 from bapo_megatron.monitor.console import Console
 from bapo_megatron.runs.folder import RunDir
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.trainer import STOPPED, redirect_output
 
 _POLL_S = 0.01
@@ -100,7 +101,7 @@ def be_rank(run_dir: RunDir, kind: str) -> int:
             time.sleep(_POLL_S)
         os.abort()
     if kind in ("refusing", "aborting"):
-        (run_dir.log_dir / "error-0.txt").write_text("no such judge")
+        write_atomically(run_dir.log_dir / "error-0.txt", "no such judge")  # the launcher may end this rank at once
         return 2
     if kind == "torn" and run_dir.attempt > 1:
         (run_dir.log_dir / "error-0.txt").write_text("checkpoint step-000001 is torn")

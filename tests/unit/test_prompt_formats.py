@@ -18,6 +18,7 @@ from bapo_megatron.rewards.answers import final_answer
 from bapo_megatron.rewards.code import CodeJudge
 from bapo_megatron.rewards.reasoning_gym import gym_judge
 from bapo_megatron.rewards.verdicts import JudgeSpec
+from tests.hang import HANG_S
 
 AIME = {"id": 60, "problem": "Every morning Aya ...", "solution": "...", "answer": "204", "url": "...", "year": "2024"}
 MATH_500 = {"problem": "Convert (0,3).", "solution": "...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "level": 2}
@@ -78,7 +79,7 @@ def test_a_humaneval_row_is_judged_by_its_tests(tmp_path: Path) -> None:
     assert HUMANEVAL["prompt"].rstrip() in question.text
     config = Config.model_validate({"data": {"source": "jsonl", "path": path, "format": "humaneval"}})
     assert JudgeSpec.of(config).kind == "code"
-    judge = CodeJudge(20.0)
+    judge = CodeJudge(HANG_S)
     right = f"```python\n{HUMANEVAL['prompt']}{HUMANEVAL['canonical_solution']}```"
     assert judge.judge(question.answer, right) == 1.0
     assert judge.judge(question.answer, right.replace("2 * x", "x")) == 0.0
