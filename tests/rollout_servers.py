@@ -232,7 +232,7 @@ class Servers:
             assert self.post("/pause_generation", {"mode": "in_place"})[0] == 200
             self.get("/server_info")  # unlike the pause, SGLang answers this when it has come to it
             load = self.load()
-            num_tokens = 0 if self.kind == "embedded" else load["num_used_tokens"]  # of all these responses together
+            num_tokens = 0 if self.kind == "embedded" else load["num_used_tokens"]  # a sum over these responses
             if load["num_running_reqs"] == len(pending) and num_tokens < self.num_long - MAX_LATE_TOKENS:
                 return pending
             assert self.post("/continue_generation", {})[0] == 200

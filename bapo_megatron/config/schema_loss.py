@@ -87,6 +87,12 @@ PRESETS = {
         "token_weight": "uniform",
         "order": "low_first",
     },
+    "wide": _DEFAULT
+    | {
+        "low": {"start": 0.9, "stop": 0.9, "step": 0.02},
+        "high": {"start": 3.0, "stop": 3.0, "step": 0.05},
+        "scope": "fixed",
+    },
 }
 """Base values of [bapo], which explicitly set keys override. docs/bapo.md has the reasons for each."""
 
@@ -94,8 +100,9 @@ PRESETS = {
 class ClipBoundConfig(Section):
     """The search for BAPO's clip bounds. `preset` chooses the base values; explicitly set keys override them."""
 
-    preset: Literal["default", "paper", "official"] = "default"
-    """default: gradient share, target 0.5; paper: the paper's values; official: the authors' recipe on verl."""
+    preset: Literal["default", "paper", "official", "wide"] = "default"
+    """default: gradient share, target 0.5; paper: the paper's values; official: the authors' recipe on verl; wide: no
+    search, but fixed bounds, 0.9 and 3.0 (docs/losses.md)."""
     rho0: Positive = _DEFAULT["rho0"]
     """Target of rho. A share in (0, 1) for gradient and surrogate; net and official are ratios that may exceed 1
     (a share s is the ratio s / (1 - s) of official)."""

@@ -164,6 +164,8 @@ def write_config(
     command = shlex.join(["bapo", "init", model, str(data), *settings])
     text = f"# Written by `{command}`. Every other setting has its default: `bapo help settings`.\n"
     text += f"# GPUs: {gpus}.\n" if gpus else ""
+    if table.get("bapo") != given.get("bapo"):
+        text += '# The clip bounds are fixed (docs/losses.md). With bapo.preset="default" they adapt: BAPO.\n'
     try:
         file.write_text(f"{text}\n{tomli_w.dumps(table)}", encoding="utf-8")
     except OSError as error:
@@ -276,6 +278,8 @@ def _table(inputs: _Inputs, name: str, hardware: Hardware, given: Table) -> tupl
         "train": {"num_steps": 100, "minibatches_per_step": 2},
         "optimizer": {"lr": _LORA_LR if "rank" in given.get("lora", {}) else _LR},
     }
+    if "bapo" not in given and "name" not in given.get("loss", {}):
+        table["bapo"] = {"preset": "wide"}  # adapting bounds gain nothing (studies/results/one_setting.md)
     if (judge := _judge_for([question.answer for question in questions])) != "math":
         table["reward"] = {"kind": judge}
     turns = load_tables({"": {"environment": given.get("environment", {})}}).environment

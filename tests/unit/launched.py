@@ -101,7 +101,7 @@ def be_rank(run_dir: RunDir, kind: str) -> int:
             time.sleep(_POLL_S)
         os.abort()
     if kind in ("refusing", "aborting"):
-        write_atomically(run_dir.log_dir / "error-0.txt", "no such judge")  # the launcher may end this rank at once
+        write_atomically(run_dir.log_dir / "error-0.txt", "no such judge")  # the launcher may end this rank immediately
         return 2
     if kind == "torn" and run_dir.attempt > 1:
         (run_dir.log_dir / "error-0.txt").write_text("checkpoint step-000001 is torn")

@@ -45,6 +45,9 @@ def messages(severity: str, **sections: Any) -> list[str]:
         ),
         ("warning", {"critic": {"path": "x"}}, 'critic.path="x" has no effect without advantage.kind="gae"'),
         ("warning", {"bapo": {"scope": "microbatch"}}, "depend on train.max_tokens_per_microbatch="),
+        ("warning", {"bapo": {"preset": "wide", "scope": "exact"}}, "no room: the bounds stay at 0.9 and 3; set"),
+        ("warning", {"bapo": {"low": {"stop": 0.6}}}, "no room: the bounds stay at 0.6 and 1.2; set bapo.preset="),
+        ("warning", {"bapo": {"order": "low_first", "high": {"stop": 1.2}}}, "no room: the bounds stay at 0.6 and"),
         ("warning", {"loss": {"name": "sft"}, "monitor": {"token_profile": True}}, "token_profile=true has no effect"),
         ("warning", {"loss": {"name": "grpo", "clip_low": 0.2}}, "for an epsilon of 0.2, set loss.clip_low=0.8"),
         ("warning", {"loss": {"name": "gspo", "clip_low": 3e-4}}, "for an epsilon of 0.0003, set loss.clip_low=0.9997"),
@@ -245,6 +248,8 @@ def test_told(severity: str, sections: dict[str, Any], part: str) -> None:
     [
         {"loss": {"name": "grpo", "clip_low": 0.5}},
         {"loss": {"name": "cispo", "clip_low": 0.0}},
+        {"bapo": {"preset": "wide"}},
+        {"bapo": {"high": {"stop": 1.2}}},
         {"train": {"max_tokens_per_microbatch": 1024}},
         {"train": {"max_tokens_per_microbatch": 512}, "parallel": {"context": 2}},
         {"train": {"minibatches_per_step": 64}},

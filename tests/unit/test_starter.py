@@ -17,6 +17,7 @@ from bapo_megatron import cli
 from bapo_megatron.assets import demo_model_path
 from bapo_megatron.config.load import load_config, load_tables
 from bapo_megatron.config.schema import Config
+from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.errors import UserError
 from bapo_megatron.hf.shape import hf_tensors, model_shape
 from bapo_megatron.machine.gpus import FULL, GIB, GPUS
@@ -99,6 +100,24 @@ def test_lengths_follow_the_prompts(tmp_path: Path, data: Path) -> None:
     config = load_config([write_config("demo", data, tmp_path / "new.toml", CPU).file])
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (128, 256)
     assert config.run.name == "new"
+
+
+def test_bounds_are_wide_and_fixed_and_one_word_from_bapo(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = write_config("demo", data, data.with_name("new.toml"), CPU)
+    config = load_config([written.file])
+    assert (config.bapo.scope, config.bapo.low.start, config.bapo.high.start) == ("fixed", 0.9, 3.0)
+    assert 'With bapo.preset="default" they adapt' in written.file.read_text()
+    assert load_config([written.file], ["bapo.preset=default"]).bapo == ClipBoundConfig()
+    assert cli.main(["check", str(written.file), "loss.name=gspo", f"reward.timeout_s={HANG_S}"]) == 0
+    assert "bapo." not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("setting", ["loss.name=bapo", "loss.name=gspo", "bapo.rho0=0.4", "bapo.preset=paper"])
+def test_a_loss_of_the_users_choice_stays(data: Path, setting: str) -> None:
+    written = write_config("demo", data, data.with_name("new.toml"), CPU, [setting])
+    found, asked = load_config([written.file]), load_config([], [setting])
+    assert (found.loss, found.bapo) == (asked.loss, asked.bapo)
+    assert "adapt" not in written.file.read_text()
 
 
 @pytest.mark.parametrize("num_tokens", [255, 256, 257, 302, 511])
@@ -206,7 +225,7 @@ def test_a_placement_that_does_not_fit_is_named(data: Path, model: Any) -> None:
     cards, folder = machine(8, "NVIDIA GeForce RTX 4090", 23.5), model("OctoThinker-3B-Long-Zero")
     config, use = written_for(cards, folder, data)
     assert config.rollout.placement == "turns"
-    assert re.search("; 4 \\+ 4 GPUs take .* min, shared ones take .* s$", use)
+    assert re.search("; 4 \\+ 4 GPUs take .* s, shared ones take .* s$", use)
     config, use = written_for(replace(cards, memory_gib=20.0), folder, data)
     assert use.endswith(", turns do not fit"), "the machine's memory is too small"
     assert config.rollout.placement == "split"

@@ -39,6 +39,14 @@ def check_loss(config: Config) -> Iterator[Violation]:
             "data and context ranks",
             'set bapo.scope="exact" to avoid this',
         )
+    bapo = config.bapo
+    last = bapo.low if bapo.order == "high_first" else bapo.high  # without room for it, Algorithm 1 moves neither
+    if config.searches_bounds and len(last.points) == 1:
+        yield warning(
+            ("bapo.low", "bapo.high", "bapo.order", "bapo.scope", "bapo.preset", "loss.name", "loss.search_bounds"),
+            f"the search of [bapo] has no room: the bounds stay at {bapo.low.start:g} and {bapo.high.start:g}",
+            'set bapo.preset="default", or bapo.scope="fixed" if that is meant',
+        )
 
 
 def check_share(config: Config) -> Iterator[Violation]:
