@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from bapo_megatron.config.schema_loss import ClipBoundConfig
+from bapo_megatron.config.schema_loss import PRESETS, ClipBoundConfig
 from bapo_megatron.errors import UserError, plural, wrong_fields
 
 _UNTRIED_HOST = "BAPO_UNTRIED_HOST"  # a variable, because hosts start a plugin in processes of their own
@@ -77,9 +77,10 @@ class Host:
         )
 
     def settings(self, bapo: Mapping[str, Any], *scopes: str) -> ClipBoundConfig:
-        """Return [bapo] from its keys; the first of `scopes` is the default. Raises UserError."""
+        """Return [bapo] from its keys; without the preset's, the first of `scopes` is the default. Raises UserError."""
+        scope = PRESETS.get(str(bapo.get("preset")), {}).get("scope", scopes[0])
         try:
-            config = ClipBoundConfig.model_validate({"scope": scopes[0], **bapo})
+            config = ClipBoundConfig.model_validate({"scope": scope, **bapo})
         except ValidationError as error:
             raise self.refusal([wrong_fields(error)]) from None
         if config.scope not in scopes:

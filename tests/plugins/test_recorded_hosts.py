@@ -128,6 +128,14 @@ def test_what_does_not_fit_is_refused_in_one_message(module: ModuleType, changes
     assert f". What works, tried with {paths.host.name} {paths.host.tried[0]}: --loss-type custom_loss" in said
 
 
+@pytest.mark.parametrize(
+    ("bapo", "scope"),
+    [({}, "lagged"), ({"preset": "paper"}, "lagged"), ({"preset": "wide"}, "fixed"), ({"scope": "fixed"}, "fixed")],
+)
+def test_the_scope_is_the_users_then_the_presets_then_the_hosts(bapo: dict[str, Any], scope: str) -> None:
+    assert paths_of(slime).host.settings(bapo, "lagged", "smoothed", "fixed").scope == scope
+
+
 def test_log_probs_that_the_engine_did_not_return_are_refused() -> None:
     paths = paths_of(slime)
     args = Namespace(**{**FITTING, "use_rollout_logprobs": True})
