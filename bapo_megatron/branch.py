@@ -28,7 +28,7 @@ from bapo_megatron.config.load import Reading, dump_config, load_tables, parse_o
 from bapo_megatron.config.losses import CUSTOM, LOSS_SECTIONS
 from bapo_megatron.config.lr_schedule import learning_rate, planned_updates
 from bapo_megatron.config.schema import CheckpointConfig, Config, SourceConfig
-from bapo_megatron.config.schema_loss import PRESETS, LossConfig, RatioOptions
+from bapo_megatron.config.schema_loss import PRESETS, ClipBoundConfig, LossConfig, RatioOptions
 from bapo_megatron.errors import CheckpointError, TornCheckpointError, UserError, collecting, plural
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.writer import atomic_folder
@@ -195,7 +195,8 @@ def _changed(table: dict[str, Any], file: Path, new: Path, settings: Sequence[st
         fields = LOSS_SECTIONS.get(given["loss.name"], LOSS_SECTIONS[CUSTOM]).model_fields.keys()
         table["loss"] = {key: value for key, value in of["loss"].items() if key in shared & fields}
     if "bapo.preset" in given:
-        base = PRESETS.get(of["bapo"].get("preset", "default"), {})
+        preset = str(of["bapo"].get("preset"))
+        base = ClipBoundConfig.model_validate({"preset": preset} if preset in PRESETS else {}).model_dump()
         table["bapo"] = {key: value for key, value in of["bapo"].items() if value != base.get(key)}
     if given.get("environment.kind", of["environment"].get("kind")) != of["environment"].get("kind"):
         of["environment"].pop("options", None)

@@ -18,6 +18,7 @@ from bapo_megatron.config.changing import cost_of_change
 from bapo_megatron.config.load import as_override, dump_config, load_config, parse_override
 from bapo_megatron.config.paths import schema
 from bapo_megatron.config.schema import CheckpointConfig
+from bapo_megatron.config.schema_loss import ClipBoundConfig
 from bapo_megatron.errors import ConfigError, UserError
 from bapo_megatron.monitor import alarms
 from bapo_megatron.monitor.alarms import RULES, AlarmLog, Rule
@@ -116,6 +117,19 @@ def test_a_new_loss_has_its_own_settings_and_a_preset_its_values(parent: Path) -
     fresh = load_config(["demo"], ["loss.name=gspo", "loss.kl_coef=0.1", "loss.kl_target=0.01"])
     assert config.loss == fresh.loss
     assert (config.bapo.rho0, config.bapo.contribution, config.bapo.scope) == (0.4, "surrogate", "exact")
+
+
+def test_a_preset_brings_its_scope_and_takes_it_along(parent: Path) -> None:
+    exact = plan_branch(parent, Path("exact"), ["bapo.scope=exact"])
+    exact.write()
+    wide = plan_branch(exact.path, Path("wide"), ["bapo.preset=wide"])
+    assert wide.config.bapo == ClipBoundConfig(preset="wide")
+    wide.write()
+    assert plan_branch(wide.path, Path("searching"), ["bapo.preset=default"]).config.bapo == ClipBoundConfig()
+    own = plan_branch(parent, Path("own"), ["bapo.rho0=0.4", "bapo.scope=lagged"])
+    own.write()
+    kept = plan_branch(own.path, Path("kept"), ["bapo.preset=official"]).config.bapo
+    assert (kept.rho0, kept.scope, kept.contribution) == (0.4, "lagged", "official")
 
 
 @pytest.mark.parametrize(
