@@ -114,7 +114,8 @@ def run_history(name: str) -> History:
 
     with tempfile.TemporaryDirectory(prefix="history-") as folder:
         command = [sys.executable, "-m", "bapo_megatron", "train", name, "run.name=history", f"run.dir={folder}"]
-        command += [f"train.num_steps={HISTORIES[name]}", *PATIENT]
+        judge = "environment." if name == "tool_demo" else "reward."
+        command += [f"train.num_steps={HISTORIES[name]}", *(text.replace("reward.", judge) for text in PATIENT)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=HANG_S)
         lines = (Path(folder) / "history" / "metrics.jsonl").read_text().splitlines()
     return [{metric: json.loads(line)[metric] for metric in METRICS} for line in lines]
