@@ -77,7 +77,7 @@ class Host:
         )
 
     def settings(self, bapo: Mapping[str, Any], *scopes: str) -> ClipBoundConfig:
-        """Return [bapo] from its keys. The default scope is the preset's, or the first of `scopes`. Raises UserError."""
+        """Return [bapo] from its keys; scope is by default the preset's or the first of `scopes`. Raises UserError."""
         scope = PRESETS.get(str(bapo.get("preset")), {}).get("scope", scopes[0])
         try:
             config = ClipBoundConfig.model_validate({"scope": scope, **bapo})
