@@ -435,7 +435,8 @@ def test_an_engine_that_ends_in_the_middle_of_a_step_is_fenced_and_nothing_is_lo
             await asyncio.sleep(0.01)
         doomed.process.send_signal(end)
         if end == signal.SIGSTOP:
-            move_clock(HANG_S / 10)  # past the deadline of its requests, but of nothing else
+            engines[1]._timeout_s = 0.1  # of requests that it gets from now on
+            move_clock(HANG_S / 10)  # past the deadline of those that it has, but of nothing else
         trained += (await taking)[0]
         while scheduler.pool.is_live(engines[1]):  # with overlap, the other engine may have been quick enough
             await asyncio.sleep(0.05)
@@ -443,6 +444,7 @@ def test_an_engine_that_ends_in_the_middle_of_a_step_is_fenced_and_nothing_is_lo
         assert_balanced(scheduler, trained, undisturbed)
         if end == signal.SIGSTOP:
             doomed.process.send_signal(signal.SIGCONT)
+            engines[1]._timeout_s = HANG_S / 10
             await engines[1].resume()
             while not scheduler.pool.back():
                 await asyncio.sleep(0.05)
