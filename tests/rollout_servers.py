@@ -241,7 +241,7 @@ class Servers:
         raise AssertionError("no response could be held")
 
     def wait_until_idle(self) -> None:
-        """Wait until the answered requests are no longer counted as running."""
+        """Wait until the server counts no request as running."""
         deadline = time.monotonic() + HANG_S
         while self.num_running():
             assert time.monotonic() < deadline, f"requests were still running after {HANG_S:g} s"

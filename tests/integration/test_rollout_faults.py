@@ -435,7 +435,7 @@ def test_an_engine_that_ends_in_the_middle_of_a_step_is_fenced_and_nothing_is_lo
             await asyncio.sleep(0.01)
         doomed.process.send_signal(end)
         if end == signal.SIGSTOP:
-            engines[1]._timeout_s = 0.1  # of requests that it gets from now on
+            engines[1]._timeout_s = 0.1  # for the requests that follow
             move_clock(HANG_S / 10)  # past the deadline of those that it has, but of nothing else
         trained += (await taking)[0]
         while scheduler.pool.is_live(engines[1]):  # with overlap, the other engine may have been quick enough

@@ -432,8 +432,8 @@ def test_a_password_in_a_url_is_refused_and_not_shown(setting: str, user: str) -
     attach = ["rollout.engine=attach", 'rollout.urls=["http://h:1"]', f'{setting}=["https://{user}@node3"]']
     learns = ['advantage.kind="teacher"', "loss.name=grpo"] if setting == "teacher.urls" else []
     assert messages(*attach, *learns) == [
-        f"{setting}: the URL of node3 has a password, which logs and run.dir would show; leave it out; "
-        f"{setting.partition('.')[0]}.api_key is the file of a server's key"
+        f"{setting}: the URL of node3 has a password, which logs and run.dir would show; leave it out, and set "
+        f"{setting.partition('.')[0]}.api_key to a file with the server's key"
     ]
 
 

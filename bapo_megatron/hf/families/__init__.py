@@ -87,4 +87,4 @@ LACKING = {
     "olmo3": "sliding windows, and a rotation for each type of layer",
     "qwen3_next": "projections of linear attention that are interleaved by key head",
 }
-"""What a well-known family needs and no block computes, by model_type. The message that refuses the family says it."""
+"""The missing parts of well-known families, by model_type; named when a model is refused."""

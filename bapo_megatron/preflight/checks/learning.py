@@ -40,12 +40,13 @@ def check_loss(config: Config) -> Iterator[Violation]:
             'set bapo.scope="exact" to avoid this',
         )
     bapo = config.bapo
-    last = bapo.low if bapo.order == "high_first" else bapo.high  # without room for it, Algorithm 1 moves neither
-    if config.searches_bounds and len(last.points) == 1:
+    name = "low" if bapo.order == "high_first" else "high"  # the last to move: Algorithm 1 moves neither without it
+    if config.searches_bounds and len(getattr(bapo, name).points) == 1:
+        change = 'set bapo.preset="default"' if bapo.preset == "wide" else f"raise bapo.{name}.stop"
         yield warning(
             ("bapo.low", "bapo.high", "bapo.order", "bapo.scope", "bapo.preset", "loss.name", "loss.search_bounds"),
             f"the search of [bapo] has no room: the bounds stay at {bapo.low.start:g} and {bapo.high.start:g}",
-            'set bapo.preset="default", or bapo.scope="fixed" if that is meant',
+            f'{change}, or set bapo.scope="fixed" if that is meant',
         )
 
 

@@ -105,7 +105,7 @@ def check_servers(run: Resolved) -> Iterator[Violation]:
             elif "@" in urlsplit(url).netloc:
                 key = f"{settings[0].partition('.')[0]}.api_key"
                 problem = f"{settings[0]}: the URL of {address[0]} has a password, which logs and run.dir would show"
-                yield Violation(settings, problem, f"leave it out; {key} is the file of a server's key")
+                yield Violation(settings, problem, f"leave it out, and set {key} to a file with the server's key")
     same = {url.rstrip("/") for url in r.urls} & {url.rstrip("/") for url in config.teacher.all_urls}
     if same and kind.needs == "urls":
         yield warning(
